@@ -1,0 +1,279 @@
+"""The typed values that stages hand to each other. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
+
+NO_TARGET = -100
+"""Label of a position that is not trained on (torch's cross_entropy `ignore_index`)."""
+
+
+class Durable(ABC):
+    """An artifact that survives its process: the journal keeps `record()`, resume calls `restore()`."""
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """What is needed to find the artifact again, as JSON."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, record: Mapping[str, Any]) -> Durable:
+        """The artifact from its record; raises StageError when it is gone."""
+
+
+class TensorReader(ABC):
+    """Random access to named full tensors, one at a time, on the CPU."""
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Names as in the model's state dict. Tied tensors may be listed once or under every name."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The full tensor in its source dtype. Raises StageError if `name` is not there."""
+
+    def close(self) -> None:
+        """Release files and caches."""
+
+
+class ModelSource(ABC):
+    """A causal language model, declared. No parameter exists until a wrap stage calls `build`."""
+
+    name: str
+    """What a person calls it: the folder, hub id or file it comes from."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Construct the module, without reading or initialising weights, under whatever context the
+        caller opened (empty parameters, a strategy's own init). Parameters are declared in fp32;
+        weights are tied; buffers hold their real values unless the context prevents that."""
+
+    @abstractmethod
+    def weights(self) -> TensorReader:
+        """Open the source's weights; for a random initialisation, a pure function of the seed."""
+
+    @abstractmethod
+    def tie(self, model: nn.Module) -> None:
+        """Tie again the weights that the architecture shares (after a context untied them)."""
+
+    @abstractmethod
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated transformer blocks, in order; empty when they cannot be told."""
+
+    @abstractmethod
+    def rebuild_buffers(self, model: nn.Module) -> None:
+        """Recompute in place, on their device, buffers that no checkpoint stores (rotary tables)."""
+
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The `transformers` tokenizer; raises StageError when the source has none."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Rows of the input embedding."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hex digest of architecture and weights identity; equal sources have equal digests."""
+
+    @abstractmethod
+    def save_assets(self, folder: Path, *, dtype: str) -> None:
+        """Write everything but the weights that `transformers` needs to load the model: config with
+        the right architecture and `dtype`, generation config, tokenizer, chat template."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes with one meaning under every strategy.
+
+    master: the dtype the optimizer updates. compute: parameters, activations and inputs of forward and
+    backward. reduce: gradients while they are reduced over ranks. buffer: floating buffers; None keeps
+    what the model declares. The loss and the gradient norm are always fp32.
+    """
+
+    master: DtypeName
+    compute: DtypeName
+    reduce: DtypeName
+    buffer: DtypeName | None
+    loss_scaling: LossScaling | None
+    """Set exactly when `compute` is fp16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """Dynamic loss scaling (Micikevicius et al. 2018, Mixed Precision Training, section 3.2):
+    doubled after `growth_interval` steps without overflow, halved (and the step skipped) on one."""
+
+    initial_scale: float = 65536.0
+    growth_interval: int = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One training example. `labels[t]` is the token to be predicted at position t (already shifted
+    against `input_ids`), or NO_TARGET. Both int64, shape (length,)."""
+
+    input_ids: np.ndarray[Any, Any]
+    labels: np.ndarray[Any, Any]
+
+
+class Samples(ABC):
+    """A map-style sample set. Everything is a pure function of the index."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @abstractmethod
+    def targets(self, index: int) -> int:
+        """How many labels of this sample are trained on; known without reading the sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run trains and evaluates on."""
+
+    train: Samples
+    heldout: Samples | None
+    pad_id: int
+    """Token that fills `input_ids` behind a short sample; its labels are NO_TARGET."""
+    fingerprint: str
+    """Hex digest over the sources, the tokenizer and every setting that changes a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """Factories for the optimizer and its schedule."""
+
+    algorithm: str
+    """Name of the update rule (`adamw`). A strategy may run its own kernel of the same rule."""
+    hyperparameters: Mapping[str, Any]
+    """Arguments of the rule's torch class: lr, betas, eps, weight_decay."""
+    groups: Callable[[nn.Module], list[dict[str, Any]]]
+    """Model -> torch parameter groups, each with `params`, `names` and its overrides."""
+    build: Callable[[list[dict[str, Any]]], Optimizer]
+    """Parameter groups -> torch optimizer."""
+    lr_scale: Callable[[int, int], float]
+    """(zero-based step, total steps) -> factor on every group's base learning rate."""
+    max_grad_norm: float | None
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far training has come. Counts are over all ranks; JSON in every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done (also those skipped for overflow)."""
+    samples: int = 0
+    """Global index of the next sample: position in the endless shuffled sequence."""
+    tokens: int = 0
+    """Target tokens trained on."""
+    skipped: int = 0
+    """Steps skipped for overflow."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Checkpoints(ABC):
+    """Where, when and in which format a run saves its training state and resumes from it."""
+
+    @abstractmethod
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after `step` optimizer steps."""
+
+    @abstractmethod
+    def save(self, progress: Progress) -> Path:
+        """Write the engine's whole state (collective). Returns the committed folder."""
+
+    @abstractmethod
+    def restore(self) -> Progress | None:
+        """Load the newest complete checkpoint into the engine (collective); None if there is none.
+        Raises CheckpointError when what is there cannot be continued."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun(Durable):
+    """A finished training: its last checkpoint and what it reached."""
+
+    checkpoint: Path
+    progress: Progress
+    metrics: Mapping[str, float]
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "checkpoint": str(self.checkpoint),
+            "progress": vars(self.progress),
+            "metrics": dict(self.metrics),
+        }
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> TrainedRun:
+        from pipeline.errors import CheckpointError
+
+        checkpoint = Path(record["checkpoint"])
+        if not checkpoint.is_dir():
+            raise CheckpointError(f"the last checkpoint is gone: {checkpoint}")
+        return cls(
+            checkpoint=checkpoint,
+            progress=Progress(**record["progress"]),
+            metrics=record["metrics"],
+        )
+
+
+class Weights(TensorReader):
+    """Named full tensors of the trained model, streamed from a checkpoint, never all in memory."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The full shape, without reading the tensor."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names():
+            yield name, self.read(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel(Durable):
+    """A folder that `transformers` loads, proven by loading it."""
+
+    folder: Path
+    files: Sequence[str]
+    total_bytes: int
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "files": list(self.files),
+            "total_bytes": self.total_bytes,
+        }
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> ExportedModel:
+        from pipeline.errors import ExportError
+
+        folder = Path(record["folder"])
+        if not folder.is_dir():
+            raise ExportError(f"the exported model is gone: {folder}")
+        return cls(folder=folder, files=record["files"], total_bytes=record["total_bytes"])
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a DtypeName."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

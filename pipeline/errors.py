@@ -1,0 +1,102 @@
+"""What can go wrong, in words for the person who has to act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """A place in a file a person wrote. `line` and `column` count from 1; 0 means the whole file."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One mistake: where it is, what is wrong, what to do.
+
+    A stage's `check` yields problems with `key` relative to its own fields (`files`, `group.lr`) and
+    leaves `location` out; the plan fills in the slot and the place.
+    """
+
+    message: str
+    key: str = ""
+    hint: str = ""
+    location: Location | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.location}: " if self.location else ""
+        key = f"{self.key}: " if self.key else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{where}{key}{self.message}{hint}"
+
+
+class PipeError(Exception):
+    """Base of every error a user can cause or can act on; shown without a traceback."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+
+
+class UsageError(PipeError):
+    """The command or its arguments cannot be carried out as given."""
+
+    exit_code = 2
+
+
+class RecipeError(PipeError):
+    """A recipe has mistakes; carries all of them, one line each."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class PluginError(PipeError):
+    """A stage plugin cannot be loaded or breaks the stage contract; names its distribution."""
+
+    exit_code = 2
+
+
+class StageError(PipeError):
+    """A stage cannot do its work with what it found (a broken data file, a full disk)."""
+
+
+class DataError(StageError):
+    """A data file holds something that cannot be trained on; names the file and the row."""
+
+    def __init__(self, message: str, *, file: str | Path, row: int | None = None, hint: str = "") -> None:
+        place = f"{file}:{row}" if row is not None else str(file)
+        super().__init__(f"{place}: {message}", hint=hint)
+
+
+class EngineMismatch(StageError):
+    """What is running is not what the recipe asked for."""
+
+
+class CheckpointError(StageError):
+    """A checkpoint is incomplete, damaged, or does not belong to this run."""
+
+
+class ExportError(StageError):
+    """An export did not load back as what was trained."""
+
+
+class RunFailed(PipeError):
+    """A worker process failed; carries the first failing rank's error as its message."""
+
+
+class RunLocked(UsageError):
+    """Another live process works in this run folder."""

@@ -1,0 +1,72 @@
+"""Read a stage's needs and gives off its `run` annotations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import PluginError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One artifact parameter of a stage's `run`."""
+
+    parameter: str
+    type: type
+    optional: bool
+
+
+@functools.cache
+def _annotations(stage: type) -> dict[str, Any]:
+    run = getattr(stage, "run", None)
+    if not callable(run):
+        raise PluginError(f"{stage.__module__}.{stage.__qualname__} has no method `run`")
+    try:
+        return typing.get_type_hints(run)
+    except Exception as error:
+        raise PluginError(
+            f"{stage.__module__}.{stage.__qualname__}.run: its annotations cannot be resolved: {error}",
+            hint="import artifact types outside TYPE_CHECKING",
+        ) from error
+
+
+@functools.cache
+def needs(stage: type) -> tuple[Need, ...]:
+    """What `run` takes after `self` and `ctx`, in order. `X | None` is optional.
+
+    Raises PluginError when a parameter is not annotated with a class.
+    """
+    hints = _annotations(stage)
+    found = []
+    for parameter in list(inspect.signature(stage.run).parameters.values())[2:]:  # type: ignore[attr-defined]
+        annotation = hints.get(parameter.name)
+        options = [annotation]
+        if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+            options = list(typing.get_args(annotation))
+        kinds = [option for option in options if option is not type(None)]
+        if len(kinds) != 1 or not isinstance(kinds[0], type):
+            raise PluginError(
+                f"{stage.__module__}.{stage.__qualname__}.run: parameter `{parameter.name}` "
+                "is not annotated with one artifact class"
+            )
+        found.append(
+            Need(parameter=parameter.name, type=kinds[0], optional=len(kinds) < len(options))
+        )
+    return tuple(found)
+
+
+def gives(stage: type) -> type | None:
+    """The class of what `run` returns; None when it returns nothing."""
+    given = _annotations(stage).get("return")
+    if given is None or given is type(None):
+        return None
+    if not isinstance(given, type):
+        raise PluginError(
+            f"{stage.__module__}.{stage.__qualname__}.run: its return annotation is not one class"
+        )
+    return given

@@ -1,0 +1,81 @@
+"""What a stage is, and what it is given when it runs.
+
+A stage is a frozen, keyword-only dataclass with a docstring. Its fields are its whole configuration;
+each field is documented by the string under it and bounded through `typing.Annotated` with pydantic's
+constraints. `run(self, ctx, ...)` is annotated with the artifacts it needs and the one it gives. An
+optional `check(self, plan)` yields problems that only show in the company of other slots or of the
+machine; it never raises and imports nothing heavy. Importing a stage's module imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pipeline.errors import Problem
+
+if TYPE_CHECKING:
+    from pipeline.dist import Dist
+    from pipeline.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class Stage(Protocol):
+    """Structural type of every stage; nothing needs to inherit from it."""
+
+    def run(self, ctx: Context, *artifacts: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanView:
+    """What a stage's `check` may look at: the whole recipe, validated, and how it will be launched."""
+
+    name: str
+    seed: int
+    procs: int
+    """Processes over all nodes."""
+    device: str
+    """`cpu` or `cuda`, as asked; `auto` is already decided."""
+    slots: Mapping[str, Any]
+    """Slot name -> stage instance, in order. Slots with mistakes of their own are missing."""
+
+    def find(self, kind: type[T]) -> T | None:
+        """The first slot's stage that is an instance of `kind`."""
+        return next((stage for stage in self.slots.values() if isinstance(stage, kind)), None)
+
+    def giving(self, artifact: type) -> Iterator[Any]:
+        """Stages whose `run` gives `artifact` or a subclass of it."""
+        from pipeline.signature import gives
+
+        for stage in self.slots.values():
+            given = gives(type(stage))
+            if given is not None and issubclass(given, artifact):
+                yield stage
+
+
+class Checked(Protocol):
+    """A stage with an opinion on the rest of the recipe."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]: ...
+
+
+@dataclass(kw_only=True)
+class Context:
+    """What every stage is given when it runs, on every rank."""
+
+    run_dir: Path
+    """The run's folder; the same on every rank."""
+    seed: int
+    dist: Dist
+    log: logging.Logger
+    """Shown on screen from rank 0; every rank's goes to `logs/rank-N.log`."""
+    metrics: Metrics
+    """`metrics.jsonl`; writes from rank 0 only, calls from other ranks do nothing."""
+    on_exit: Callable[[Callable[[], object]], object] = field(default=lambda call: None)
+    """Register a call for the end of the run, last in first out, also after a failure."""
+    slot: str = ""
+    """Name of the slot that is running."""

@@ -1,0 +1,1 @@
+"""Stages that save and restore training state."""

@@ -1,0 +1,1 @@
+"""Stages that stream named full tensors out of a checkpoint."""

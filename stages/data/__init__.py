@@ -1,0 +1,1 @@
+"""Stages that turn files into samples."""

@@ -1,0 +1,1 @@
+"""Stages that write the trained model for others."""

@@ -1,0 +1,1 @@
+"""Stages that declare a model."""

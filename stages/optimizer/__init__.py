@@ -1,0 +1,1 @@
+"""Stages that declare an optimizer and its schedule."""
