@@ -1,0 +1,164 @@
+"""Checkpoints as one folder a step: when to save, how it becomes visible, how many to keep.
+
+What is inside a folder is the format's own; this file writes progress and random state beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts import Checkpoints, Progress
+from pipeline.errors import CheckpointError
+from pipeline.stage import Context
+
+PROGRESS = "progress.json"
+_STEP = re.compile(r"step-(\d{8})")
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Committed checkpoints under `root`, oldest first."""
+    found = root.iterdir() if root.is_dir() else ()
+    return sorted(path for path in found if _STEP.fullmatch(path.name))
+
+
+class StepCheckpoints(Checkpoints):
+    """Saves to `checkpoints/step-NNNNNNNN.partial` and renames it when every rank has written.
+
+    A folder with the final name is therefore complete. `every` and `keep` count steps and
+    checkpoints; None means only at the end, and all.
+    """
+
+    format: str
+
+    def __init__(self, ctx: Context, *, every: int | None, keep: int | None) -> None:
+        self._ctx = ctx
+        self._every = every
+        self._keep = keep
+        self._root = ctx.run_dir / "checkpoints"
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the engine's state into `folder` (collective; the folder exists)."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> None:
+        """Load the engine's state from `folder` (collective)."""
+
+    def due(self, step: int) -> bool:
+        return self._every is not None and step % self._every == 0
+
+    def save(self, progress: Progress) -> Path:
+        dist = self._ctx.dist
+        final = self._root / f"step-{progress.step:08d}"
+        if final.exists():
+            return final
+        partial = final.with_name(final.name + ".partial")
+        with dist.main_first() as main:
+            if main:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        self.write(partial)
+        write_json(partial / f"random-{dist.rank:05d}.json", random_state())
+        dist.barrier()
+        if dist.is_main:
+            record = {
+                "format": self.format,
+                "world_size": dist.world_size,
+                "progress": vars(progress),
+            }
+            write_json(partial / PROGRESS, record)
+            os.replace(partial, final)
+            sync_folder(self._root)
+            self._forget_old()
+        dist.barrier()
+        self._ctx.log.info("saved %s", final.relative_to(self._ctx.run_dir))
+        return final
+
+    def restore(self) -> Progress | None:
+        folders = step_folders(self._root)
+        if not folders:
+            return None
+        newest = folders[-1]
+        record = read_json(newest / PROGRESS)
+        self._refuse_strangers(newest, record)
+        self.read(newest)
+        set_random_state(read_json(newest / f"random-{self._ctx.dist.rank:05d}.json"))
+        self._ctx.log.info("restored %s", newest.relative_to(self._ctx.run_dir))
+        return Progress(**record["progress"])
+
+    def _refuse_strangers(self, folder: Path, record: Mapping[str, Any]) -> None:
+        if record["format"] != self.format:
+            raise CheckpointError(
+                f"{folder}: written in format {record['format']}, this recipe reads {self.format}"
+            )
+        if record["world_size"] != self._ctx.dist.world_size:
+            raise CheckpointError(
+                f"{folder}: written by {record['world_size']} processes, "
+                f"this run has {self._ctx.dist.world_size}",
+                hint=f"resume with launch.procs={record['world_size']}",
+            )
+
+    def _forget_old(self) -> None:
+        if self._keep is not None:
+            for folder in step_folders(self._root)[: -self._keep]:
+                shutil.rmtree(folder)
+
+
+def random_state() -> dict[str, str]:
+    """State of torch's generators on this rank, as base64 text."""
+    import torch
+
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {
+        name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()
+    }
+
+
+def set_random_state(states: Mapping[str, str]) -> None:
+    """Put this rank's generators where `random_state` found them."""
+    import torch
+
+    for name, text in states.items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` and force it to disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises CheckpointError when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk, so that a rename in it survives a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""How parameters come to life: declared empty, then filled tensor by tensor from the source.
+
+Rank 0 reads; every other rank is sent each tensor, so that no file is read twice and no process ever
+holds the model twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from pipeline.artifacts import ModelSource, Precision, TensorReader, torch_dtype
+from pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from pipeline.dist import Dist
+
+
+def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
+    """The model with parameters on the meta device in the master dtype, and real buffers."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        module = model.build()
+    model.tie(module)
+    master = torch_dtype(precision.master)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(master)
+    module.train()
+    return module
+
+
+def cast_buffers(module: nn.Module, precision: Precision) -> None:
+    """Give every floating buffer the policy's buffer dtype; None leaves what the model declares."""
+    if precision.buffer is None:
+        return
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(torch_dtype(precision.buffer))
+
+
+@contextlib.contextmanager
+def source_reader(model: ModelSource, dist: Dist) -> Iterator[TensorReader | None]:
+    """The source's weights, opened on rank 0 only; None elsewhere."""
+    if not dist.is_main:
+        yield None
+        return
+    reader = model.weights()
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a checkpoint of the model holds, tied ones once: parameters, then
+    persistent buffers."""
+    yield from module.named_parameters()
+    persistent = module.state_dict(keep_vars=True)
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def fill(
+    module: nn.Module,
+    model: ModelSource,
+    dist: Dist,
+    place: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Fill every stored tensor of `module` from the source (collective).
+
+    `place(target, value)` puts the full `value`, on the run's device and in the target's dtype, into
+    the part of it that this rank owns. Raises StageError on a tensor of another shape.
+    """
+    with source_reader(model, dist) as reader, torch.no_grad():
+        for name, target in stored_tensors(module):
+            place(target, _received(name, target, reader, dist))
+
+
+def _received(name: str, target: Tensor, reader: TensorReader | None, dist: Dist) -> Tensor:
+    if reader is None:
+        value = torch.empty(target.shape, dtype=target.dtype, device=dist.device)
+    else:
+        value = reader.read(name).to(device=dist.device, dtype=target.dtype).contiguous()
+        if value.shape != target.shape:
+            raise StageError(
+                f"{name}: the source has shape {tuple(value.shape)}, "
+                f"the model expects {tuple(target.shape)}"
+            )
+    if dist.world_size > 1:
+        torch.distributed.broadcast(value, src=0)
+    return value
