@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,6 +157,14 @@ class Data:
     """Hex digest over the sources, the tokenizer and every setting that changes a sample."""
 
 
+class NamedParameter(NamedTuple):
+    """A parameter with its name and its full shape, which a partitioned parameter itself cannot tell."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPlan:
     """Factories for the optimizer and its schedule."""
@@ -165,8 +173,8 @@ class OptimizerPlan:
     """Name of the update rule (`adamw`). A strategy may run its own kernel of the same rule."""
     hyperparameters: Mapping[str, Any]
     """Arguments of the rule's torch class: lr, betas, eps, weight_decay."""
-    groups: Callable[[nn.Module], list[dict[str, Any]]]
-    """Model -> torch parameter groups, each with `params`, `names` and its overrides."""
+    groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
+    """A model's parameters -> torch parameter groups, each with `params` and its overrides."""
     build: Callable[[list[dict[str, Any]]], Optimizer]
     """Parameter groups -> torch optimizer."""
     lr_scale: Callable[[int, int], float]

@@ -7,14 +7,14 @@ holds the model twice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from pipeline.artifacts import ModelSource, Precision, TensorReader, torch_dtype
+from pipeline.artifacts import ModelSource, NamedParameter, Precision, TensorReader, torch_dtype
 from pipeline.errors import StageError
 
 if TYPE_CHECKING:
@@ -96,3 +96,34 @@ def _received(name: str, target: Tensor, reader: TensorReader | None, dist: Dist
     if dist.world_size > 1:
         torch.distributed.broadcast(value, src=0)
     return value
+
+
+def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
+    """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
+    for name, parameter in module.named_parameters():
+        yield NamedParameter(name, parameter, tuple(parameter.shape))
+
+
+def materialise(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
+    """Give every meta parameter real, uninitialised storage on `device`, keeping ties; move buffers.
+
+    Tied parameters stay one object, which `nn.Module.to_empty` does not promise.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                owner._parameters[name] = made[parameter]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(buffer_device)
+
+
+def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
+    """The distinct floating dtypes among `tensors`, as in a recipe (`fp32`, `bf16`, `fp16`)."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return sorted(names.get(dtype, str(dtype).removeprefix("torch.")) for dtype in found)

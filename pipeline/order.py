@@ -1,0 +1,92 @@
+"""The order in which a run visits its samples: a pure function of seed, epoch and position.
+
+The order is part of what a checkpoint means (a resumed run goes on at a position), so it is defined
+here by integer arithmetic alone and does not change with numpy, torch or the number of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_WORD = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The endless sequence of sample indices that a run trains on.
+
+    Position p lies in epoch p // size; within an epoch every index of range(size) occurs once. An
+    epoch's permutation is a balanced Feistel network (Luby and Rackoff 1988) over the next power of
+    four, restricted to range(size) by cycle walking (Black and Rogaway 2002, section 3), with
+    splitmix64 (Steele et al. 2014) as round function. Memory and time per position are constant:
+    fewer than four passes of eight rounds on average.
+    """
+
+    seed: int
+    size: int
+    shuffle: bool = True
+    """False visits the samples as they lie, epoch after epoch."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"an order needs at least one sample, not {self.size}")
+
+    def __getitem__(self, position: int) -> int:
+        """The sample at `position`, which counts from 0 and has no end."""
+        if position < 0:
+            raise IndexError(f"positions count from 0, not {position}")
+        return int(self.indices(position, 1)[0])
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """The samples at positions start ... start + count - 1; shape (count,)."""
+        if start < 0 or count < 0:
+            raise ValueError(f"positions count from 0: start={start}, count={count}")
+        positions = np.arange(start, start + count, dtype=np.int64)
+        epochs, offsets = np.divmod(positions, self.size)
+        if not self.shuffle:
+            return offsets
+        keys = _mix(_mix(_word(self.seed)) + epochs.astype(np.uint64))
+        return self._permute(offsets.astype(np.uint64), keys).astype(np.int64)
+
+    def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        half_bits = max(1, ((self.size - 1).bit_length() + 1) // 2)
+        values = _feistel(values, keys, half_bits)
+        outside = np.flatnonzero(values >= self.size)
+        while outside.size:
+            values[outside] = _feistel(values[outside], keys[outside], half_bits)
+            outside = outside[values[outside] >= self.size]
+        return values
+
+
+def _word(value: int) -> NDArray[np.uint64]:
+    # An array, because numpy warns when a scalar wraps around.
+    return np.array([value & _WORD], dtype=np.uint64)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One output of splitmix64 for each state in `values`."""
+    values = values + np.uint64(_GAMMA)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _feistel(
+    values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int
+) -> NDArray[np.uint64]:
+    """Permute range(4 ** half_bits), elementwise, by the permutation that each key names."""
+    bits = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
+    left, right = values >> bits, values & mask
+    for number in range(_ROUNDS):
+        round_keys = _mix(keys + _word(number * _GAMMA))
+        left, right = right, left ^ (_mix(right ^ round_keys) & mask)
+    return (left << bits) | right

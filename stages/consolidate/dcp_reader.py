@@ -1,0 +1,46 @@
+"""The live side of consolidate.dcp. Reads only folders that this run wrote (see checkpoint.dcp)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from pipeline.artifacts import Weights
+from pipeline.errors import CheckpointError
+
+PREFIX = "model."
+
+
+class DcpWeights(Weights):
+    """The model part of a checkpoint; each read assembles one full tensor from its shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            metadata = dcp.FileSystemReader(folder).read_metadata()
+        except OSError as error:
+            raise CheckpointError(f"{folder}: not a readable checkpoint: {error}") from error
+        self._tensors = {
+            name.removeprefix(PREFIX): stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if name.startswith(PREFIX) and isinstance(stored, TensorStorageMetadata)
+        }
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].size)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._folder}: holds no tensor {name}")
+        stored = self._tensors[name]
+        full = torch.empty(stored.size, dtype=stored.properties.dtype)
+        dcp.load({PREFIX + name: full}, checkpoint_id=self._folder, no_dist=True)
+        return full

@@ -1,0 +1,155 @@
+"""What can be told about a `model.hf` slot before anything starts. No network, no heavy import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import Problem
+from stages.model.paths import COMMIT, HUB_ID, has_tokenizer, is_gguf, is_local, is_plain, local
+
+if TYPE_CHECKING:
+    from stages.model.hf import HfModel
+
+
+def problems(stage: HfModel) -> Iterator[Problem]:
+    """Every mistake in the slot."""
+    yield from _exclusive(stage)
+    if stage.config is not None:
+        yield from _config(stage.config)
+    if stage.path is not None:
+        yield from _path(stage, stage.path)
+    if stage.tokenizer is not None:
+        yield from _tokenizer(stage.tokenizer)
+
+
+def _exclusive(stage: HfModel) -> Iterator[Problem]:
+    if stage.path is None and stage.config is None:
+        yield Problem(
+            message="the model is not given",
+            key="path",
+            hint="set `path` to a folder, a GGUF file or a hub id, or `config` to an architecture",
+        )
+    if stage.path is not None and stage.config is not None:
+        yield Problem(message="`path` and `config` exclude each other", key="config")
+    if stage.path is None:
+        for key in ("revision", "gguf_file"):
+            if getattr(stage, key) is not None:
+                yield Problem(message=f"`{key}` needs `path`", key=key)
+
+
+def _config(config: Any) -> Iterator[Problem]:
+    if isinstance(config, str):
+        file = local(config)
+        if not file.is_file():
+            yield Problem(message=f"no such file: {file}", key="config")
+            return
+        read = _read_json(file)
+        if read is None:
+            yield Problem(message=f"{file} is not a JSON object", key="config")
+            return
+        config = read
+    if not isinstance(config.get("model_type"), str):
+        yield Problem(
+            message="`model_type` is missing",
+            key="config",
+            hint="for example `model_type: llama`",
+        )
+
+
+def _path(stage: HfModel, path: str) -> Iterator[Problem]:
+    if not is_local(path):
+        yield from _hub(stage, path)
+        return
+    if stage.revision is not None:
+        yield Problem(message="`revision` is only for a hub id, and `path` is local", key="revision")
+    if is_gguf(path):
+        yield from _gguf_path(stage, path)
+        return
+    folder = local(path)
+    if not folder.is_dir():
+        yield Problem(message=f"no such folder: {folder}", key="path")
+    elif stage.gguf_file is not None:
+        yield from _gguf_in(folder, stage.gguf_file)
+    else:
+        yield from _folder(folder)
+
+
+def _gguf_path(stage: HfModel, path: str) -> Iterator[Problem]:
+    if stage.gguf_file is not None:
+        yield Problem(message="`path` is already a GGUF file", key="gguf_file")
+    if not local(path).is_file():
+        yield Problem(message=f"no such file: {local(path)}", key="path")
+
+
+def _gguf_in(folder: Path, name: str) -> Iterator[Problem]:
+    if not is_plain(name):
+        yield Problem(message="must be a file name inside `path`", key="gguf_file")
+    elif not (folder / name).is_file():
+        yield Problem(message=f"no such file: {folder / name}", key="gguf_file")
+
+
+def _folder(folder: Path) -> Iterator[Problem]:
+    file = folder / "config.json"
+    if not file.is_file():
+        gguf = sorted(folder.glob("*.gguf"))
+        hint = f"set `gguf_file: {gguf[0].name}`" if gguf else "expected Hugging Face layout"
+        yield Problem(message=f"no config.json in {folder}", key="path", hint=hint)
+        return
+    config = _read_json(file)
+    if config is None:
+        yield Problem(message=f"{file} is not a JSON object", key="path")
+    elif "quantization_config" in config:
+        yield Problem(
+            message=f"the weights in {folder} are quantized and cannot be trained",
+            key="path",
+            hint="use the unquantized model",
+        )
+
+
+def _hub(stage: HfModel, path: str) -> Iterator[Problem]:
+    if not HUB_ID.fullmatch(path):
+        yield Problem(
+            message=f"{path!r} is neither a hub id (owner/name) nor a local path",
+            key="path",
+            hint="a local path starts with /, ./, ../ or ~",
+        )
+        return
+    if stage.gguf_file is not None and not is_plain(stage.gguf_file):
+        yield Problem(message="must be a file name inside `path`", key="gguf_file")
+    if stage.allow_floating_revision:
+        return
+    if stage.revision is None:
+        yield Problem(
+            message=f"the hub model {path} needs `revision`, the commit to use",
+            key="path",
+            hint="set `revision` to 40 hexadecimal digits, or `allow_floating_revision: true`; "
+            "a local path starts with /, ./, ../ or ~",
+        )
+    elif not COMMIT.fullmatch(stage.revision):
+        yield Problem(
+            message=f"{stage.revision!r} is not a commit (40 hexadecimal digits)",
+            key="revision",
+            hint="give the commit, or set `allow_floating_revision: true`",
+        )
+
+
+def _tokenizer(path: str) -> Iterator[Problem]:
+    if not is_local(path):
+        if not HUB_ID.fullmatch(path):
+            yield Problem(message=f"{path!r} is neither a hub id nor a local path", key="tokenizer")
+    elif is_gguf(path):
+        if not local(path).is_file():
+            yield Problem(message=f"no such file: {local(path)}", key="tokenizer")
+    elif not has_tokenizer(local(path)):
+        yield Problem(message=f"no tokenizer files in {local(path)}", key="tokenizer")
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    return content if isinstance(content, dict) else None

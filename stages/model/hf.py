@@ -1,0 +1,54 @@
+"""The stage `model.hf`: a causal language model of the transformers library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.artifacts import ModelSource
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfModel:
+    """Declare a causal language model: pretrained (folder, hub, GGUF file) or randomly initialised.
+
+    Exactly one of `path` and `config` is given. Nothing is loaded here; a wrap stage builds and fills.
+    """
+
+    path: str | None = None
+    """A local folder in Hugging Face layout (starting with `/`, `./`, `../` or `~`), a GGUF file
+    (ending in `.gguf`), or a model id of the Hugging Face hub."""
+    revision: str | None = None
+    """Commit of a hub model: 40 hexadecimal digits. Required for a hub id."""
+    allow_floating_revision: bool = False
+    """Accept a branch or tag (or no revision, the main branch) for a hub id. The run then depends on
+    when it was started."""
+    gguf_file: str | None = None
+    """Name of a GGUF file inside the folder or hub repository `path`. Its weights are dequantized."""
+    config: Mapping[str, Any] | str | None = None
+    """Architecture of a model with random weights: the content of a `config.json`
+    (`{model_type: llama, hidden_size: 64, ...}`) or the path of one."""
+    tokenizer: str | None = None
+    """Folder, GGUF file or hub id (at its own main branch; pin by using a folder) of the tokenizer
+    where `path` is not to supply it."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` takes only the architecture from `path` and initialises the weights from the run's
+    seed. With `config` the weights are always random."""
+    attention: str = "sdpa"
+    """Attention implementation of transformers: `sdpa`, `eager`, `flash_attention_2`,
+    `flex_attention`, or another name that it knows."""
+    trust_remote_code: bool = False
+    """Run model code that the folder or hub repository brings along. Only for sources you trust."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        from stages.model.checks import problems
+
+        yield from problems(self)
+
+    def run(self, ctx: Context) -> ModelSource:
+        from stages.model.open import open_source
+
+        return open_source(self, ctx)

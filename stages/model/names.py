@@ -1,0 +1,61 @@
+"""Which state-dict names share one tensor, and what may be missing or too much."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pipeline.errors import StageError
+from stages.model import compat
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHOWN = 10
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Every name that shares its tensor with another -> the name that files keep.
+
+    `model` has its weights tied. The kept name is the one the architecture declares as the source
+    (the input embedding, as a rule), or the first in the state dict.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    sources = set(compat.declared_ties(model).values())
+    tied = {}
+    for names in groups.values():
+        kept = next((name for name in names if name in sources), names[0])
+        tied.update({name: kept for name in names if name != kept})
+    return tied
+
+
+def refuse_differences(
+    where: str, model: nn.Module, missing: Iterable[str], unexpected: Iterable[str]
+) -> None:
+    """Raise StageError, listing names, unless the architecture says that the differences are harmless."""
+    may_lack, may_have = compat.ignorable(model)
+    lacking = _without(missing, may_lack)
+    extra = _without(unexpected, may_have)
+    if lacking or extra:
+        parts = []
+        if lacking:
+            parts.append(f"missing {listed(lacking)}")
+        if extra:
+            parts.append(f"unexpected {listed(extra)}")
+        raise StageError(
+            f"the weights in {where} do not fit {type(model).__name__}: {'; '.join(parts)}"
+        )
+
+
+def listed(names: Collection[str]) -> str:
+    """`3 tensors (a, b, c)`, cut after ten."""
+    shown = sorted(names)[:SHOWN]
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)} tensor{'s' * (len(names) != 1)} ({', '.join(shown)}{more})"
+
+
+def _without(names: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> list[str]:
+    return [name for name in names if not any(pattern.search(name) for pattern in patterns)]

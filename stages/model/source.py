@@ -1,0 +1,189 @@
+"""A causal language model of transformers as a model source."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from pipeline.artifacts import DtypeName, ModelSource, TensorReader, torch_dtype
+from pipeline.errors import StageError
+from stages.model import assets, compat
+from stages.model.files import safetensors_files, weight_files
+from stages.model.fingerprint import source_fingerprint
+from stages.model.loaded_reader import load_whole
+from stages.model.names import ties
+from stages.model.paths import has_tokenizer
+from stages.model.random_reader import RandomReader
+from stages.model.safetensors_reader import direct_reader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """A local folder, and the GGUF file in it when that is what counts."""
+
+    folder: Path
+    gguf: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.folder / self.gguf) if self.gguf else str(self.folder)
+
+
+class HfSource(ModelSource):
+    """Declared by `model.hf`. A `seed` makes the weights random; without, `files` has them."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: Any,
+        files: Files | None,
+        tokenizer_files: Files | None,
+        seed: int | None,
+        attention: str,
+        trust_remote_code: bool,
+        log: logging.Logger,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self._files = files
+        self._tokenizer_files = tokenizer_files
+        self._seed = seed
+        self._attention = attention
+        self._trust_remote_code = trust_remote_code
+        self._log = log
+
+    def build(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        config = copy.deepcopy(self.config)
+        # Training never reads a key-value cache; `self.config` keeps the value to be exported.
+        config.use_cache = False
+        config.get_text_config().use_cache = False
+        try:
+            with compat.quiet(), compat.without_init():
+                model = AutoModelForCausalLM.from_config(
+                    config,
+                    dtype=torch.float32,
+                    attn_implementation=self._attention,
+                    trust_remote_code=self._trust_remote_code,
+                )
+        except (ValueError, ImportError) as error:
+            raise StageError(f"{self.name} cannot be built: {error}") from error
+        model.tie_weights()
+        return cast("nn.Module", model)
+
+    @functools.cached_property
+    def _outline(self) -> nn.Module:
+        """The module with parameters on the meta device (no memory), real buffers, weights tied."""
+        from accelerate import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            model = self.build()
+        self.tie(model)
+        return model
+
+    @functools.cached_property
+    def _ties(self) -> Mapping[str, str]:
+        return ties(self._outline)
+
+    def weights(self) -> TensorReader:
+        model = self._outline
+        if self._seed is not None:
+            return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
+        assert self._files is not None
+        folder, gguf = self._files.folder, self._files.gguf
+        files = weight_files(folder, gguf)
+        if gguf is None and safetensors_files(folder) and not compat.reshapes_weights(model):
+            return direct_reader(str(folder), files, model, self._ties)
+        self._log.info(
+            "%s has to be converted: this process holds the whole model in memory", self._files
+        )
+        config = copy.deepcopy(self.config)
+        return load_whole(folder, gguf, config, trust_remote_code=self._trust_remote_code)
+
+    def tie(self, model: nn.Module) -> None:
+        model.tie_weights()  # type: ignore[operator]
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        classes = compat.block_classes(model)
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return [block for blocks in lists for block in blocks if type(block).__name__ in classes]
+
+    def rebuild_buffers(self, model: nn.Module) -> None:
+        # The outline's constructors have just computed every buffer, whatever the architecture.
+        fresh = dict(self._outline.named_buffers(remove_duplicate=False))
+        stored = self._outline.state_dict().keys()
+        with torch.no_grad():
+            for name, buffer in model.named_buffers(remove_duplicate=False):
+                if name not in fresh:
+                    raise StageError(f"{name} is not a buffer of {type(self._outline).__name__}")
+                if name not in stored:
+                    buffer.copy_(fresh[name])
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        files = self._tokenizer_files
+        if files is None or not (files.gguf or has_tokenizer(files.folder)):
+            raise StageError(
+                f"{self.name} comes without a tokenizer",
+                hint="set `tokenizer` in the model's slot to a folder that has one",
+            )
+        try:
+            with compat.quiet():
+                return AutoTokenizer.from_pretrained(
+                    files.folder,
+                    gguf_file=files.gguf,
+                    trust_remote_code=self._trust_remote_code,
+                    local_files_only=True,
+                )
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise StageError(f"the tokenizer in {files} cannot be loaded: {error}") from error
+
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        table: Tensor = self._outline.get_input_embeddings().weight  # type: ignore[operator]
+        return int(table.shape[0])
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        files: Sequence[Path] = ()
+        if self._seed is None:
+            assert self._files is not None
+            files = weight_files(self._files.folder, self._files.gguf)
+        return source_fingerprint(self.config, files, seed=self._seed)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def save_assets(self, folder: Path, *, dtype: str) -> None:
+        model = self._outline
+        torch_name = str(torch_dtype(cast("DtypeName", dtype))).removeprefix("torch.")
+        origin = self._files.folder if self._files else None
+        with compat.quiet():
+            assets.save_config(
+                self.config, folder, architecture=type(model).__name__, dtype=torch_name
+            )
+            assets.save_generation_config(self.config, origin, folder)
+            if self._tokenizer_files is not None and (
+                self._tokenizer_files.gguf or has_tokenizer(self._tokenizer_files.folder)
+            ):
+                assets.save_tokenizer(self.tokenizer(), folder)
+        if compat.is_remote_code(model):
+            assets.copy_code(origin, folder)

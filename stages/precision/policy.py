@@ -1,0 +1,63 @@
+"""Precision policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt
+
+from pipeline.artifacts import DtypeName, LossScaling, Precision
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPolicy:
+    """Choose the dtypes of training; they mean the same under every strategy."""
+
+    compute: DtypeName = "bf16"
+    """Dtype of parameters, activations and inputs in forward and backward."""
+
+    master: DtypeName = "fp32"
+    """Dtype of the weights that the optimizer updates. Below fp32, small updates are lost to rounding."""
+
+    reduce: DtypeName = "fp32"
+    """Dtype of gradients while they are averaged over ranks."""
+
+    buffer: DtypeName | None = None
+    """Dtype of floating-point buffers; null keeps what the model declares (rotary tables are fp32)."""
+
+    initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
+    """With fp16 compute: the loss scale to start from, a power of two."""
+
+    loss_scale_growth_interval: Annotated[int, Gt(0)] = 2000
+    """With fp16 compute: steps without overflow after which the loss scale doubles."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        if self.compute == "fp32" and self.master != "fp32":
+            yield Problem(
+                key="master", message="master weights are narrower than compute", hint="write fp32"
+            )
+        if self.master == "fp16":
+            yield Problem(
+                key="master", message="fp16 master weights underflow", hint="write fp32 or bf16"
+            )
+        if self.compute == "fp16" and self.master != "fp32":
+            yield Problem(key="master", message="fp16 compute needs fp32 master weights")
+        if self.initial_loss_scale != 2 ** round(math.log2(self.initial_loss_scale)):
+            yield Problem(key="initial_loss_scale", message="is not a power of two")
+
+    def run(self, ctx: Context) -> Precision:
+        scaling = LossScaling(
+            initial_scale=self.initial_loss_scale, growth_interval=self.loss_scale_growth_interval
+        )
+        return Precision(
+            master=self.master,
+            compute=self.compute,
+            reduce=self.reduce,
+            buffer=self.buffer,
+            loss_scaling=scaling if self.compute == "fp16" else None,
+        )

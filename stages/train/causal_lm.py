@@ -1,0 +1,77 @@
+"""Training a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt
+
+from pipeline.artifacts import Checkpoints, Data, OptimizerPlan, TrainedRun
+from pipeline.engine import Engine
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+
+Count = Annotated[int, Gt(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCausalLm:
+    """Train on next-token prediction; the same samples in the same order under every strategy."""
+
+    global_batch_size: Count
+    """Samples in one optimizer step, over all ranks and micro-batches."""
+
+    steps: Count | None = None
+    """Optimizer steps to train for. Exactly one of `steps` and `epochs`."""
+
+    epochs: Annotated[float, Gt(0)] | None = None
+    """Passes over the training samples, may be a fraction. Exactly one of `steps` and `epochs`."""
+
+    micro_batch_size: Count | None = None
+    """Samples of one forward pass on one rank; null derives it from `accumulation`."""
+
+    accumulation: Count | None = None
+    """Micro-batches of one step on one rank; null derives it from `micro_batch_size`, or is 1."""
+
+    shuffle: bool = True
+    """Shuffle anew every epoch, by the recipe's seed; false trains in file order."""
+
+    log_every: Count = 10
+    """Steps between two lines on screen. `metrics.jsonl` has every step."""
+
+    eval_every: Count | None = None
+    """Steps between evaluations on held-out samples; null evaluates at the end only."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        if (self.steps is None) == (self.epochs is None):
+            yield Problem(key="steps", message="give exactly one of steps and epochs")
+        if self.micro_batch_size is not None and self.accumulation is not None:
+            given = self.micro_batch_size * self.accumulation * plan.procs
+            if given != self.global_batch_size:
+                yield Problem(
+                    key="global_batch_size",
+                    message=f"is {self.global_batch_size}, but micro_batch_size x accumulation x "
+                    f"processes = {self.micro_batch_size} x {self.accumulation} x {plan.procs} "
+                    f"= {given}",
+                    hint="leave out one of micro_batch_size and accumulation",
+                )
+
+    def microbatch_size(self, ranks: int) -> int:
+        """Samples of one forward pass, given or derived, on `ranks` data-parallel ranks."""
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        return -(-self.global_batch_size // (ranks * (self.accumulation or 1)))
+
+    def run(
+        self,
+        ctx: Context,
+        engine: Engine,
+        data: Data,
+        optimizer: OptimizerPlan,
+        checkpoints: Checkpoints,
+    ) -> TrainedRun:
+        from stages.train.loop import train
+
+        return train(self, ctx, engine, data, optimizer, checkpoints)

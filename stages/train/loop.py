@@ -1,0 +1,84 @@
+"""The loop. It names no strategy: everything that differs between them is behind the engine."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+
+import torch
+
+from pipeline.artifacts import Checkpoints, Data, OptimizerPlan, Progress, TrainedRun
+from pipeline.engine import Engine, StepReport
+from pipeline.errors import StageError
+from pipeline.stage import Context
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.evaluation import evaluate
+from stages.train.feed import Feed
+from stages.train.loss import summed_loss
+from stages.train.report import Reporter
+
+
+def train(
+    config: TrainCausalLm,
+    ctx: Context,
+    engine: Engine,
+    data: Data,
+    plan: OptimizerPlan,
+    checkpoints: Checkpoints,
+) -> TrainedRun:
+    """Train to the last step from wherever the newest checkpoint left off (collective)."""
+    feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
+    torch.manual_seed(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
+    progress = checkpoints.restore() or Progress()
+    reporter = Reporter(ctx, engine, config.log_every, feed.total_steps, progress)
+    saved: Path | None = None
+    losses: dict[str, float] = {}
+    while progress.step < feed.total_steps:
+        reporter.add(*train_step(engine, feed, plan, progress))
+        last = progress.step == feed.total_steps
+        if data.heldout and (last or _due(config.eval_every, progress.step)):
+            size = config.microbatch_size(engine.shard.count)
+            losses["eval_loss"] = evaluate(engine, data, data.heldout, size)
+            reporter.evaluated(losses["eval_loss"])
+        if last or checkpoints.due(progress.step):
+            reporter.flush()
+            saved = checkpoints.save(progress)
+    reporter.flush()
+    if reporter.loss is not None:
+        losses["loss"] = reporter.loss
+    return TrainedRun(
+        checkpoint=saved or checkpoints.save(progress), progress=progress, metrics=losses
+    )
+
+
+def train_step(
+    engine: Engine, feed: Feed, plan: OptimizerPlan, progress: Progress
+) -> tuple[torch.Tensor, StepReport]:
+    """One optimizer step: accumulate, clip and apply, advance. Returns this rank's part of the mean
+    loss, still on the device, and the engine's report. Raises StageError on a non-finite gradient."""
+    targets = feed.targets(progress.samples)
+    if targets == 0:
+        raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
+    loss_sum = torch.zeros((), device=engine.device)
+    for batch, last in feed.microbatches(progress.samples):
+        with engine.microbatch(last=last):
+            loss = summed_loss(engine.model, batch)
+            engine.backward(loss * (engine.shard.count / targets))
+        loss_sum += loss.detach()
+    report = engine.step(lr_scale=plan.lr_scale(progress.step, feed.total_steps))
+    if report.applied and not math.isfinite(report.grad_norm):
+        raise StageError(
+            f"step {progress.step + 1}: the gradient norm is {report.grad_norm}",
+            hint="lower the learning rate, or look for broken samples; "
+            "the last checkpoint is from before this step",
+        )
+    progress.samples += feed.count(progress.samples)
+    progress.step += 1
+    progress.tokens += targets
+    progress.skipped += not report.applied
+    return loss_sum / targets, report
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,27 @@
+"""The training loss: a sum over target tokens, to be normalised over the whole optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from pipeline.artifacts import NO_TARGET
+from stages.train.batches import MicroBatch
+
+
+def summed_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Cross-entropy in nats, summed over the batch's target tokens, computed in fp32; a scalar.
+
+    No attention mask is passed: padding is on the right, and fast causal attention stays available.
+    """
+    output: Any = model(input_ids=batch.input_ids, use_cache=False)
+    logits = output.logits
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).to(torch.float32),
+        batch.labels.reshape(-1),
+        ignore_index=NO_TARGET,
+        reduction="sum",
+    )

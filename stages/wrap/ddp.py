@@ -1,0 +1,36 @@
+"""Distributed data parallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.stage import Context
+from stages.wrap.torch_engine import TorchEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ddp:
+    """Replicate the model on every rank and average gradients (torch DistributedDataParallel)."""
+
+    bucket_cap_mb: Annotated[int, Gt(0)] = 25
+    """Gradients are reduced in buckets of this many MiB, overlapping with backward."""
+
+    gradient_as_bucket_view: bool = True
+    """Let gradients be views of the buckets instead of copies; saves one copy of all gradients."""
+
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order."""
+
+    find_unused_parameters: bool = False
+    """Search the graph every step for parameters without gradient; slow, for models that need it."""
+
+    def run(
+        self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
+    ) -> TorchEngine:
+        from stages.wrap.ddp_engine import build
+
+        return build(self, ctx, model, precision, optimizer)

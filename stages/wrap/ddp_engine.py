@@ -1,0 +1,136 @@
+"""The live side of wrap.ddp."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
+from pipeline.engine import DataShard, StepReport
+from pipeline.stage import Context
+from stages.wrap.birth import (
+    build_empty,
+    cast_buffers,
+    dtype_names,
+    fill,
+    materialise,
+    named_parameters,
+)
+from stages.wrap.compute_cast import cast_on_use, compute_dtypes
+from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
+from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.witness import attest
+
+if TYPE_CHECKING:
+    from stages.wrap.ddp import Ddp
+
+REDUCE_HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+
+
+def build(
+    config: Ddp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+) -> TorchEngine:
+    """Build, fill, cast, replicate; the optimizer last."""
+    module = build_empty(model, precision)
+    materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
+    fill(module, model, ctx.dist, lambda target, value: target.copy_(value))
+    cast_buffers(module, precision)
+    if precision.compute != precision.master:
+        cast_on_use(module, torch_dtype(precision.compute))
+    engine = DdpEngine(_replicate(config, module, ctx, precision), ctx, precision, plan)
+    attest(ctx, engine, _expected(ctx, precision))
+    return engine
+
+
+def _replicate(
+    config: Ddp, module: nn.Module, ctx: Context, precision: Precision
+) -> DistributedDataParallel:
+    device = ctx.dist.device
+    replicated = DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=config.bucket_cap_mb,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.find_unused_parameters,
+        # Buffers are the same everywhere from birth and no causal LM updates one in forward.
+        broadcast_buffers=False,
+    )
+    if precision.reduce != precision.master and precision.reduce in REDUCE_HOOKS:
+        replicated.register_comm_hook(None, REDUCE_HOOKS[precision.reduce])
+    return replicated
+
+
+def _expected(ctx: Context, precision: Precision) -> dict[str, Any]:
+    return {
+        "engine": "DistributedDataParallel",
+        "world_size": ctx.dist.world_size,
+        "device": ctx.dist.device.type,
+        "master": [precision.master],
+        "compute": [precision.compute],
+        "reduce": _reduced_in(precision),
+    }
+
+
+def _reduced_in(precision: Precision) -> str:
+    # Gradients arrive in master dtype; torch's hooks only narrow them.
+    return precision.reduce if precision.reduce in REDUCE_HOOKS else precision.master
+
+
+class DdpEngine(TorchEngine):
+    """A replica on every rank; gradients averaged in buckets during the last backward of a step."""
+
+    model: DistributedDataParallel
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        ctx: Context,
+        precision: Precision,
+        plan: OptimizerPlan,
+    ) -> None:
+        self.model = model
+        self.device = ctx.dist.device
+        self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.optimizer = make_optimizer(plan, plan.groups(named_parameters(model.module)))
+        self.scaler = make_scaler(precision, self.device)
+        self._max_grad_norm = plan.max_grad_norm
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, *, lr_scale: float) -> StepReport:
+        return apply_step(
+            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self._max_grad_norm
+        )
+
+    def facts(self) -> Mapping[str, Any]:
+        module = self.model.module
+        hooks = [hook for hook, _ in self.model._comm_hooks]
+        narrowed = [name for name, hook in REDUCE_HOOKS.items() if hook in hooks]
+        master = dtype_names(module.parameters())
+        return {
+            "engine": type(self.model).__name__,
+            "model": type(module).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "world_size": self.model.process_group.size(),
+            "device": next(module.parameters()).device.type,
+            "master": master,
+            "compute": compute_dtypes(module) or master,
+            "reduce": narrowed[0] if narrowed else "+".join(master),
+            "buffers": dtype_names(module.buffers()),
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "loss_scaling": self.scaler is not None,
+        }

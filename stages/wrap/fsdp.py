@@ -1,0 +1,70 @@
+"""Fully sharded data parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.wrap.torch_engine import TorchEngine
+
+Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp:
+    """Shard parameters, gradients and optimizer state across ranks (torch fully_shard, FSDP2)."""
+
+    sharding: Sharding = "full_shard"
+    """What is sharded: full_shard gathers parameters again in backward; shard_grad_op keeps them
+    gathered from forward to backward; hybrid_shard shards within groups of `shard_size` ranks and
+    replicates across them; no_shard replicates everything."""
+
+    shard_size: Annotated[int, Gt(0)] | None = None
+    """With hybrid_shard: ranks that share one copy of the model; null means those of one node."""
+
+    units: Literal["block", "size"] | tuple[str, ...] = "block"
+    """What is gathered at a time: each transformer block, modules of at least `unit_size`
+    parameters, or modules of the named classes."""
+
+    unit_size: Annotated[int, Gt(0)] = 20_000_000
+    """With units: size. Fewest parameters of a unit."""
+
+    forward_prefetch: Annotated[int, Ge(0)] = 0
+    """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap."""
+
+    backward_prefetch: Annotated[int, Ge(0)] = 1
+    """Units to gather ahead in backward; 1 is torch's own schedule."""
+
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory and step there."""
+
+    pin_memory: bool = True
+    """With cpu_offload on a GPU: use page-locked host memory, which copies faster."""
+
+    reduce_every_microbatch: bool = True
+    """While accumulating, reduce each micro-batch's gradients, so that they stay sharded; false
+    reduces once a step and holds whole gradients on every rank meanwhile."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        if self.shard_size is not None and self.sharding != "hybrid_shard":
+            yield Problem(key="shard_size", message="only means something with hybrid_shard")
+        if self.shard_size is not None and plan.procs % self.shard_size:
+            yield Problem(
+                key="shard_size",
+                message=f"{plan.procs} processes do not divide into groups of {self.shard_size}",
+            )
+        if self.sharding == "no_shard" and self.cpu_offload:
+            yield Problem(key="cpu_offload", message="needs a sharding", hint="use full_shard")
+
+    def run(
+        self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
+    ) -> TorchEngine:
+        from stages.wrap.fsdp_engine import build
+
+        return build(self, ctx, model, precision, optimizer)

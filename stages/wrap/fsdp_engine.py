@@ -1,0 +1,185 @@
+"""The live side of wrap.fsdp."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
+from pipeline.engine import DataShard, StepReport
+from pipeline.errors import StageError
+from pipeline.stage import Context
+from stages.wrap.birth import (
+    build_empty,
+    cast_buffers,
+    dtype_names,
+    fill,
+    materialise,
+    named_parameters,
+)
+from stages.wrap.fsdp_compat import sharding_facts
+from stages.wrap.fsdp_units import choose_units
+from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
+from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.witness import attest
+
+if TYPE_CHECKING:
+    from stages.wrap.fsdp import Fsdp
+
+
+def build(
+    config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+) -> TorchEngine:
+    """Declare on meta, shard units then the root, materialise the shards, fill them."""
+    module = build_empty(model, precision)
+    mesh = make_mesh(config, ctx)
+    units = choose_units(config, module, model.blocks(module))
+    _shard(config, module, units, mesh, precision)
+    device = ctx.dist.device
+    home = torch.device("cpu") if config.cpu_offload else device
+    materialise(module, home, buffer_device=device)
+    fill(module, model, ctx.dist, _place)
+    cast_buffers(module, precision)
+    _prefetch(config, units)
+    engine = FsdpEngine(module, mesh, config, ctx, precision, plan)
+    attest(ctx, engine, _expected(config, ctx, mesh, units, precision))
+    return engine
+
+
+def make_mesh(config: Fsdp, ctx: Context) -> DeviceMesh:
+    """One axis of all ranks, or (replicate, shard) for hybrid_shard and no_shard."""
+    world = ctx.dist.world_size
+    kind = ctx.dist.device.type
+    if config.sharding in ("full_shard", "shard_grad_op"):
+        return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+    size = 1
+    if config.sharding == "hybrid_shard":
+        size = config.shard_size or ctx.dist.local_world_size
+    if world % size:
+        raise StageError(f"{world} processes do not divide into shard groups of {size}")
+    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(
+    config: Fsdp,
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    precision: Precision,
+) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
+    )
+    offload = OffloadPolicy()
+    if config.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=config.pin_memory and mesh.device_type == "cuda")
+    reshard = config.sharding in ("full_shard", "hybrid_shard")
+    for unit in (*units, module):
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+        )
+
+
+def _place(target: Tensor, value: Tensor) -> None:
+    """Every rank has the full value: keep this rank's part of it."""
+    if not isinstance(target, DTensor):
+        target.copy_(value)
+        return
+    mine = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    target.to_local().copy_(mine.to_local())
+
+
+def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
+    sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for place, unit in enumerate(sharded):
+        if config.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(sharded[place + 1 :][: config.forward_prefetch])
+        if config.backward_prefetch != 1:
+            before = sharded[:place][::-1]
+            unit.set_modules_to_backward_prefetch(before[: config.backward_prefetch])
+
+
+def _expected(
+    config: Fsdp, ctx: Context, mesh: DeviceMesh, units: Sequence[nn.Module], precision: Precision
+) -> dict[str, Any]:
+    reshard = config.sharding in ("full_shard", "hybrid_shard")
+    return {
+        "engine": "fully_shard",
+        "world_size": ctx.dist.world_size,
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "units": len(units) + 1,
+        "reshard_after_forward": [reshard] if units else [False],
+        "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
+        "master": [precision.master],
+        "compute": [precision.compute],
+        "reduce": [precision.reduce],
+        "cpu_offload": config.cpu_offload,
+    }
+
+
+class FsdpEngine(TorchEngine):
+    """Shards on every rank; parameters gathered unit by unit, gradients reduce-scattered."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        config: Fsdp,
+        ctx: Context,
+        precision: Precision,
+        plan: OptimizerPlan,
+    ) -> None:
+        self.model = module
+        self.device = ctx.dist.device
+        self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.optimizer = make_optimizer(plan, plan.groups(named_parameters(module)))
+        home = torch.device("cpu") if config.cpu_offload else self.device
+        self.scaler = make_scaler(precision, home)
+        self._mesh = mesh
+        self._reduce_always = config.reduce_every_microbatch
+        self._max_grad_norm = plan.max_grad_norm
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last or self._reduce_always)
+        self.model.set_is_last_backward(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, *, lr_scale: float) -> StepReport:
+        return apply_step(
+            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self._max_grad_norm
+        )
+
+    def facts(self) -> Mapping[str, Any]:
+        parameters = list(self.model.parameters())
+        return {
+            "engine": "fully_shard" if isinstance(self.model, FSDPModule) else "none",
+            "model": type(self.model).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "world_size": self._mesh.size(),
+            "mesh": dict(zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True)),
+            **sharding_facts(self.model),
+            "device": parameters[0].device.type,
+            "master": dtype_names(parameters),
+            "buffers": dtype_names(self.model.buffers()),
+            "parameters": sum(p.numel() for p in parameters),
+            "sharded_parameters": sum(p.to_local().numel() for p in parameters),  # type: ignore[attr-defined]
+            "loss_scaling": self.scaler is not None,
+        }

@@ -1,0 +1,77 @@
+"""The optimizer step that all plain-torch engines share: scale, clip, apply, clear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from pipeline.artifacts import OptimizerPlan, Precision
+from pipeline.engine import StepReport
+
+
+def make_scaler(precision: Precision, device: torch.device) -> GradScaler | None:
+    """The dynamic loss scaler that the policy asks for; None without one."""
+    scaling = precision.loss_scaling
+    if scaling is None:
+        return None
+    return GradScaler(
+        device.type, init_scale=scaling.initial_scale, growth_interval=scaling.growth_interval
+    )
+
+
+def make_optimizer(plan: OptimizerPlan, groups: list[dict[str, object]]) -> Optimizer:
+    """The plan's optimizer, each group remembering its base rate as `initial_lr`."""
+    optimizer = plan.build(groups)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def apply_step(
+    optimizer: Optimizer,
+    scaler: GradScaler | None,
+    *,
+    lr_scale: float,
+    max_grad_norm: float | None,
+) -> StepReport:
+    """One optimizer step over accumulated gradients (collective where they are sharded).
+
+    An overflow (non-finite gradient under loss scaling) skips the step and halves the scale.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * lr_scale
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    norm = clip(parameters, max_grad_norm)
+    applied, scale = True, 1.0
+    if scaler is None:
+        optimizer.step()
+    else:
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        applied = scaler.get_scale() >= scale
+    optimizer.zero_grad(set_to_none=True)
+    return StepReport(grad_norm=norm, applied=applied, loss_scale=scale)
+
+
+def clip(parameters: list[nn.Parameter], max_norm: float | None) -> float:
+    """Scale gradients down to the global L2 norm `max_norm`; return the norm before.
+
+    Norms are accumulated in fp32 over the whole model, on all ranks that hold a part of it.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return float(norm)
+
+
+def scaled(loss: Tensor, scaler: GradScaler | None) -> Tensor:
+    """`loss` times the loss scale, if there is one."""
+    return loss if scaler is None else scaler.scale(loss)
