@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 LONG_WAIT = datetime.timedelta(hours=24)
 """For waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer ends
 them early: the launcher stops the whole run."""
+
+_CALLS = itertools.count()
+"""Every rank makes the same calls in the same order, so counting them gives common keys."""
 
 
 @dataclass(kw_only=True)
@@ -29,7 +33,6 @@ class Dist:
     device: torch.device
     store: Store | None = None
     """Key-value store of the run; None exactly when there is one process and no group."""
-    _calls: int = field(default=0, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -37,8 +40,7 @@ class Dist:
         return self.rank == 0
 
     def _next_key(self, what: str) -> str:
-        self._calls += 1
-        return f"pipe/{what}/{self._calls}"
+        return f"pipe/{what}/{next(_CALLS)}"
 
     def barrier(self) -> None:
         """Wait for all ranks, however long that takes; uses the store, so no collective times out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,21 @@ class Metrics:
         leaves neither gaps nor duplicates."""
         if self.path is None or not self.path.exists():
             return
-        kept = [line for line in self.path.read_text("utf-8").splitlines() if _until(line, step)]
+        kept = [record for record in records(self.path) if record.get("step", 0) <= step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         os.replace(temporary, self.path)
 
 
-def _until(line: str, step: int) -> bool:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return isinstance(record, dict) and record.get("step", 0) <= step
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, in order; a line that a crash cut short is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record

@@ -10,7 +10,13 @@ from typing import Any
 
 from pipeline.errors import StageError
 
-LOCAL_KEYS = ("_name_or_path", "_model_name_or_path", "name_or_path", "is_local", "local_files_only")
+LOCAL_KEYS = (
+    "_name_or_path",
+    "_model_name_or_path",
+    "name_or_path",
+    "is_local",
+    "local_files_only",
+)
 """What transformers notes about where it read from; means nothing elsewhere."""
 
 

@@ -64,7 +64,9 @@ def _path(stage: HfModel, path: str) -> Iterator[Problem]:
         yield from _hub(stage, path)
         return
     if stage.revision is not None:
-        yield Problem(message="`revision` is only for a hub id, and `path` is local", key="revision")
+        yield Problem(
+            message="`revision` is only for a hub id, and `path` is local", key="revision"
+        )
     if is_gguf(path):
         yield from _gguf_path(stage, path)
         return

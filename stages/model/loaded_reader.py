@@ -64,7 +64,9 @@ def load_whole(
     refuse_differences(where, model, info["missing_keys"], info["unexpected_keys"])
     if info["mismatched_keys"]:
         names = [str(key[0]) for key in info["mismatched_keys"]]
-        raise StageError(f"the weights in {where} have other shapes than the model: {listed(names)}")
+        raise StageError(
+            f"the weights in {where} have other shapes than the model: {listed(names)}"
+        )
     return LoadedReader({name: tensor.detach() for name, tensor in model.state_dict().items()})
 
 

@@ -66,7 +66,11 @@ def _tokenizer_files(path: str) -> Files:
 
 def _hub_files(repo: str, revision: str | None, gguf: str | None, *, weights: bool) -> Files:
     """Download what is needed into the hub cache (from the cache alone when it is complete)."""
-    wanted = [*ASSETS, *([gguf] if gguf else []), *(["*.safetensors"] if weights and not gguf else [])]
+    wanted = [
+        *ASSETS,
+        *([gguf] if gguf else []),
+        *(["*.safetensors"] if weights and not gguf else []),
+    ]
     folder = _snapshot(repo, revision, wanted)
     if weights and not gguf and not any(folder.glob("*.safetensors")):
         folder = _snapshot(repo, revision, [*ASSETS, "pytorch_model*.bin"])

@@ -28,9 +28,7 @@ class Place:
 class SafetensorsReader(TensorReader):
     """Tensors of a module by its own names; `places` says where each lies, `shapes` what it must be."""
 
-    def __init__(
-        self, places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._places = places
         self._shapes = shapes
         self._open: dict[Path, Any] = {}

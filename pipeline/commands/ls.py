@@ -1,0 +1,71 @@
+"""`pipe ls`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command("ls")
+@click.argument("runs", type=click.Path(path_type=Path), default="runs")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array.")
+def ls(runs: Path, as_json: bool) -> None:
+    """List the runs in the folder RUNS (by default ./runs), oldest first."""
+    found = sorted(_runs(runs), key=lambda run: run["started"])
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    for run in found:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
+        loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
+        slot = "" if run["state"] == "finished" else f"in {run['slot']}"
+        step = "" if run["step"] is None else f"step {run['step']}"
+        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, slot)
+        click.echo("  ".join(field for field in fields if field))
+    if not found:
+        click.echo(f"no runs in {runs}", err=True)
+
+
+def _runs(root: Path) -> Iterator[dict[str, Any]]:
+    from pipeline import rundir
+
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if (folder / rundir.RECIPE).is_file():
+            yield _describe(folder)
+
+
+def _describe(folder: Path) -> dict[str, Any]:
+    from pipeline import rundir
+    from pipeline.journal import Journal
+
+    events = list(Journal(folder / rundir.JOURNAL).events())
+    slots = [event["slot"] for event in events if event["event"] == "slot started"]
+    metrics = _last_step(folder / rundir.METRICS)
+    return {
+        "folder": str(folder),
+        "state": _state(folder, events),
+        "started": events[0]["time"] if events else folder.stat().st_mtime,
+        "slot": slots[-1] if slots else None,
+        "step": metrics.get("step"),
+        "loss": metrics.get("loss"),
+    }
+
+
+def _state(folder: Path, events: list[dict[str, Any]]) -> str:
+    from pipeline import rundir
+
+    if rundir.is_locked(folder):
+        return "running"
+    ends = {"run finished": "finished", "run failed": "failed"}
+    return ends.get(events[-1]["event"], "stopped") if events else "stopped"
+
+
+def _last_step(path: Path) -> dict[str, Any]:
+    from pipeline.metrics import records
+
+    return next((r for r in reversed(list(records(path))) if "loss" in r), {})

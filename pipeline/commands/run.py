@@ -1,0 +1,39 @@
+"""`pipe run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("run")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder itself.")
+@click.option(
+    "--runs",
+    type=click.Path(path_type=Path),
+    default="runs",
+    show_default=True,
+    help="Where the run's folder NAME-TIME is made.",
+)
+def run(recipe: Path, overrides: tuple[str, ...], run_dir: Path | None, runs: Path) -> None:
+    """Carry out RECIPE, from loading the model to exporting it.
+
+    OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
+    """
+    from pipeline import rundir
+    from pipeline.launch.start import start
+    from pipeline.plan import make_plan
+    from pipeline.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    plan = make_plan(loaded, here=True)
+
+    def find_folder() -> Path:
+        folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, loaded.name)
+        click.echo(f"run folder: {folder}")
+        return folder
+
+    start(loaded, plan, find_folder)

@@ -1,0 +1,1 @@
+"""Become N processes, or one rank of a group that another launcher started."""

@@ -1,0 +1,17 @@
+"""What the environment says about who started this process."""
+
+from __future__ import annotations
+
+import os
+
+CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_worker() -> bool:
+    """Whether this process is a rank under torchrun or something that speaks its contract."""
+    return all(name in os.environ for name in CONTRACT)
+
+
+def worker_world_size() -> int | None:
+    """Processes of the group that this rank belongs to; None outside of one."""
+    return int(os.environ["WORLD_SIZE"]) if is_worker() else None

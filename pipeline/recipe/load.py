@@ -1,0 +1,205 @@
+"""From files and overrides to a `Recipe`, or to every mistake in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipeline.errors import Problem, RecipeError
+from pipeline.fields import build
+from pipeline.marks import Marks
+from pipeline.marks import Path as Keys
+from pipeline.recipe.interpolate import resolve
+from pipeline.recipe.merge import drop_removed
+from pipeline.recipe.nodes import Node, marks_of, plain
+from pipeline.recipe.overrides import apply
+from pipeline.recipe.render import render
+from pipeline.recipe.sources import Sources
+from pipeline.suggest import did_you_mean
+
+SLOT = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a run becomes processes."""
+
+    procs: Annotated[int, Field(ge=1)] | None = None
+    """Processes; null is one per GPU, or one on the CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto is cuda where there is a GPU."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of each process; null shares the cores out evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a recipe says besides its stages."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    """What the run is called: letters, digits, dot, dash, underscore."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Where all randomness starts."""
+    launch: Launch = Launch()
+    """How the run becomes processes."""
+    env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Environment variables that `${oc.env:NAME}` may read."""
+
+
+HEADER_KEYS = tuple(Header.__dataclass_fields__)
+TOP_LEVEL = (*HEADER_KEYS, "extends", "stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotSpec:
+    """One slot as written: the stage's name and its fields, interpolations resolved."""
+
+    use: str
+    """Empty when the recipe does not say (that is a problem already reported)."""
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A merged recipe. Fields of stages are not validated yet; `make_plan` does that."""
+
+    name: str
+    seed: int
+    launch: Launch
+    env: tuple[str, ...]
+    stages: Mapping[str, SlotSpec]
+    marks: Marks = field(compare=False, repr=False)
+    source_files: tuple[Path, ...] = field(compare=False)
+    tree: Node = field(compare=False, repr=False)
+
+    def origin(self, path: Keys) -> str:
+        """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
+        if path not in self.marks.values:
+            return "default"
+        return str(self.marks.values[path])
+
+    def dump(self) -> str:
+        """The merged recipe as YAML: self-contained, and without any environment variable's value."""
+        return render(plain(self.tree))
+
+    def public(self) -> dict[str, Any]:
+        """The merged values with interpolations resolved, but what depends on an environment
+        variable stays as written."""
+        resolved, _ = resolve(self.tree, hide_env=True)
+        return {key: _public(value, resolved[key]) for key, value in plain(self.tree).items()}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, merge and resolve. Raises RecipeError with all problems found."""
+    recipe, problems = read_recipe(path, overrides)
+    if recipe is None or problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+def read_recipe(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[Recipe | None, list[Problem]]:
+    """What can be made of a recipe, with its problems, for those who look for more of them.
+
+    None when a file cannot be read at all. Parts with problems hold defaults.
+    """
+    sources = Sources()
+    tree = sources.read(Path(path))
+    if tree is None:
+        return None, sources.problems
+    tree, wrong_overrides = apply(tree, overrides)
+    tree = drop_removed(tree)
+    data, unresolved = resolve(tree)
+    marks = marks_of(tree)
+    header, wrong_header = _header(data, marks)
+    stages, wrong_slots = _slots(data.get("stages"), marks)
+    recipe = Recipe(
+        **{name: getattr(header, name) for name in HEADER_KEYS},
+        stages=stages,
+        marks=marks,
+        source_files=tuple(sources.files),
+        tree=tree,
+    )
+    problems = [*sources.problems, *wrong_overrides, *unresolved, *wrong_header, *wrong_slots]
+    return recipe, _without_echoes(problems, unresolved)
+
+
+def _header(data: Mapping[str, Any], marks: Marks) -> tuple[Header, list[Problem]]:
+    problems = [_unknown_key(key, data[key], marks) for key in data if key not in TOP_LEVEL]
+    given = {key: value for key, value in data.items() if key in HEADER_KEYS}
+    header, wrong = build(Header, given, marks=marks, path=())
+    return header or Header(name="unnamed"), problems + wrong
+
+
+def _unknown_key(key: str, value: Any, marks: Marks) -> Problem:
+    is_slot = isinstance(value, Mapping) and "use" in value
+    hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
+    return Problem(message="unknown key", key=key, hint=hint, location=marks.key((key,)))
+
+
+def _slots(stages: Any, marks: Marks) -> tuple[dict[str, SlotSpec], list[Problem]]:
+    if stages is None:
+        return {}, []
+    if not isinstance(stages, Mapping):
+        message = "must be a mapping of slots, each with `use` and the stage's fields"
+        return {}, [Problem(message=message, key="stages", location=marks.value(("stages",)))]
+    slots: dict[str, SlotSpec] = {}
+    problems: list[Problem] = []
+    for slot, value in stages.items():
+        problems.extend(_wrong_slot(slot, value, marks))
+        fields = dict(value) if isinstance(value, Mapping) else {}
+        use = fields.pop("use", None)
+        slots[slot] = SlotSpec(use=use if isinstance(use, str) else "", fields=fields)
+    return slots, problems
+
+
+def _wrong_slot(slot: str, value: Any, marks: Marks) -> list[Problem]:
+    path: Keys = ("stages", slot)
+    problems = []
+    if slot in TOP_LEVEL:
+        message = f"a slot cannot be called `{slot}`: that is a key of the recipe itself"
+        problems.append(Problem(message=message, key=slot, location=marks.key(path)))
+    elif not SLOT.fullmatch(slot):
+        message = "a slot's name is small letters, digits and underscores, and starts with a letter"
+        problems.append(Problem(message=message, key=slot, location=marks.key(path)))
+    if not isinstance(value, Mapping):
+        hint = f"write `{slot}: {{use: {value}}}`" if isinstance(value, str) else ""
+        message = "a slot is a mapping with `use` and the stage's fields"
+        return [*problems, Problem(message=message, key=slot, hint=hint, location=marks.value(path))]
+    use = value.get("use")
+    if not isinstance(use, str) or not use:
+        given = "use" in value
+        place = marks.value((*path, "use")) if given else marks.key(path)
+        message = "must be a stage's name" if given else "is missing"
+        hint = "`pipe stages` lists them"
+        problems.append(Problem(message=message, key=f"{slot}.use", hint=hint, location=place))
+    return problems
+
+
+def _without_echoes(problems: list[Problem], unresolved: list[Problem]) -> list[Problem]:
+    """Drop what is only wrong because an interpolation became null."""
+    places = {problem.location for problem in unresolved}
+    known = set(map(id, unresolved))
+    return [each for each in problems if id(each) in known or each.location not in places]
+
+
+def _public(written: Any, resolved: Any) -> Any:
+    if isinstance(written, dict):
+        return {key: _public(value, resolved[key]) for key, value in written.items()}
+    if isinstance(written, list):
+        return [_public(value, resolved[index]) for index, value in enumerate(written)]
+    return written if _holds_reference(resolved) else resolved
+
+
+def _holds_reference(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_reference(child) for child in value.values())
+    if isinstance(value, list):
+        return any(_holds_reference(child) for child in value)
+    return isinstance(value, str) and "${" in value

@@ -1,0 +1,100 @@
+"""`path=value` from the command line, laid over the recipe like one more file.
+
+The path starts with a slot (`train.steps=50`, `wrap.use=wrap.ddp`) or with name, seed, launch or env;
+numbers address a list's entries. The value is YAML: `50`, `[1, 2]`, `{device: cpu}`, `null`, `''`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import Location, Problem
+from pipeline.recipe.merge import merge
+from pipeline.recipe.nodes import Node
+from pipeline.recipe.parse import parse
+from pipeline.suggest import did_you_mean
+
+TOP_LEVEL = ("name", "seed", "launch", "env")
+
+
+class _Refused(Exception):
+    """The override cannot be applied; says why."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
+    """The tree with the overrides laid over in order, and the problems of those that are wrong."""
+    problems: list[Problem] = []
+    for number, override in enumerate(overrides, start=1):
+        place = Location(file=f"command line, override {number}")
+        try:
+            root = merge(root, _overlay(root, override, place, problems))
+        except _Refused as error:
+            message = f"`{override}`: {error}"
+            problems.append(Problem(message=message, hint=error.hint, location=place))
+    return root, problems
+
+
+def _overlay(root: Node, override: str, place: Location, problems: list[Problem]) -> Node:
+    path, equals, text = override.partition("=")
+    if not equals:
+        raise _Refused("an override reads path=value", "such as train.steps=50")
+    parts = path.split(".")
+    if not all(parts):
+        raise _Refused("the path before = has an empty part", "such as train.steps=50")
+    _check_start(root, parts)
+    value = _value(path, text, place, problems)
+    full = parts if parts[0] in TOP_LEVEL else ["stages", *parts]
+    return _nest(root, full, 0, value)
+
+
+def _check_start(root: Node, parts: list[str]) -> None:
+    stages = root.entries().get("stages")
+    slots = list(stages.entries()) if stages else []
+    first = parts[0]
+    if first == "stages" and len(parts) > 1:
+        raise _Refused("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
+    if first not in TOP_LEVEL and first not in slots:
+        hint = did_you_mean(first, [*slots, *TOP_LEVEL])
+        raise _Refused(f"the recipe has no slot `{first}`", hint)
+
+
+def _value(path: str, text: str, place: Location, problems: list[Problem]) -> Node:
+    if not text.strip():
+        raise _Refused("there is no value after =", f"write {path}=null or {path}=''")
+    node, found = parse(text, locate=lambda line, column: place, folder=Path.cwd())
+    problems.extend(found)
+    if node is None and not found:
+        raise _Refused("there is no value after =", "put quotes around text that starts with #")
+    return node or Node(value=None, at=place)
+
+
+def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:
+    """`value` at `parts[depth:]` below `base`, as an overlay for it."""
+    if depth == len(parts):
+        return value
+    part = parts[depth]
+    if base is not None and isinstance(base.value, list):
+        return _nest_in_list(base, base.value, parts, depth, value)
+    if base is not None and base.value is not None and not isinstance(base.value, dict):
+        raise _Refused(f"`{'.'.join(parts[:depth])}` is `{base.value}`, which has no parts")
+    child = _nest(base.entries().get(part) if base else None, parts, depth + 1, value)
+    return Node(value={part: child}, at=value.at, keys={part: value.at})
+
+
+def _nest_in_list(
+    base: Node, entries: list[Node], parts: list[str], depth: int, value: Node
+) -> Node:
+    part = parts[depth]
+    if not part.isdecimal() or int(part) >= len(entries):
+        count = len(entries)
+        raise _Refused(f"`{part}` is no entry of a list of {count}", "entries count from 0")
+    index = int(part)
+    # a list replaces the one below it, so the overlay carries all of it
+    child = _nest(entries[index], parts, depth + 1, value)
+    merged = merge(entries[index], child) if isinstance(child.value, dict) else child
+    return Node(value=[*entries[:index], merged, *entries[index + 1 :]], at=base.at)

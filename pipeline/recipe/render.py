@@ -1,0 +1,69 @@
+"""Write values as YAML that this package reads back as the same values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import yaml
+
+from pipeline.marks import Path
+from pipeline.recipe.scalars import FLOAT
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1, 1.2 or our reader could take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    lines = re.search(r"[\n\r\x85\u2028\u2029]", text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if lines else None)
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(f"^(?:{FLOAT.pattern})$"), list("-+0123456789.")
+)
+
+
+def render(data: dict[str, Any], note: Callable[[Path], str] | None = None) -> str:
+    """Block style down to lists and scalars, which take one line each.
+
+    `note` gives the text of a trailing comment for a value's path; comments line up in a column.
+    """
+    lines = list(_block(data, (), ""))
+    if note is None:
+        return "".join(f"{line}\n" for line, _ in lines)
+    width = min(60, max((len(line) for line, _ in lines), default=0))
+    commented = (
+        f"{line:<{width}}  # {note(path)}" if path is not None else line for line, path in lines
+    )
+    return "".join(f"{line}\n" for line in commented)
+
+
+def _block(data: dict[str, Any], path: Path, indent: str) -> Iterator[tuple[str, Path | None]]:
+    if not data and not path:
+        yield "{}", None
+    for key, value in data.items():
+        below = (*path, key)
+        if isinstance(value, dict) and value:
+            yield f"{indent}{_inline(key)}:", None
+            yield from _block(value, below, indent + "  ")
+        else:
+            yield f"{indent}{_inline(key)}: {_inline(value)}", below
+
+
+def _inline(value: Any) -> str:
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        allow_unicode=True,
+        sort_keys=False,
+        width=10**9,
+    )
+    return text.removesuffix("\n").removesuffix("\n...")

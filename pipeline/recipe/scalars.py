@@ -1,0 +1,60 @@
+"""Plain YAML scalars: YAML 1.2's core schema, without what surprises people.
+
+`true`, `null`, `-8` and `1e-4` mean what they look like. Everything else is text: `no`, `12:30`,
+`007`, `0x10`, `1_000`, `2024-01-01`, `.inf`. A field that wants no text then refuses it and says
+what to write instead, so nothing changes its meaning silently.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+Scalar = str | int | float | bool | None
+
+_WORDS: dict[str, bool | None] = {
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+}
+INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,39})")
+FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_YES = {"yes", "on", "y"}
+_NO = {"no", "off", "n"}
+
+
+def resolve(text: str) -> Scalar:
+    """The value of an unquoted scalar."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if INT.fullmatch(text):
+        return int(text)
+    if FLOAT.fullmatch(text) and math.isfinite(number := float(text)):
+        return number
+    return text
+
+
+def what_to_write(text: str) -> str:
+    """A hint for text that stands where something else belongs; empty when there is none."""
+    if text.lower() in _YES:
+        return "write true"
+    if text.lower() in _NO:
+        return "write false"
+    if not isinstance(resolve(text), str):
+        return "remove the quotes"
+    number = _as_number(text)
+    return "" if number is None else f"write {number}"
+
+
+def _as_number(text: str) -> int | float | None:
+    """The number in notations that YAML 1.1 or Python know and recipes do not."""
+    if re.fullmatch(r"[-+]?0[0-9]+", text):
+        return int(text, 10)
+    if re.fullmatch(r"[-+]?0[xob][0-9a-fA-F_]+", text) or re.fullmatch(r"[-+]?[0-9][0-9_]*", text):
+        try:
+            return int(text, 0)
+        except ValueError:
+            return None
+    if re.fullmatch(r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?", text):
+        return float(text)
+    return None

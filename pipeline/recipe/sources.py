@@ -1,0 +1,104 @@
+"""Read a recipe's file and, in order, the files it extends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline.errors import Location, Problem
+from pipeline.recipe.merge import merge
+from pipeline.recipe.nodes import Node
+from pipeline.recipe.parse import parse
+
+MAX_BYTES = 1_000_000
+MAX_FILES = 100
+
+
+def shown(path: Path) -> str:
+    """How messages name a file: relative to the current folder when it lies below it."""
+    absolute, here = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+
+
+class Sources:
+    """Reads files into one tree; keeps every file read and every problem found."""
+
+    def __init__(self) -> None:
+        self.files: list[Path] = []
+        self.problems: list[Problem] = []
+
+    def read(self, path: Path) -> Node | None:
+        """The merged tree of `path` and what it extends; None when some file cannot be read."""
+        return self._read(path, Location(file=shown(path)), ())
+
+    def _read(self, path: Path, asked: Location, chain: tuple[Path, ...]) -> Node | None:
+        path = Path(os.path.abspath(path))  # noqa: PTH100 - a link keeps its name
+        if path in chain:
+            names = " -> ".join(shown(link) for link in (*chain[chain.index(path) :], path))
+            return self._say(f"files extend each other in a circle: {names}", asked)
+        if len(self.files) >= MAX_FILES:
+            return self._say(f"extends more than {MAX_FILES} files", asked)
+        root = self._parse(path, asked)
+        return None if root is None else self._extended(root, path, (*chain, path))
+
+    def _extended(self, root: Node, path: Path, chain: tuple[Path, ...]) -> Node | None:
+        parents = [
+            self._read(path.parent / name, place, chain) for name, place in self._extends(root)
+        ]
+        if None in parents:
+            return None
+        entries = {key: node for key, node in root.entries().items() if key != "extends"}
+        keys = {key: place for key, place in root.keys.items() if key != "extends"}
+        tree = Node(value={}, at=root.at)
+        for layer in (*parents, Node(value=entries, at=root.at, keys=keys)):
+            if layer is not None:
+                tree = merge(tree, layer)
+        return tree
+
+    def _extends(self, root: Node) -> list[tuple[str, Location]]:
+        node = root.entries().get("extends")
+        if node is None or node.value is None:
+            return []
+        entries = node.value if isinstance(node.value, list) else [node]
+        for entry in entries:
+            if not isinstance(entry.value, str):
+                self._say("extends: must be a file name or a list of file names", entry.at)
+        return [(entry.value, entry.at) for entry in entries if isinstance(entry.value, str)]
+
+    def _parse(self, path: Path, asked: Location) -> Node | None:
+        text = self._text(path, asked)
+        if text is None:
+            return None
+        name = shown(path)
+        root, problems = parse(
+            text,
+            locate=lambda line, column: Location(file=name, line=line + 1, column=column + 1),
+            folder=path.parent,
+        )
+        self.problems.extend(problems)
+        if root is None and not problems:
+            return self._say("the recipe is empty", Location(file=name))
+        if root is not None and not isinstance(root.value, dict):
+            return self._say("a recipe is a mapping with `name` and `stages`", root.at)
+        return root
+
+    def _text(self, path: Path, asked: Location) -> str | None:
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            return self._say(f"cannot read {shown(path)}: {reason}", asked)
+        self.files.append(path)
+        if len(data) > MAX_BYTES:
+            return self._say(f"larger than {MAX_BYTES} bytes", Location(file=shown(path)))
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            column = error.start - data.rfind(b"\n", 0, error.start)
+            place = Location(file=shown(path), line=line, column=column)
+            return self._say(f"byte 0x{data[error.start]:02x} is not UTF-8", place)
+
+    def _say(self, message: str, place: Location) -> None:
+        self.problems.append(Problem(message=message, location=place))

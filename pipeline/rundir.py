@@ -1,0 +1,126 @@
+"""The run's folder: its names, its creation, and the lock that keeps a second process out.
+
+recipe.yaml      the merged recipe; `pipe resume` reads it
+environment.json versions and command of the newest start
+engine.json      what really ran
+journal.jsonl    stages started, finished, failed
+metrics.jsonl    one record a step
+logs/            rank-N.log
+failures/        rank-N.json of the newest failure
+checkpoints/     step-NNNNNNNN
+export/          the exported model
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.errors import RunLocked, UsageError
+
+RECIPE = "recipe.yaml"
+JOURNAL = "journal.jsonl"
+METRICS = "metrics.jsonl"
+LOCK = "lock"
+
+PACKAGES = ("pipetrain", "torch", "transformers", "deepspeed", "accelerate", "safetensors", "numpy")
+
+
+def create(root: Path, name: str) -> Path:
+    """A new folder `root/NAME-TIME`, readable by its owner only. Raises UsageError if it cannot be."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 100):
+        suffix = "" if attempt == 1 else f"-{attempt}"
+        folder = root / f"{name}-{stamp}{suffix}"
+        try:
+            folder.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+        return folder
+    raise UsageError(f"cannot find a free name for {name}-{stamp} in {root}")
+
+
+def claim(folder: Path) -> Path:
+    """Use `folder`, given by the user, for a new run. Raises UsageError if it already holds one."""
+    if (folder / RECIPE).exists():
+        raise UsageError(f"{folder} already holds a run", hint=f"continue it: pipe resume {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+    return folder
+
+
+def existing(folder: Path) -> Path:
+    """`folder` if it holds a run; raises UsageError if not."""
+    if not (folder / RECIPE).is_file():
+        raise UsageError(
+            f"{folder} is not a run folder: it holds no {RECIPE}", hint="pipe ls shows runs"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run's lock. The system frees it when its owner dies, however it dies.
+
+    Raises RunLocked while another live process holds it.
+    """
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise RunLocked(f"{folder} is in use by {owner}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a live process works in this run folder."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    with path.open("r", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def write_recipe(folder: Path, text: str) -> None:
+    """Put the merged recipe in place; a crash leaves the old one or the new one."""
+    temporary = folder / f"{RECIPE}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, folder / RECIPE)
+
+
+def write_environment(folder: Path) -> None:
+    """Record what this start runs on."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    facts = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "folder": str(Path.cwd()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+    }
+    (folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")

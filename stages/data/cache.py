@@ -1,0 +1,145 @@
+"""Tokenised data on disk: found by the digest of all that shaped it, complete or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pipeline.stage import Context
+
+FORMAT = 1
+"""Raise it with every change in what is written; entries of another format are not found."""
+META = "meta.json"
+_ABANDONED_AFTER = 24 * 3600.0
+
+Counts = dict[str, int]
+Build = Callable[[Path], Counts]
+"""Writes an entry's files into a folder and returns its counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A complete cache entry: a folder of arrays and their counts."""
+
+    folder: Path
+    key: str
+    counts: Counts
+    reused: bool
+
+    def array(self, name: str, dtype: str) -> np.ndarray[Any, Any]:
+        """A memory map of one of the entry's files, read-only."""
+        import numpy as np
+
+        path = self.folder / name
+        if path.stat().st_size == 0:  # which cannot be mapped
+            return np.empty(0, dtype)
+        return np.memmap(path, dtype=dtype, mode="r")
+
+
+def digest(parts: object) -> str:
+    """Hex SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def default_folder() -> Path:
+    """`pipetrain` in the user's cache folder (XDG base directory specification)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
+
+
+def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
+    """The entry of a key, built if need be; collective.
+
+    Rank 0 computes the key and builds; then one process of every node that does not see rank 0's
+    folder builds its own.
+    """
+    key, reused = "", True
+    with ctx.dist.main_first() as main:
+        if main:
+            key = make_key()
+            reused = _ensure(folder, key, build)
+    key = ctx.dist.share(key if main else None)
+    if not main and ctx.dist.local_rank == 0:
+        reused = _ensure(folder, key, build)
+    ctx.dist.barrier()
+    counts = _complete(folder / key)
+    if counts is None:
+        raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
+    return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
+
+
+def _ensure(folder: Path, key: str, build: Build) -> bool:
+    """Make the entry exist; whether it already did."""
+    final = folder / key
+    if _complete(final) is not None:
+        return True
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
+        try:
+            _fill(partial, build)
+            _publish(partial, final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise StageError(
+            f"cannot write the cache in {folder}: {error}", hint="set `cache` to another folder"
+        ) from error
+    return False
+
+
+def _fill(partial: Path, build: Build) -> None:
+    counts = build(partial)
+    sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+    for name in sizes:
+        with (partial / name).open("rb") as file:
+            os.fsync(file.fileno())
+    meta = {"format": FORMAT, "sizes": sizes, "counts": counts}
+    with (partial / META).open("w", encoding="utf-8") as file:
+        json.dump(meta, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(partial: Path, final: Path) -> None:
+    if final.exists() and _complete(final) is None:
+        shutil.rmtree(final)
+    try:
+        os.replace(partial, final)
+    except OSError:
+        if _complete(final) is None:  # otherwise another run was faster, with the same content
+            raise
+
+
+def _complete(final: Path) -> Counts | None:
+    """The counts of an entry whose files all have the size they were written with, else None."""
+    try:
+        meta = json.loads((final / META).read_text("utf-8"))
+        sizes = {name: (final / name).stat().st_size for name in meta["sizes"]}
+        if meta["format"] != FORMAT or sizes != meta["sizes"]:
+            return None
+        return dict(meta["counts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed builds left behind; a live one has written to its files today."""
+    for partial in folder.glob("*.partial"):
+        written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
+        if time.time() - max(written) > _ABANDONED_AFTER:
+            shutil.rmtree(partial, ignore_errors=True)

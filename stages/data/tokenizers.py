@@ -1,0 +1,54 @@
+"""What both data stages ask of a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipeline.artifacts import ModelSource
+from pipeline.errors import StageError
+from stages.data.cache import digest
+
+
+def identity(tokenizer: Any) -> str:
+    """Hex digest of everything that decides which ids a text becomes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        state: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        state = json.loads(backend.to_str())
+        # Left over from the last call, not part of what the tokenizer is.
+        state.pop("truncation", None)
+        state.pop("padding", None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return digest([type(tokenizer).__name__, state, special])
+
+
+def id_dtype(tokenizer: Any) -> str:
+    """The little-endian dtype that holds every id of the tokenizer."""
+    return "<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4"
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The padding token's id, else the end token's, else 0."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def required_id(tokenizer: Any, name: str, field: str) -> int:
+    """The id of `bos_token` or `eos_token`; StageError when `field` asks for a token there is not."""
+    token = getattr(tokenizer, f"{name}_id")
+    if token is None:
+        raise StageError(f"the tokenizer has no {name}", hint=f"set `{field}: false`")
+    return int(token)
+
+
+def check_ids(model: ModelSource, largest: int) -> None:
+    """Raise StageError when the data holds an id beyond the model's embedding."""
+    if largest >= model.vocab_size:
+        raise StageError(
+            f"the tokenizer made id {largest}, but {model.name} embeds {model.vocab_size} tokens",
+            hint="this tokenizer belongs to another model",
+        )

@@ -1,0 +1,8 @@
+"""The stage `wrap.zero`. Importing this imports neither torch nor deepspeed."""
+
+from __future__ import annotations
+
+from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
+from stages.wrap.zero.stage import Zero
+
+__all__ = ["Aio", "OptimizerOffload", "ParameterOffload", "Zero"]

@@ -1,0 +1,90 @@
+"""ZeRO by DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.wrap.zero.artifact import ZeroEngine
+from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
+
+Elements = Annotated[int, Gt(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """Shard training state across ranks with DeepSpeed ZeRO (Rajbhandari et al. 2020), optionally
+    offloaded to host memory or NVMe (Rajbhandari et al. 2021, ZeRO-Infinity).
+
+    Fields left at null take DeepSpeed's default. The generated configuration is written to
+    `deepspeed.json` in the run folder.
+    """
+
+    stage: Literal[1, 2, 3] = 2
+    """What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too."""
+
+    offload_optimizer: OptimizerOffload | None = None
+    """Offload optimizer state and the optimizer step; null keeps both on the accelerator."""
+
+    offload_param: ParameterOffload | None = None
+    """Stage 3: offload parameter shards; null keeps them on the accelerator."""
+
+    optimizer_implementation: Literal["auto", "torch", "deepspeed"] = "auto"
+    """Who updates the weights: the optimizer stage's torch class, or DeepSpeed's kernel of the same
+    rule (CPU Adam when offloaded, fused Adam otherwise). auto takes DeepSpeed's when offloaded.
+    DeepSpeed's kernels are compiled at first use, which takes about a minute."""
+
+    reduce_bucket_size: Elements = 500_000_000
+    """Gradient elements reduced at a time."""
+
+    allgather_bucket_size: Elements = 500_000_000
+    """Stages 1 and 2: parameter elements gathered at a time after a step."""
+
+    overlap_comm: bool | None = None
+    """Reduce gradients while backward computes (stages 2 and 3); null means only at stage 3."""
+
+    contiguous_gradients: bool = True
+    """Copy gradients into one buffer as they come, which avoids fragmentation."""
+
+    round_robin_gradients: bool | None = None
+    """Stages 1 and 2: spread each gradient over ranks more finely, for parallel copies to the host."""
+
+    prefetch_bucket_size: Annotated[int, Ge(0)] | None = None
+    """Stage 3: parameter elements to gather ahead of use."""
+
+    param_persistence_threshold: Annotated[int, Ge(0)] | None = None
+    """Stage 3: parameters with fewer elements stay gathered."""
+
+    max_live_parameters: Annotated[int, Ge(0)] | None = None
+    """Stage 3: parameter elements that may be gathered at once."""
+
+    max_reuse_distance: Annotated[int, Ge(0)] | None = None
+    """Stage 3: keep a parameter gathered if it is used again within so many elements."""
+
+    sub_group_size: Elements | None = None
+    """Stage 3: elements that the optimizer updates (and swaps) at a time."""
+
+    aio: Aio | None = None
+    """Disk access settings of NVMe offload."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further DeepSpeed configuration, as DeepSpeed names it (nested blocks too). A key that a field
+    above or the recipe's other slots already decide, or that DeepSpeed does not know, is refused."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        from stages.wrap.zero.checks import problems
+
+        yield from problems(self, plan)
+
+    def run(
+        self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
+    ) -> ZeroEngine:
+        from stages.wrap.zero.build import build
+
+        return build(self, ctx, model, precision, optimizer)
