@@ -18,7 +18,7 @@ _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS = 8
 _LEAST_HALF_BITS = 4
-# Narrower networks reach too few permutations: with 2-bit halves the first place is measurably skewed.
+# Narrower networks reach too few permutations: with 2-bit halves first places are visibly skewed.
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class SampleOrder:
 
     Position p lies in epoch p // size; within an epoch every index of range(size) occurs once. An
     epoch's permutation is a balanced Feistel network (Luby and Rackoff 1988) over the next power of
-    four (256 at least), restricted to range(size) by cycle walking (Black and Rogaway 2002, section 3), with
-    splitmix64 (Steele et al. 2014) as round function. Memory and time per position are constant:
-    at most four passes of eight rounds on average (256 / size below 64).
+    four (256 at least), restricted to range(size) by cycle walking (Black and Rogaway 2002, section
+    3), with splitmix64 (Steele et al. 2014) as round function. Memory and time per position do not
+    grow with `size`: at most four passes of eight rounds on average (256 / size when size < 64).
     """
 
     seed: int

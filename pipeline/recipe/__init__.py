@@ -1,5 +1,21 @@
 """Recipes: YAML files, what they extend, and overrides -> one checked `Recipe`."""
 
-from pipeline.recipe.load import Header, Launch, Recipe, SlotSpec, load_recipe, read_recipe
+from pipeline.recipe.load import (
+    Header,
+    Launch,
+    Recipe,
+    SlotSpec,
+    load_recipe,
+    read_recipe,
+    unless_reported,
+)
 
-__all__ = ["Header", "Launch", "Recipe", "SlotSpec", "load_recipe", "read_recipe"]
+__all__ = [
+    "Header",
+    "Launch",
+    "Recipe",
+    "SlotSpec",
+    "load_recipe",
+    "read_recipe",
+    "unless_reported",
+]

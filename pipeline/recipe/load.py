@@ -126,8 +126,8 @@ def read_recipe(
         source_files=tuple(sources.files),
         tree=tree,
     )
-    problems = [*sources.problems, *wrong_overrides, *unresolved, *wrong_header, *wrong_slots]
-    return recipe, _without_echoes(problems, unresolved)
+    known = [*sources.problems, *wrong_overrides, *unresolved]
+    return recipe, known + unless_reported(wrong_header + wrong_slots, known)
 
 
 def _header(data: Mapping[str, Any], marks: Marks) -> tuple[Header, list[Problem]]:
@@ -182,11 +182,10 @@ def _wrong_slot(slot: str, value: Any, marks: Marks) -> list[Problem]:
     return problems
 
 
-def _without_echoes(problems: list[Problem], unresolved: list[Problem]) -> list[Problem]:
-    """Drop what is only wrong because an interpolation became null."""
-    places = {problem.location for problem in unresolved}
-    known = set(map(id, unresolved))
-    return [each for each in problems if id(each) in known or each.location not in places]
+def unless_reported(problems: list[Problem], reported: list[Problem]) -> list[Problem]:
+    """`problems` without those about a value that is already known to be wrong."""
+    known = {(problem.location, problem.key) for problem in reported}
+    return [each for each in problems if (each.location, each.key) not in known]
 
 
 def _public(written: Any, resolved: Any) -> Any:

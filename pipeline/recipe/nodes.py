@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.errors import Location
 from pipeline.marks import Marks, Path
-from pipeline.recipe.scalars import Scalar
+from pipeline.scalars import Scalar
 
 
 @dataclass(frozen=True, kw_only=True)

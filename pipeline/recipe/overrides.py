@@ -32,14 +32,17 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
     for number, override in enumerate(overrides, start=1):
         place = Location(file=f"command line, override {number}")
         try:
-            root = merge(root, _overlay(root, override, place, problems))
+            overlay, found = _overlay(root, override, place)
         except _Refused as error:
             message = f"`{override}`: {error}"
             problems.append(Problem(message=message, hint=error.hint, location=place))
+            continue
+        problems.extend(found)
+        root = root if found else merge(root, overlay)
     return root, problems
 
 
-def _overlay(root: Node, override: str, place: Location, problems: list[Problem]) -> Node:
+def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:
     path, equals, text = override.partition("=")
     if not equals:
         raise _Refused("an override reads path=value", "such as train.steps=50")
@@ -47,9 +50,9 @@ def _overlay(root: Node, override: str, place: Location, problems: list[Problem]
     if not all(parts):
         raise _Refused("the path before = has an empty part", "such as train.steps=50")
     _check_start(root, parts)
-    value = _value(path, text, place, problems)
+    value, found = _value(path, text, place)
     full = parts if parts[0] in TOP_LEVEL else ["stages", *parts]
-    return _nest(root, full, 0, value)
+    return _nest(root, full, 0, value), found
 
 
 def _check_start(root: Node, parts: list[str]) -> None:
@@ -63,14 +66,13 @@ def _check_start(root: Node, parts: list[str]) -> None:
         raise _Refused(f"the recipe has no slot `{first}`", hint)
 
 
-def _value(path: str, text: str, place: Location, problems: list[Problem]) -> Node:
+def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:
     if not text.strip():
         raise _Refused("there is no value after =", f"write {path}=null or {path}=''")
     node, found = parse(text, locate=lambda line, column: place, folder=Path.cwd())
-    problems.extend(found)
     if node is None and not found:
         raise _Refused("there is no value after =", "put quotes around text that starts with #")
-    return node or Node(value=None, at=place)
+    return node or Node(value=None, at=place), found
 
 
 def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from pipeline.marks import Path
-from pipeline.recipe.scalars import FLOAT
+from pipeline.scalars import FLOAT
 
 
 class _Dumper(yaml.SafeDumper):

@@ -22,7 +22,7 @@ _LOG_SECONDS = 10.0
 
 
 class TokenBlocks(Samples):
-    """Windows of `length` + 1 tokens with stride `length`: each token but the first is a target once.
+    """Windows of `length` + 1 tokens with stride `length`: every token but the first is one target.
 
     The last window is shorter when the stream does not fill it. `first` and `count` select a
     contiguous part of the windows.
@@ -102,7 +102,7 @@ class TokenWriter:
 
 
 def batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Documents in lists of at most `size`, and of a few million characters unless one alone has more."""
+    """Documents in lists of at most `size`, and of a few million characters if none has more."""
     batch: list[str] = []
     characters = 0
     for document in documents:

@@ -1,4 +1,4 @@
-"""Tokenised data on disk: found by the digest of all that shaped it, complete or not there at all."""
+"""Tokenised data on disk, found by the digest of all that shaped it; complete or not there."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _publish(partial: Path, final: Path) -> None:
     if final.exists() and _complete(final) is None:
         shutil.rmtree(final)
     try:
-        os.replace(partial, final)
+        partial.replace(final)
     except OSError:
         if _complete(final) is None:  # otherwise another run was faster, with the same content
             raise

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import DataError
-from stages.data.sources import TEXT, Row, decode, lines, objects, open_binary, require_text
+from stages.data.sources import (
+    TEXT,
+    UNREADABLE,
+    Row,
+    decode,
+    lines,
+    objects,
+    open_binary,
+    require_text,
+)
 
 Unit = Literal["file", "line"]
 
@@ -55,6 +64,6 @@ def _whole(path: Path) -> Iterator[str]:
     try:
         with open_binary(path) as file:
             raw = file.read()
-    except (EOFError, OSError) as error:
+    except UNREADABLE as error:
         raise DataError(f"cannot be read: {error}", file=path) from error
     yield decode(raw, path, 1).replace("\r\n", "\n")

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from pipeline.errors import DataError, Problem, StageError
 TEXT = (".txt", ".txt.gz")
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 PARQUET = (".parquet",)
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a file raises when the disk fails or a .gz file is damaged."""
 
 Patterns = str | tuple[str, ...]
 
@@ -86,11 +90,14 @@ def require(patterns: Patterns, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def contents_digest(paths: Iterable[Path]) -> str:
-    """Hex SHA-256 over the contents of files, in order; their names do not matter, their kind does."""
+    """Hex SHA-256 over the contents and kinds (not the names) of files, in order."""
     total = hashlib.sha256()
     for path in paths:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror}", file=path) from error
         total.update(f"{''.join(path.suffixes[-2:])}:{content}\n".encode())
     return total.hexdigest()
 
@@ -105,7 +112,7 @@ def open_binary(path: Path) -> IO[bytes]:
 def lines(path: Path) -> Iterator[Row]:
     """The lines of a UTF-8 file without their line ends; blank lines are left out.
 
-    Raises DataError for bytes that are not UTF-8 and for a damaged .gz file.
+    Raises DataError for bytes that are not UTF-8 and for a file that cannot be read.
     """
     number = 0
     try:
@@ -114,12 +121,12 @@ def lines(path: Path) -> Iterator[Row]:
                 text = decode(raw, path, number).rstrip("\r\n")
                 if text.strip():
                     yield Row(file=path, number=number, value=text)
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"damaged gzip file: {error}", file=path, row=number + 1) from error
+    except UNREADABLE as error:
+        raise DataError(f"cannot be read: {error}", file=path, row=number + 1) from error
 
 
 def decode(raw: bytes, path: Path, first_line: int) -> str:
-    """UTF-8 bytes, with or without a byte order mark, as text; `first_line` is theirs in the file."""
+    """UTF-8 bytes, with or without byte order mark, as text; they begin at line `first_line`."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -172,7 +179,8 @@ def _table(path: Path, columns: list[str] | None) -> Iterator[Row]:
                 if column not in known:
                     raise DataError(f"no column {column!r}; it has {known}", file=path)
             for batch in table.iter_batches(batch_size=1024, columns=columns):
-                for number, value in enumerate(batch.to_pylist(), start=number + 1):
+                for value in batch.to_pylist():
+                    number += 1
                     yield Row(file=path, number=number, value=value)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"unreadable Parquet file: {error}", file=path, row=number + 1) from error

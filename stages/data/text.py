@@ -13,7 +13,8 @@ from pydantic import Field
 from pipeline.artifacts import Data, ModelSource
 from pipeline.errors import DataError, Problem
 from pipeline.stage import Context, PlanView
-from stages.data import cache, heldout, tokenizers
+from stages.data import heldout, tokenizers
+from stages.data.cache import FORMAT, Counts, default_folder, digest, prepare
 from stages.data.documents import DocumentReader
 from stages.data.sources import JSON_LINES, PARQUET, TEXT, Patterns, contents_digest, require
 
@@ -28,13 +29,13 @@ class TextData:
     """Train on running text: documents, one behind the other, cut into blocks of equal length.
 
     Every token is a target exactly once an epoch. A block may span several documents; attention
-    crosses from one to the next. Text that spells a special token of the tokenizer becomes that token.
+    crosses from one to the next. Text that spells a special token becomes that token.
     """
 
     files: str | tuple[str, ...]
     """Paths or glob patterns of .txt, .jsonl, .json (one object a line) or .parquet files; all but
-    the last also with .gz. Relative to the working directory. A plain text file that is one document
-    is tokenised in one call, which takes some 25 times its size in memory."""
+    the last also with .gz. Relative to the working directory. A plain text file that is one
+    document is tokenised in one call, which takes some 25 times its size in memory."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Key or column of the text in JSON and Parquet rows."""
     documents: Literal["file", "line"] = "file"
@@ -48,8 +49,8 @@ class TextData:
     heldout_files: str | tuple[str, ...] = ()
     """Files to evaluate on, in the same forms as `files`."""
     heldout_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Hold out this part of the blocks for evaluation, at least one: the last ones in file order, set
-    aside before any shuffling. Instead of `heldout_files`."""
+    """Hold out this part of the blocks for evaluation, at least one: the last ones in file order,
+    set aside before any shuffling. Instead of `heldout_files`."""
     batch_documents: Annotated[int, Field(ge=1)] = 256
     """Documents per call of the tokenizer. Changes memory and speed, not the tokens."""
     cache: str | None = None
@@ -77,7 +78,7 @@ class TextData:
             train=TokenBlocks(tokens, length, 0, trained_on),
             heldout=held,
             pad_id=tokenizers.pad_id(tokenizer),
-            fingerprint=cache.digest(["data.text", keys, length, self.heldout_fraction]),
+            fingerprint=digest(["data.text", keys, length, self.heldout_fraction]),
         )
 
     def _stream(
@@ -88,9 +89,9 @@ class TextData:
 
         started = time.monotonic()
         dtype = tokenizers.id_dtype(tokenizer)
-        entry = cache.prepare(
+        entry = prepare(
             ctx,
-            Path(self.cache).expanduser() if self.cache else cache.default_folder(),
+            Path(self.cache).expanduser() if self.cache else default_folder(),
             lambda: self._key(tokenizer, files),
             lambda folder: self._build(ctx, tokenizer, files, folder),
         )
@@ -113,11 +114,9 @@ class TextData:
     def _key(self, tokenizer: Any, files: Patterns) -> str:
         settings = [self.text_key, self.documents, self.append_eos, self.prepend_bos]
         contents = contents_digest(require(files, _SUFFIXES))
-        return cache.digest(
-            ["text", cache.FORMAT, contents, tokenizers.identity(tokenizer), settings]
-        )
+        return digest(["text", FORMAT, contents, tokenizers.identity(tokenizer), settings])
 
-    def _build(self, ctx: Context, tokenizer: Any, files: Patterns, folder: Path) -> cache.Counts:
+    def _build(self, ctx: Context, tokenizer: Any, files: Patterns, folder: Path) -> Counts:
         from stages.data.blocks import TokenWriter
 
         start, end = [], []

@@ -38,7 +38,7 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def required_id(tokenizer: Any, name: str, field: str) -> int:
-    """The id of `bos_token` or `eos_token`; StageError when `field` asks for a token there is not."""
+    """The id of `bos_token` or `eos_token`, which `field` asks for; StageError if there is none."""
     token = getattr(tokenizer, f"{name}_id")
     if token is None:
         raise StageError(f"the tokenizer has no {name}", hint=f"set `{field}: false`")

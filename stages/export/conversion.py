@@ -33,8 +33,8 @@ class Group:
 class Conversion:
     """The plan for one model: what is read, what is written, in which order.
 
-    `outline` is the module on the meta device with its weights tied. Raises StageError when names or
-    shapes of `weights` differ from the module's.
+    `outline` is the module on the meta device with its weights tied. Raises StageError when names
+    or shapes of `weights` differ from the module's.
     """
 
     def __init__(self, outline: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
@@ -89,7 +89,7 @@ def _spec(name: str, tensor: Tensor) -> Spec:
 
 
 def _spelling(outline: nn.Module, weights: Weights) -> dict[str, str]:
-    """Name to write -> name to read, for each tensor once: a tied one under the name that files keep."""
+    """Name to write -> name to read; a tied tensor once, under the name that files keep."""
     tied = ties(outline)
     given = set(weights.names())
     expected = outline.state_dict()

@@ -55,8 +55,8 @@ class Shard:
         return sum(spec.size for spec in self.specs)
 
     def header(self) -> bytes:
-        """What precedes the tensors in the file: the length of the JSON as 8 bytes little-endian, and
-        the JSON padded with spaces to a multiple of 8 (https://github.com/huggingface/safetensors)."""
+        """What precedes the tensors: the length of the JSON as 8 bytes little-endian, and the JSON
+        padded with spaces to a multiple of 8 (https://github.com/huggingface/safetensors)."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for spec in self.specs:
@@ -72,7 +72,7 @@ class Shard:
 
 
 def shards(specs: Sequence[Spec], max_size: int) -> list[Shard]:
-    """Cut `specs` into files of at most `max_size` bytes, keeping the order; a larger tensor is alone."""
+    """Cut `specs` into files of at most `max_size` bytes, in order; a larger tensor is alone."""
     groups: list[list[Spec]] = [[]]
     filled = 0
     for spec in specs:

@@ -30,7 +30,10 @@ numbers, so only their scheduling can tell them apart."""
 
 
 def prove_files(folder: Path, parts: Sequence[Shard], digests: Digests) -> None:
-    """Read every file back: names, shapes, dtypes, and the bytes of each tensor. Raises ExportError."""
+    """Read every file back: names, shapes, dtypes, and the bytes of each tensor.
+
+    Raises ExportError.
+    """
     for part in parts:
         file = folder / part.file
         _prove_header(file, part)
@@ -87,7 +90,7 @@ def prove_model(
 ) -> float:
     """Load the folder as a user would and compare logits on the prompt with a reference.
 
-    The reference is the declared module filled from the checkpoint, in the dtypes of the loaded one.
+    The reference is the declared module filled from the checkpoint, in the loaded one's dtypes.
     Both run with plain attention on the CPU, one after the other. Returns the largest difference.
     Raises ExportError.
     """

@@ -28,10 +28,10 @@ class ExportSafetensors:
     dtype: DtypeName = "bf16"
     """Dtype of the floating point weights in the files."""
     max_shard_size: str = "5GB"
-    """Largest size of one weight file (`5GB`, `512MiB`); a single larger tensor gets its own file."""
+    """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets a file of its own."""
     prompt: str = "The quick brown fox jumps over the lazy dog."
-    """Text on which the logits of the written and the trained model are compared. Without a tokenizer,
-    fixed token ids are used."""
+    """Text on which the logits of the written and the trained model are compared. Without a
+    tokenizer, fixed token ids are used."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         try:

@@ -22,7 +22,7 @@ MARGIN = 16 << 20
 
 
 def foreign(folder: Path) -> str | None:
-    """Why `folder` must not be replaced; None when it is absent, empty or wholly an export of ours."""
+    """Why `folder` must not be replaced; None when absent, empty or wholly an export of ours."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -44,7 +44,7 @@ def claim(folder: Path) -> Path:
     partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
-        os.replace(previous, folder)
+        previous.replace(folder)
     for place in (folder, partial, previous):
         reason = foreign(place)
         if reason:
@@ -82,8 +82,8 @@ def swap(partial: Path, folder: Path) -> None:
     """Put the finished partial folder in place of an earlier export."""
     previous = _beside(folder, "previous")
     if folder.exists():
-        os.replace(folder, previous)
-    os.replace(partial, folder)
+        folder.replace(previous)
+    partial.replace(folder)
     _sync(folder.parent)
     if previous.exists():
         shutil.rmtree(previous)

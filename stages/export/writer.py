@@ -63,4 +63,4 @@ def _bytes(spec: Spec, tensor: Tensor) -> memoryview:
             f"planned was {spec.dtype} {spec.shape}"
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ def problems(stage: HfModel) -> Iterator[Problem]:
     if stage.path is not None:
         yield from _path(stage, stage.path)
     if stage.tokenizer is not None:
-        yield from _tokenizer(stage.tokenizer)
+        yield from _tokenizer(stage, stage.tokenizer)
 
 
 def _exclusive(stage: HfModel) -> Iterator[Problem]:
@@ -138,10 +138,16 @@ def _hub(stage: HfModel, path: str) -> Iterator[Problem]:
         )
 
 
-def _tokenizer(path: str) -> Iterator[Problem]:
+def _tokenizer(stage: HfModel, path: str) -> Iterator[Problem]:
     if not is_local(path):
         if not HUB_ID.fullmatch(path):
             yield Problem(message=f"{path!r} is neither a hub id nor a local path", key="tokenizer")
+        elif not stage.allow_floating_revision:
+            yield Problem(
+                message=f"the hub tokenizer {path} is not pinned to a commit",
+                key="tokenizer",
+                hint="give a local folder, or set `allow_floating_revision: true`",
+            )
     elif is_gguf(path):
         if not local(path).is_file():
             yield Problem(message=f"no such file: {local(path)}", key="tokenizer")

@@ -92,7 +92,7 @@ def nearest_model(model: nn.Module, name: str) -> nn.Module:
 
     while name:
         name = name.rpartition(".")[0]
-        owner = model.get_submodule(name)
+        owner: nn.Module = model.get_submodule(name)
         if isinstance(owner, PreTrainedModel):
             return owner
     return model

@@ -15,7 +15,8 @@ from pipeline.stage import Context, PlanView
 class HfModel:
     """Declare a causal language model: pretrained (folder, hub, GGUF file) or randomly initialised.
 
-    Exactly one of `path` and `config` is given. Nothing is loaded here; a wrap stage builds and fills.
+    Exactly one of `path` and `config` is given. Nothing is loaded here; a wrap stage builds the
+    module and fills it.
     """
 
     path: str | None = None
@@ -24,16 +25,16 @@ class HfModel:
     revision: str | None = None
     """Commit of a hub model: 40 hexadecimal digits. Required for a hub id."""
     allow_floating_revision: bool = False
-    """Accept a branch or tag (or no revision, the main branch) for a hub id. The run then depends on
-    when it was started."""
+    """Accept a branch or tag (or no revision: the main branch) for a hub id. The run then depends
+    on when it was started."""
     gguf_file: str | None = None
-    """Name of a GGUF file inside the folder or hub repository `path`. Its weights are dequantized."""
+    """Name of a GGUF file in the folder or hub repository `path`. Its weights are dequantized."""
     config: Mapping[str, Any] | str | None = None
     """Architecture of a model with random weights: the content of a `config.json`
     (`{model_type: llama, hidden_size: 64, ...}`) or the path of one."""
     tokenizer: str | None = None
-    """Folder, GGUF file or hub id (at its own main branch; pin by using a folder) of the tokenizer
-    where `path` is not to supply it."""
+    """Folder, GGUF file or hub id of the tokenizer where `path` is not to supply it. A hub id is taken
+    at its main branch and so needs `allow_floating_revision`."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the architecture from `path` and initialises the weights from the run's
     seed. With `config` the weights are always random."""

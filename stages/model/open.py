@@ -21,7 +21,7 @@ ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
 def open_source(stage: HfModel, ctx: Context) -> HfSource:
-    """The declared model. Rank 0 goes first, so that a hub download happens once per machine cache."""
+    """The declared model. Rank 0 goes first, so that the others find what it downloaded."""
     with ctx.dist.main_first():
         files = None if stage.path is None else _files(stage, stage.path)
         words = files if stage.tokenizer is None else _tokenizer_files(stage.tokenizer)
@@ -97,7 +97,7 @@ def _spelled_out(config: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def _config(stage: HfModel, files: Files | None) -> Any:
-    """The transformers config. Raises StageError when it is unusable or its weights are quantized."""
+    """The transformers config. Raises StageError if it is unusable or its weights are quantized."""
     from transformers import AutoConfig
 
     try:

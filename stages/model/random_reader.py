@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RandomReader(TensorReader):
-    """`model` has parameters on the meta device and real buffers; one block is in memory at a time."""
+    """`model` has meta parameters and real buffers. One block is in memory at a time."""
 
     def __init__(
         self, model: nn.Module, blocks: Collection[nn.Module], tied: Mapping[str, str], *, seed: int
@@ -46,7 +46,8 @@ class RandomReader(TensorReader):
             buffers = self._model.state_dict()
             if name not in buffers:
                 raise StageError(f"no tensor named {name}")
-            return buffers[name].clone()
+            buffer: Tensor = buffers[name]
+            return buffer.clone()
         unit = self._unit_of[name]
         if unit != self._unit or not self._tensors:
             self._tensors = self._initialised(unit)
@@ -80,7 +81,7 @@ def unit_seed(seed: int, unit: str) -> int:
 
 
 def _units(model: nn.Module, blocks: Collection[int]) -> dict[str, str]:
-    """Parameter name -> name of the block, or of the module outside blocks, that it is drawn with."""
+    """Parameter name -> name of the block, or module outside blocks, that it is drawn with."""
     block_names = [name for name, module in model.named_modules() if id(module) in blocks]
     units = {}
     for name, _ in model.named_parameters(remove_duplicate=False):

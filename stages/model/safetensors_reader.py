@@ -26,7 +26,7 @@ class Place:
 
 
 class SafetensorsReader(TensorReader):
-    """Tensors of a module by its own names; `places` says where each lies, `shapes` what it must be."""
+    """Tensors of a module by its own names: `places` has where each lies, `shapes` what it must be."""
 
     def __init__(self, places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._places = places
@@ -69,8 +69,8 @@ def direct_reader(
 ) -> SafetensorsReader:
     """A reader of `files` under the names of `model`; raises StageError when names do not match.
 
-    Files may have been written from the bare base model (no prefix) or from one with a head, and may
-    hold a tied tensor under any of its names.
+    Files may have been written from the bare base model (no prefix) or from one with a head, and
+    may hold a tied tensor under any of its names.
     """
     stored = {name: Place(file=file, name=name) for file in files for name in _keys(file)}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."

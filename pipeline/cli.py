@@ -1,0 +1,84 @@
+"""The `pipe` command. Importing this imports click and nothing heavier.
+
+Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import traceback
+from typing import Any, NoReturn
+
+import click
+
+from pipeline.errors import PipeError, RecipeError
+
+COMMANDS = {
+    "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
+    "resume": ("pipeline.commands.resume:resume", "Go on with a run where it stopped."),
+    "ls": ("pipeline.commands.ls:ls", "List runs."),
+    "check": ("pipeline.commands.check:check", "Find every mistake in a recipe, without running it."),
+    "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
+    "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),
+    "schema": ("pipeline.commands.schema:schema", "Print the JSON Schema of recipes, for editors."),
+}
+"""Name -> where the command is, and its line in `pipe --help`."""
+
+
+class Commands(click.Group):
+    """Imports a command's module when that command is used, and turns errors into messages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_) for name, (_, help_) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PipeError as error:
+            prefix = "" if isinstance(error, RecipeError) else "error: "
+            click.echo(f"{prefix}{error}", err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            _give_up(error)
+
+
+def _give_up(error: Exception) -> NoReturn:
+    """An error that is our fault: one line and a file, or the traceback with PIPE_DEBUG=1."""
+    if os.environ.get("PIPE_DEBUG") == "1":
+        raise error
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="pipe-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        file.writelines(traceback.format_exception(error))
+    summary = f"{type(error).__name__}: {error}".splitlines()[0]
+    click.echo(f"error: a bug in pipe: {summary} (please report it with {file.name})", err=True)
+    sys.exit(1)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pipetrain", prog_name="pipe")
+def main() -> None:
+    """Train transformers with one recipe: a chain of stages, any parallelisation strategy."""
+
+
+if __name__ == "__main__":
+    main()

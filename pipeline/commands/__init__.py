@@ -1,0 +1,1 @@
+"""The commands of `pipe`, one module each, imported only when used."""

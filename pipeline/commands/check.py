@@ -1,0 +1,55 @@
+"""`pipe check`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from pipeline.errors import Problem, RecipeError
+from pipeline.plan import Plan, plan_file
+from pipeline.registry import Registry
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_obj
+def check(registry: Registry | None, recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Find every mistake in RECIPE, without running it.
+
+    OVERRIDES change values first: train.steps=50 wrap.use=wrap.ddp
+    """
+    try:
+        plan = plan_file(recipe, overrides, registry=registry)
+    except RecipeError as error:
+        if not as_json:
+            raise
+        click.echo(json.dumps({"ok": False, "problems": [_problem(p) for p in error.problems]}))
+        sys.exit(error.exit_code)
+    click.echo(json.dumps(_summary(plan)) if as_json else _line(plan))
+
+
+def _line(plan: Plan) -> str:
+    chain = " -> ".join(step.use for step in plan.steps)
+    stages = "1 stage" if len(plan.steps) == 1 else f"{len(plan.steps)} stages"
+    return f"ok: {plan.recipe.name}: {stages}: {chain}"
+
+
+def _summary(plan: Plan) -> dict[str, object]:
+    steps = [{"slot": step.slot, "use": step.use} for step in plan.steps]
+    return {"ok": True, "name": plan.recipe.name, "stages": steps, "problems": []}
+
+
+def _problem(problem: Problem) -> dict[str, object]:
+    place = problem.location
+    return {
+        "file": place.file if place else None,
+        "line": place.line if place and place.line else None,
+        "column": place.column if place and place.line else None,
+        "key": problem.key,
+        "message": problem.message,
+        "hint": problem.hint,
+    }

@@ -1,0 +1,78 @@
+"""From a recipe's wrap.zero slot to a running engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.stage import Context
+from stages.wrap.birth import cast_buffers
+from stages.wrap.witness import attest
+from stages.wrap.zero import birth, compat
+from stages.wrap.zero.config import generate
+from stages.wrap.zero.engine import LiveZeroEngine
+from stages.wrap.zero.optimizer import make_optimizer
+
+if TYPE_CHECKING:
+    from stages.wrap.zero.stage import Zero
+
+
+def build(
+    stage: Zero, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+) -> LiveZeroEngine:
+    """Give birth to the parameters, hand them to DeepSpeed, and say what came of it."""
+    config = generate(stage, precision, max_grad_norm=plan.max_grad_norm)
+    if ctx.dist.is_main:
+        text = json.dumps(config, indent=1) + "\n"
+        (ctx.run_dir / "deepspeed.json").write_text(text, "utf-8")
+    compat.start(ctx.dist)
+    if stage.stage == 3:
+        module = birth.partitioned(model, precision, ctx.dist, config)
+    else:
+        module = birth.replicated(model, precision, ctx.dist)
+    cast_buffers(module, precision)
+    live = _initialize(stage, module, plan, config)
+    engine = LiveZeroEngine(live, ctx.dist, precision, plan)
+    ctx.on_exit(engine.close)
+    attest(ctx, engine, _expected(stage, ctx, precision, plan))
+    return engine
+
+
+def _initialize(
+    stage: Zero, module: nn.Module, plan: OptimizerPlan, config: Mapping[str, Any]
+) -> Any:
+    import deepspeed
+
+    live, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=make_optimizer(stage, plan, module),
+        config=dict(config),
+        dist_init_required=False,
+    )
+    return live
+
+
+def _expected(
+    stage: Zero, ctx: Context, precision: Precision, plan: OptimizerPlan
+) -> dict[str, Any]:
+    """What `facts()` must say for the recipe to be what runs."""
+    optimizer, parameters = stage.offload_optimizer, stage.offload_param
+    return {
+        "engine": "DeepSpeedEngine",
+        "zero_stage": stage.stage,
+        "world_size": ctx.dist.world_size,
+        "device": ctx.dist.device.type,
+        "master": [precision.master],
+        "compute": [precision.compute],
+        "reduce": precision.reduce,
+        "offload_optimizer": optimizer.device if optimizer else None,
+        "offload_param": parameters.device if parameters else None,
+        "max_grad_norm": plan.max_grad_norm,
+        "accumulation": "unmanaged",
+        "loss_scaling": precision.loss_scaling is not None,
+        "partitioned": True,
+    }

@@ -1,0 +1,127 @@
+"""Mistakes in a wrap.zero slot that show before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import Precision
+from pipeline.errors import Problem
+from pipeline.stage import PlanView
+from stages.wrap.zero.extra import extra_problems
+
+if TYPE_CHECKING:
+    from stages.wrap.zero.options import OptimizerOffload, ParameterOffload
+    from stages.wrap.zero.stage import Zero
+
+NVME_ONLY = {"path", "buffer_count", "fast_init", "pipeline_read", "pipeline_write"} | {
+    "buffer_size",
+    "max_in_cpu",
+}
+"""Fields of the offload blocks that mean nothing with device cpu."""
+
+
+def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
+    """Every problem of `stage`, keys relative to it."""
+    yield from _stage_problems(stage)
+    yield from _optimizer_offload_problems(stage)
+    yield from _parameter_offload_problems(stage)
+    if stage.aio is not None and not uses_nvme(stage):
+        yield Problem(key="aio", message="only means something with an nvme offload")
+    if stage.aio is not None and stage.aio.use_gds and plan.device != "cuda":
+        yield Problem(key="aio.use_gds", message="needs a GPU")
+    yield from _precision_problems(stage, plan)
+    yield from extra_problems(stage.extra)
+
+
+def uses_nvme(stage: Zero) -> bool:
+    """Whether anything is offloaded to disk."""
+    offloads = (stage.offload_optimizer, stage.offload_param)
+    return any(offload is not None and offload.device == "nvme" for offload in offloads)
+
+
+def _stage_problems(stage: Zero) -> Iterator[Problem]:
+    from stages.wrap.zero.config import STAGE_3_FIELDS
+
+    if stage.stage < 3:
+        for key in ("offload_param", *STAGE_3_FIELDS):
+            if getattr(stage, key) is not None:
+                yield Problem(key=key, message="needs stage 3", hint="set stage: 3 or leave it out")
+    elif stage.round_robin_gradients is not None:
+        yield Problem(key="round_robin_gradients", message="means nothing at stage 3")
+    if stage.stage == 1 and stage.overlap_comm:
+        yield Problem(
+            key="overlap_comm",
+            message="stage 1 reduces gradients once a step, not during backward",
+            hint="set stage: 2 or overlap_comm: false",
+        )
+
+
+def _optimizer_offload_problems(stage: Zero) -> Iterator[Problem]:
+    offload = stage.offload_optimizer
+    if offload is None:
+        return
+    yield from _device_problems("offload_optimizer", offload)
+    if offload.device == "nvme" and stage.stage < 3:
+        yield Problem(key="offload_optimizer.device", message="nvme needs stage 3")
+    if offload.ratio < 1:
+        yield from _ratio_problems(stage, offload)
+    if offload.fast_init and (stage.offload_param is None or stage.offload_param.device != "nvme"):
+        yield Problem(
+            key="offload_optimizer.fast_init", message="needs offload_param with device nvme too"
+        )
+
+
+def _ratio_problems(stage: Zero, offload: OptimizerOffload) -> Iterator[Problem]:
+    key = "offload_optimizer.ratio"
+    if stage.stage < 3:
+        yield Problem(key=key, message="below 1 needs stage 3")
+    if offload.device == "nvme":
+        yield Problem(key=key, message="below 1 needs device cpu")
+    if stage.optimizer_implementation == "torch":
+        yield Problem(key=key, message="below 1 needs optimizer_implementation auto or deepspeed")
+
+
+def _parameter_offload_problems(stage: Zero) -> Iterator[Problem]:
+    offload = stage.offload_param
+    if offload is None:
+        return
+    yield from _device_problems("offload_param", offload)
+    if stage.offload_optimizer is None:
+        yield Problem(
+            key="offload_param",
+            message="DeepSpeed offloads parameters only together with the optimizer",
+            hint="add offload_optimizer",
+        )
+
+
+def _device_problems(block: str, offload: OptimizerOffload | ParameterOffload) -> Iterator[Problem]:
+    if offload.device == "nvme":
+        if not offload.path:
+            yield Problem(key=f"{block}.path", message="nvme needs the folder to write to")
+        return
+    for key, value in vars(offload).items():
+        if key in NVME_ONLY and value != type(offload).__dataclass_fields__[key].default:
+            yield Problem(key=f"{block}.{key}", message="only means something with device nvme")
+
+
+def _precision_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
+    for policy in plan.giving(Precision):
+        yield from _master_problems(stage, policy)
+        if policy.compute == "fp16" and policy.reduce == "bf16":
+            yield Problem(key="stage", message="fp16 gradients cannot be reduced in bf16")
+
+
+def _master_problems(stage: Zero, policy: Any) -> Iterator[Problem]:
+    if policy.master == "fp32":
+        return
+    if policy.master == "fp16":
+        yield Problem(
+            key="stage", message="the precision slot asks for fp16 master weights; ZeRO keeps fp32"
+        )
+    elif stage.offload_optimizer is None or stage.optimizer_implementation == "torch":
+        yield Problem(
+            key="offload_optimizer",
+            message="bf16 master weights need DeepSpeed's CPU Adam, so an offloaded optimizer",
+            hint="add offload_optimizer or set master: fp32 in the precision slot",
+        )

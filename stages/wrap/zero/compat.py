@@ -1,0 +1,120 @@
+"""Names of DeepSpeed 0.19 that are private or differ between versions, all in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.dist import Dist
+
+
+def start(dist: Dist) -> None:
+    """Point DeepSpeed at this run's device and at torch's running process group."""
+    # Read when deepspeed is first imported; unset, it guesses from what is installed.
+    os.environ.setdefault("DS_ACCELERATOR", dist.device.type)
+    # zero.Init reads the device index from here, also without a launcher.
+    os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+
+
+def zero_stage(optimizer: Any) -> int:
+    """The stage that a live ZeRO optimizer implements."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return 3
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return 2 if optimizer.partition_gradients else 1
+    # DeepSpeed's stage 1 for bf16 parameters with fp32 accumulation.
+    return 1 if isinstance(optimizer, BF16_Optimizer) else 0
+
+
+def master_partitions(optimizer: Any) -> list[Tensor]:
+    """This rank's flat master weights, one tensor per group or sub-group; swapped-out ones are
+    empty."""
+    for name in (
+        "fp32_partitioned_groups_flat",
+        "single_partition_of_fp32_groups",
+        "fp32_groups_flat_partition",
+    ):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return []
+
+
+def master_elements(optimizer: Any) -> int:
+    """Elements of this rank's master weights, wherever they are kept."""
+    counts = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
+    if counts is not None:
+        return int(sum(counts))
+    return sum(partition.numel() for partition in master_partitions(optimizer))
+
+
+def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
+    """Where optimizer state and parameter shards are kept: `cpu`, `nvme`, or None for neither."""
+    optimizer_on_host = getattr(optimizer, "offload_optimizer", False) or getattr(
+        optimizer, "cpu_offload", False
+    )
+    swapped = getattr(optimizer, "swap_optimizer", False)
+    parameters_on_host = getattr(optimizer, "offload_param", False)
+    parameters_swapped = getattr(optimizer, "params_in_nvme_and_cpu", False)
+    return (
+        "nvme" if swapped else "cpu" if optimizer_on_host else None,
+        "nvme" if parameters_swapped else "cpu" if parameters_on_host else None,
+    )
+
+
+def accumulation_dtype(optimizer: Any) -> torch.dtype | None:
+    """Dtype in which gradients of several micro-batches are summed."""
+    name = "grad_acc_dtype" if hasattr(optimizer, "grad_acc_dtype") else "gradient_accumulation_dtype"
+    dtype: torch.dtype | None = getattr(optimizer, name, None)
+    return dtype
+
+
+def reduce_dtype(engine: Any) -> torch.dtype:
+    """Dtype in which gradients travel between ranks."""
+    own: torch.dtype | None = getattr(engine.optimizer, "communication_data_type", None)
+    dtype: torch.dtype = engine.communication_data_type
+    return own or dtype
+
+
+def parameter_elements(module: torch.nn.Module) -> tuple[int, int]:
+    """(elements of all parameters, those whose storage this rank keeps between steps)."""
+    total = kept = 0
+    for parameter in module.parameters():
+        shard = getattr(parameter, "ds_tensor", None)
+        total += getattr(parameter, "ds_numel", parameter.numel())
+        kept += parameter.numel() if shard is None else shard.numel()
+    return total, kept
+
+
+def update_groups(engine: Any) -> Iterator[dict[str, Any]]:
+    """The parameter groups whose learning rates the next step reads."""
+    yield from engine.optimizer.optimizer.param_groups
+    partial = getattr(engine.optimizer, "backup_optimizer", None)
+    if partial is not None:
+        yield from partial.param_groups
+
+
+def loss_scaler(engine: Any) -> Any | None:
+    """The live dynamic loss scaler; None without loss scaling."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return scaler if scaler is not None and scaler.dynamic else None
+
+
+def steps_since_overflow(scaler: Any) -> int:
+    """Steps applied since the last overflow, or since the start."""
+    return int(scaler.cur_iter - scaler.last_overflow_iter - 1)

@@ -1,0 +1,65 @@
+"""What each rank runs: the built-in stages on toy samples, under the strategy of the case."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from safetensors.torch import save_file
+
+from pipeline.dist import Dist
+from pipeline.metrics import records
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
+from stages.train.causal_lm import TrainCausalLm
+from tests.parity.reference import CLIP, DECAY, LR, WARMUP
+from tests.support.runs import TINY, context, toy_data
+
+SEED, STEPS, BATCH = 7, 6, 8
+
+
+def stage(name: str) -> Any:
+    """The installed stage class of this name."""
+    return importlib.metadata.entry_points(group="pipe.stages")[name].load()
+
+
+def tiny_source(ctx: Any, **overrides: Any) -> Any:
+    """The tiny random model of the parity tests."""
+    from stages.model.hf import HfModel
+
+    return HfModel(config={**TINY, **overrides}, init="random").run(ctx)
+
+
+def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Train as `case` says; returns what rank 0 logged. Weights go to `folder`/final.safetensors."""
+    ctx = context(dist, folder, SEED)
+    precision = PrecisionPolicy(compute=case.get("compute", "fp32"), reduce="fp32").run(ctx)
+    plan = AdamW(
+        lr=LR, betas=(0.9, 0.999), weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP
+    ).run(ctx)
+    source = tiny_source(ctx, **case.get("model", {}))
+    wrap = stage(case["wrap"])(**case["fields"])
+    engine = wrap.run(ctx, source, precision, plan)
+    checkpoints = stage(f"checkpoint.{case['format']}")(keep=1).run(ctx, engine)
+    loop = TrainCausalLm(global_batch_size=BATCH, steps=STEPS, log_every=2, **case["batching"])
+    trained = loop.run(ctx, engine, toy_data(), plan, checkpoints)
+    facts = dict(engine.facts())
+    engine.close()
+    if dist.is_main:
+        consolidate = stage(f"consolidate.{case['format']}")()
+        weights = _consolidated(consolidate, ctx, trained, source)
+        save_file(dict(weights), f"{folder}/final.safetensors")
+    dist.barrier()
+    return {
+        "records": list(records(ctx.run_dir / "metrics.jsonl")),
+        "facts": facts,
+        "metrics": dict(trained.metrics),
+    }
+
+
+def _consolidated(consolidate: Any, ctx: Any, trained: Any, source: Any) -> Any:
+    from pipeline.artifacts import ModelSource
+    from pipeline.signature import needs
+
+    wants_model = any(need.type is ModelSource for need in needs(type(consolidate)))
+    return consolidate.run(ctx, trained, *([source] if wants_model else []))

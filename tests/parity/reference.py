@@ -1,0 +1,64 @@
+"""The reference of all numbers: a plain single-process torch loop, one sample at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from pipeline.artifacts import Data, ModelSource
+from pipeline.order import SampleOrder
+
+LR, WARMUP, DECAY, CLIP = 1e-3, 2, 0.1, 0.5
+
+
+def reference(
+    source: ModelSource, data: Data, *, seed: int, steps: int, batch: int
+) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
+    """Per-step losses and gradient norms, final weights, held-out loss."""
+    torch.manual_seed(0)
+    model = source.build()
+    reader = source.weights()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(reader.read(name))
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LR, foreach=False,
+    )  # fmt: skip
+    order = SampleOrder(seed, len(data.train))
+    losses, norms = [], []
+    for step in range(steps):
+        samples = [data.train[order[step * batch + place]] for place in range(batch)]
+        targets = sum(int((sample.labels != -100).sum()) for sample in samples)
+        loss = sum(_loss(model, sample) for sample in samples) / targets
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        for group in optimizer.param_groups:
+            group["lr"] = LR * _cosine(step, steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    heldout = [data.heldout[index] for index in range(len(data.heldout))]
+    with torch.no_grad():
+        total = float(sum(_loss(model, sample) for sample in heldout))
+    mean = total / sum(int((sample.labels != -100).sum()) for sample in heldout)
+    return losses, norms, {n: p.detach().clone() for n, p in parameters.items()}, mean
+
+
+def _loss(model: Any, sample: Any) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(sample.input_ids)[None]).logits[0]
+    return F.cross_entropy(
+        logits, torch.from_numpy(sample.labels), ignore_index=-100, reduction="sum"
+    )
+
+
+def _cosine(step: int, total: int) -> float:
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP + 1) / (total - WARMUP)))

@@ -1,0 +1,65 @@
+"""Run stages by hand, without a recipe: a context, a toy sample set, a tiny model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.artifacts import Data, Sample, Samples
+from pipeline.dist import Dist
+from pipeline.metrics import Metrics
+from pipeline.stage import Context
+
+TINY = {
+    "model_type": "llama", "vocab_size": 101, "hidden_size": 24, "intermediate_size": 37,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def context(dist: Dist, run_dir: str | Path, seed: int = 7) -> Context:
+    """A context whose log goes nowhere; metrics are written by rank 0."""
+    log = logging.getLogger("pipe.test")
+    log.setLevel(logging.CRITICAL)
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "metrics.jsonl" if dist.is_main else None
+    return Context(run_dir=folder, seed=seed, dist=dist, log=log, metrics=Metrics(path))
+
+
+class ToySamples(Samples):
+    """Random tokens of uneven lengths, about a third of the labels masked; some samples have none."""
+
+    def __init__(self, size: int, vocab: int, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        self._samples = [self._make(generator, vocab, index) for index in range(size)]
+
+    @staticmethod
+    def _make(generator: Any, vocab: int, index: int) -> Sample:
+        length = int(generator.integers(3, 20))
+        tokens = generator.integers(0, vocab, length + 1)
+        labels = tokens[1:].copy()
+        labels[generator.random(length) < (1.0 if index % 7 == 3 else 0.3)] = -100
+        return Sample(input_ids=tokens[:-1].astype(np.int64), labels=labels.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._samples[index]
+
+    def targets(self, index: int) -> int:
+        return int((self._samples[index].labels != -100).sum())
+
+
+def toy_data(size: int = 40, vocab: int = 101) -> Data:
+    """Training and held-out samples with uneven target counts."""
+    return Data(
+        train=ToySamples(size, vocab, 1),
+        heldout=ToySamples(9, vocab, 2),
+        pad_id=0,
+        fingerprint=f"toy-{size}",
+    )
