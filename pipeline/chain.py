@@ -31,7 +31,7 @@ class Link:
 
 
 def inputs(links: Sequence[Link], index: int) -> dict[str, str | None]:
-    """For the slot at `index`: parameter -> the latest earlier slot that gives it; None for nothing."""
+    """Parameter of the slot at `index` -> the latest earlier slot that gives it, or None."""
     kind = links[index].kind
     assert kind is not None
     return {need.parameter: _producer(need, links[:index]) for need in needs(kind)}

@@ -20,7 +20,7 @@ COMMANDS = {
     "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
     "resume": ("pipeline.commands.resume:resume", "Go on with a run where it stopped."),
     "ls": ("pipeline.commands.ls:ls", "List runs."),
-    "check": ("pipeline.commands.check:check", "Find every mistake in a recipe, without running it."),
+    "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),
     "schema": ("pipeline.commands.schema:schema", "Print the JSON Schema of recipes, for editors."),

@@ -157,18 +157,17 @@ def _owners(kind: type, path: Path) -> list[type]:
     owners = [kind]
     for part in path:
         if isinstance(part, str):
-            owners = [found for owner in owners for found in _below(owner, part)]
+            hints = [typing.get_type_hints(owner).get(part) for owner in owners]
+            owners = [found for hint in hints for found in _dataclasses(hint)]
     return owners
 
 
-def _below(owner: type, name: str) -> Iterator[type]:
-    annotation = typing.get_type_hints(owner).get(name)
-    pending = [annotation]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, type) and dataclasses.is_dataclass(each):
-            yield each
-        pending.extend(typing.get_args(each))
+def _dataclasses(annotation: Any) -> Iterator[type]:
+    """The dataclasses that a value of this type may be or hold."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        yield annotation
+    for arg in typing.get_args(annotation):
+        yield from _dataclasses(arg)
 
 
 def _names(owner: type) -> list[str]:

@@ -1,7 +1,7 @@
 """A stage's fields -> a pydantic model, and data -> a stage or every problem in it.
 
-The dataclass stays plain; a strict model with the same fields is built beside it. Data is validated as
-JSON, in which text becomes a path and a list a tuple, but "8" is no number and 1 is no boolean.
+The dataclass stays plain; a strict model with the same fields is built beside it. Data is validated
+as JSON, in which text becomes a path and a list a tuple, but "8" is no number and 1 is no boolean.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ T = TypeVar("T")
 def build(
     kind: type[T], data: Mapping[str, Any], *, marks: Marks, path: Path
 ) -> tuple[T | None, list[Problem]]:
-    """An instance of the dataclass `kind` from plain values that were written at `path`, or None and
-    everything that is wrong with them. Raises PluginError when `kind` itself is at fault."""
+    """An instance of the dataclass `kind` from plain values that were written at `path`, or None
+    and everything that is wrong with them. Raises PluginError when `kind` itself is at fault."""
     try:
-        return adapter(kind).validate_json(json.dumps(data), strict=True), []
+        validated: T = adapter(kind).validate_json(json.dumps(data), strict=True)  # type: ignore[arg-type]
+        return validated, []
     except ValidationError as error:
         return None, to_problems(error.errors(include_url=False), kind, data, marks, path)
 
 
 @functools.cache
-def adapter(kind: type[T]) -> TypeAdapter[T]:
+def adapter(kind: type) -> TypeAdapter[Any]:
     """Validates JSON into the dataclass `kind`, and knows its JSON Schema."""
     try:
         return TypeAdapter(_as_model(kind))
@@ -102,9 +103,10 @@ def _docs_in(kind: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     if isinstance(definition, ast.ClassDef):
         for statement, below in zip(definition.body, definition.body[1:], strict=False):
+            target = statement.target if isinstance(statement, ast.AnnAssign) else None
             text = _literal(below)
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and text:
-                docs[statement.target.id] = inspect.cleandoc(text)
+            if isinstance(target, ast.Name) and text:
+                docs[target.id] = inspect.cleandoc(text)
     return docs
 
 
@@ -140,8 +142,8 @@ def _model(kind: type) -> type[BaseModel]:
 
 def _constructor(kind: type[T]) -> Callable[[BaseModel], T]:
     def construct(model: BaseModel) -> T:
-        given = {name.removeprefix("field_"): getattr(model, name) for name in model.model_fields_set}
-        return kind(**given)
+        given = {name: getattr(model, name) for name in model.model_fields_set}
+        return kind(**{name.removeprefix("field_"): value for name, value in given.items()})
 
     return construct
 

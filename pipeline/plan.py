@@ -44,7 +44,11 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, *, registry: Registry | None = None, here: bool = False, procs: int | None = None
+    recipe: Recipe,
+    *,
+    registry: Registry | None = None,
+    here: bool = False,
+    procs: int | None = None,
 ) -> Plan:
     """Check everything that can be told before starting. Raises RecipeError with all problems.
 
@@ -76,7 +80,9 @@ def plan_file(
     return plan
 
 
-def load_slots(recipe: Recipe, registry: Registry) -> tuple[list[Link], dict[str, Any], list[Problem]]:
+def load_slots(
+    recipe: Recipe, registry: Registry
+) -> tuple[list[Link], dict[str, Any], list[Problem]]:
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():

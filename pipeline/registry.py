@@ -97,8 +97,9 @@ class Registry:
     def hint(self, name: str) -> str:
         """What to say to somebody who asked for a stage that is not there."""
         same_kind = self.names(kind_of(name))
-        plain_name = [other for other in self._entries if other.partition(".")[2] == name]
-        found = closest(name, same_kind) or closest(name, self._entries) or next(iter(plain_name), None)
+        without_kind = [other for other in self._entries if other.partition(".")[2] == name]
+        found = closest(name, same_kind) or closest(name, self._entries)
+        found = found or next(iter(without_kind), None)
         parts = [f"did you mean `{found}`?"] if found else []
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")

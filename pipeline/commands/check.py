@@ -17,8 +17,10 @@ from pipeline.registry import Registry
 @click.argument("overrides", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-def check(registry: Registry | None, recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Find every mistake in RECIPE, without running it.
+def check(
+    registry: Registry | None, recipe: str, overrides: tuple[str, ...], as_json: bool
+) -> None:
+    """Find every mistake in RECIPE before running.
 
     OVERRIDES change values first: train.steps=50 wrap.use=wrap.ddp
     """

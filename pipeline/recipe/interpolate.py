@@ -1,8 +1,8 @@
 """Resolve `${...}` with OmegaConf, value by value, so that each mistake has a place.
 
-References are absolute (`${seed}`, `${stages.train.steps}`) or relative (`${.steps}`). The only function
-is `${oc.env:NAME}`, with an optional default, for names that stand literally in the recipe's `env`
-list; its result is always text and is not looked into again.
+References are absolute (`${seed}`, `${stages.train.steps}`) or relative (`${.steps}`). The only
+function is `${oc.env:NAME}`, with an optional default, for names that stand literally in the
+recipe's `env` list; its result is always text and is not looked into again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
     if not leaves:
         return data, []
     allowed = _listed(root)
-    problems, sound = [], []
+    problems: list[Problem] = []
+    sound: list[tuple[Path, Node]] = []
     for path, node in leaves:
         found, calls = _inspect(str(node.value), allowed, hide_env=hide_env)
         problems.extend(
@@ -98,7 +99,8 @@ def _refusal(call: _Call, allowed: Collection[str], *, hide_env: bool) -> str | 
     if name not in allowed:
         return f"environment variable `{name}` is not in the recipe's `env` list (add it there)"
     if len(call.args) == 1 and name not in os.environ and not hide_env:
-        return f"environment variable `{name}` is not set (a default reads ${{oc.env:{name},value}})"
+        hint = f"a default reads ${{oc.env:{name},value}}"
+        return f"environment variable `{name}` is not set ({hint})"
     return None
 
 
@@ -135,7 +137,8 @@ def _explain(error: Exception, root: Node) -> tuple[str, str]:
         return f"the interpolation cannot be resolved: {text}", ""
     key = named[1] or named[2]
     found = closest(key, [".".join(map(str, path)) for path, _ in walk(root) if path])
-    return f"`${{{key}}}` refers to nothing in this recipe", f"did you mean `{found}`?" if found else ""
+    hint = f"did you mean `{found}`?" if found else ""
+    return f"`${{{key}}}` refers to nothing in this recipe", hint
 
 
 def _put(data: Any, path: Path, value: Any) -> None:

@@ -84,7 +84,7 @@ class Recipe:
         return str(self.marks.values[path])
 
     def dump(self) -> str:
-        """The merged recipe as YAML: self-contained, and without any environment variable's value."""
+        """The merged recipe as YAML: self-contained, without any environment variable's value."""
         return render(plain(self.tree))
 
     def public(self) -> dict[str, Any]:
@@ -171,7 +171,8 @@ def _wrong_slot(slot: str, value: Any, marks: Marks) -> list[Problem]:
     if not isinstance(value, Mapping):
         hint = f"write `{slot}: {{use: {value}}}`" if isinstance(value, str) else ""
         message = "a slot is a mapping with `use` and the stage's fields"
-        return [*problems, Problem(message=message, key=slot, hint=hint, location=marks.value(path))]
+        problems.append(Problem(message=message, key=slot, hint=hint, location=marks.value(path)))
+        return problems
     use = value.get("use")
     if not isinstance(use, str) or not use:
         given = "use" in value

@@ -1,6 +1,6 @@
 """`path=value` from the command line, laid over the recipe like one more file.
 
-The path starts with a slot (`train.steps=50`, `wrap.use=wrap.ddp`) or with name, seed, launch or env;
+The path starts with a slot (`train.steps=50`, `wrap.use=wrap.ddp`) or name, seed, launch or env;
 numbers address a list's entries. The value is YAML: `50`, `[1, 2]`, `{device: cpu}`, `null`, `''`.
 """
 
@@ -18,7 +18,7 @@ from pipeline.suggest import did_you_mean
 TOP_LEVEL = ("name", "seed", "launch", "env")
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """The override cannot be applied; says why."""
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -33,7 +33,7 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
         place = Location(file=f"command line, override {number}")
         try:
             overlay, found = _overlay(root, override, place)
-        except _Refused as error:
+        except _RefusedError as error:
             message = f"`{override}`: {error}"
             problems.append(Problem(message=message, hint=error.hint, location=place))
             continue
@@ -45,10 +45,10 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
 def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:
     path, equals, text = override.partition("=")
     if not equals:
-        raise _Refused("an override reads path=value", "such as train.steps=50")
+        raise _RefusedError("an override reads path=value", "such as train.steps=50")
     parts = path.split(".")
     if not all(parts):
-        raise _Refused("the path before = has an empty part", "such as train.steps=50")
+        raise _RefusedError("the path before = has an empty part", "such as train.steps=50")
     _check_start(root, parts)
     value, found = _value(path, text, place)
     full = parts if parts[0] in TOP_LEVEL else ["stages", *parts]
@@ -60,18 +60,20 @@ def _check_start(root: Node, parts: list[str]) -> None:
     slots = list(stages.entries()) if stages else []
     first = parts[0]
     if first == "stages" and len(parts) > 1:
-        raise _Refused("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
+        raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
     if first not in TOP_LEVEL and first not in slots:
         hint = did_you_mean(first, [*slots, *TOP_LEVEL])
-        raise _Refused(f"the recipe has no slot `{first}`", hint)
+        raise _RefusedError(f"the recipe has no slot `{first}`", hint)
 
 
 def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:
     if not text.strip():
-        raise _Refused("there is no value after =", f"write {path}=null or {path}=''")
+        raise _RefusedError("there is no value after =", f"write {path}=null or {path}=''")
     node, found = parse(text, locate=lambda line, column: place, folder=Path.cwd())
     if node is None and not found:
-        raise _Refused("there is no value after =", "put quotes around text that starts with #")
+        raise _RefusedError(
+            "there is no value after =", "put quotes around text that starts with #"
+        )
     return node or Node(value=None, at=place), found
 
 
@@ -83,7 +85,7 @@ def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:
     if base is not None and isinstance(base.value, list):
         return _nest_in_list(base, base.value, parts, depth, value)
     if base is not None and base.value is not None and not isinstance(base.value, dict):
-        raise _Refused(f"`{'.'.join(parts[:depth])}` is `{base.value}`, which has no parts")
+        raise _RefusedError(f"`{'.'.join(parts[:depth])}` is `{base.value}`, which has no parts")
     child = _nest(base.entries().get(part) if base else None, parts, depth + 1, value)
     return Node(value={part: child}, at=value.at, keys={part: value.at})
 
@@ -94,7 +96,7 @@ def _nest_in_list(
     part = parts[depth]
     if not part.isdecimal() or int(part) >= len(entries):
         count = len(entries)
-        raise _Refused(f"`{part}` is no entry of a list of {count}", "entries count from 0")
+        raise _RefusedError(f"`{part}` is no entry of a list of {count}", "entries count from 0")
     index = int(part)
     # a list replaces the one below it, so the overlay carries all of it
     child = _nest(entries[index], parts, depth + 1, value)

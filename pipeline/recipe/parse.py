@@ -32,7 +32,7 @@ Locate = Callable[[int, int], Location]
 """(zero-based line, zero-based column) -> place."""
 
 
-class _Stop(Exception):
+class _StopError(Exception):
     """The rest of the text is not worth reading; the problem is already noted."""
 
 
@@ -90,20 +90,21 @@ class _Parser:
             return None, self._problems
         try:
             while loader.check_event():
-                self._take(loader.get_event())
+                self._take(loader.get_event())  # type: ignore[no-untyped-call]
         except yaml.MarkedYAMLError as error:
             self._problems.append(self._syntax(error))
         except (ValueError, OverflowError):
             # PyYAML lets chr() and int() fail on absurd escapes and version numbers
-            self._problem(loader.get_mark(), "this is not a character or number that exists")
-        except _Stop:
+            place = self._locate(loader.line, loader.column)
+            self._say(place, "this is not a character or number that exists")
+        except _StopError:
             pass
         return (self._root.node if self._root and not self._stack else None), self._problems
 
     def _take(self, event: Any) -> None:
         if isinstance(event, yaml.DocumentStartEvent) and self._root is not None:
             self._problem(event.start_mark, "a second document starts here", "one file, one recipe")
-            raise _Stop
+            raise _StopError
         if getattr(event, "tag", None) is not None:
             hint = "a recipe holds only text, numbers, true, false, null, lists and mappings"
             self._problem(event.start_mark, f"tags such as `{event.tag}` are not allowed", hint)
@@ -125,7 +126,7 @@ class _Parser:
         node = Node(value=value, at=self._place(event.start_mark))
         self._finish(_Built(node=node, text=event.value, plain=bare), event.anchor)
 
-    def _text(self, value: str, mark: yaml.Mark) -> str:
+    def _text(self, value: str, mark: Any) -> str:
         if re.search("[\ud800-\udfff]", value):
             self._problem(mark, "half a surrogate pair is no character")
             return ""
@@ -139,17 +140,17 @@ class _Parser:
     def _alias(self, event: Any) -> None:
         if event.anchor not in self._anchors:
             self._problem(event.start_mark, f"nothing is anchored as `&{event.anchor}` above")
-            raise _Stop
+            raise _StopError
         built = self._anchors[event.anchor]
         if built is None:
             self._problem(event.start_mark, f"`*{event.anchor}` contains itself")
-            raise _Stop
+            raise _StopError
         self._finish(built, None)
 
     def _open(self, event: Any) -> None:
         if len(self._stack) >= MAX_DEPTH:
             self._problem(event.start_mark, f"nested deeper than {MAX_DEPTH} levels")
-            raise _Stop
+            raise _StopError
         if event.anchor is not None:
             self._anchors[event.anchor] = None
         mapping = isinstance(event, yaml.MappingStartEvent)
@@ -169,7 +170,7 @@ class _Parser:
         parent.size += built.size
         if parent.size > MAX_VALUES:
             self._say(parent.at, f"holds more than {MAX_VALUES} values", "aliases count in full")
-            raise _Stop
+            raise _StopError
         if parent.key is None:
             parent.items.append(built.node)
         else:
@@ -189,10 +190,10 @@ class _Parser:
             parent.entries[key.text] = value
             parent.keys[key.text] = key.node.at
 
-    def _place(self, mark: yaml.Mark) -> Location:
+    def _place(self, mark: Any) -> Location:
         return self._locate(mark.line, mark.column)
 
-    def _problem(self, mark: yaml.Mark, message: str, hint: str = "") -> None:
+    def _problem(self, mark: Any, message: str, hint: str = "") -> None:
         self._say(self._place(mark), message, hint)
 
     def _say(self, place: Location, message: str, hint: str = "") -> None:

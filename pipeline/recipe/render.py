@@ -51,13 +51,14 @@ def _block(data: dict[str, Any], path: Path, indent: str) -> Iterator[tuple[str,
     for key, value in data.items():
         below = (*path, key)
         if isinstance(value, dict) and value:
-            yield f"{indent}{_inline(key)}:", None
+            yield f"{indent}{inline(key)}:", None
             yield from _block(value, below, indent + "  ")
         else:
-            yield f"{indent}{_inline(key)}: {_inline(value)}", below
+            yield f"{indent}{inline(key)}: {inline(value)}", below
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """The value as YAML on one line."""
     text = yaml.dump(
         value,
         Dumper=_Dumper,

@@ -35,9 +35,11 @@ class Sources:
         path = Path(os.path.abspath(path))  # noqa: PTH100 - a link keeps its name
         if path in chain:
             names = " -> ".join(shown(link) for link in (*chain[chain.index(path) :], path))
-            return self._say(f"files extend each other in a circle: {names}", asked)
+            self._say(f"files extend each other in a circle: {names}", asked)
+            return None
         if len(self.files) >= MAX_FILES:
-            return self._say(f"extends more than {MAX_FILES} files", asked)
+            self._say(f"extends more than {MAX_FILES} files", asked)
+            return None
         root = self._parse(path, asked)
         return None if root is None else self._extended(root, path, (*chain, path))
 
@@ -77,9 +79,11 @@ class Sources:
         )
         self.problems.extend(problems)
         if root is None and not problems:
-            return self._say("the recipe is empty", Location(file=name))
+            self._say("the recipe is empty", Location(file=name))
+            return None
         if root is not None and not isinstance(root.value, dict):
-            return self._say("a recipe is a mapping with `name` and `stages`", root.at)
+            self._say("a recipe is a mapping with `name` and `stages`", root.at)
+            return None
         return root
 
     def _text(self, path: Path, asked: Location) -> str | None:
@@ -88,17 +92,20 @@ class Sources:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            return self._say(f"cannot read {shown(path)}: {reason}", asked)
+            self._say(f"cannot read {shown(path)}: {reason}", asked)
+            return None
         self.files.append(path)
         if len(data) > MAX_BYTES:
-            return self._say(f"larger than {MAX_BYTES} bytes", Location(file=shown(path)))
+            self._say(f"larger than {MAX_BYTES} bytes", Location(file=shown(path)))
+            return None
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             column = error.start - data.rfind(b"\n", 0, error.start)
             place = Location(file=shown(path), line=line, column=column)
-            return self._say(f"byte 0x{data[error.start]:02x} is not UTF-8", place)
+            self._say(f"byte 0x{data[error.start]:02x} is not UTF-8", place)
+            return None
 
     def _say(self, message: str, place: Location) -> None:
         self.problems.append(Problem(message=message, location=place))

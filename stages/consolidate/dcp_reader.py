@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from pipeline.artifacts import Weights
 from pipeline.errors import CheckpointError
@@ -21,8 +24,9 @@ class DcpWeights(Weights):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._reader = _Reader(folder)
         try:
-            metadata = dcp.FileSystemReader(folder).read_metadata()
+            metadata = self._reader.read_metadata()
         except OSError as error:
             raise CheckpointError(f"{folder}: not a readable checkpoint: {error}") from error
         self._tensors = {
@@ -42,5 +46,19 @@ class DcpWeights(Weights):
             raise CheckpointError(f"{self._folder}: holds no tensor {name}")
         stored = self._tensors[name]
         full = torch.empty(stored.size, dtype=stored.properties.dtype)
-        dcp.load({PREFIX + name: full}, checkpoint_id=self._folder, no_dist=True)
+        with warnings.catch_warnings():
+            # Reading in one process is the intent; torch warns whenever it is asked to.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load({PREFIX + name: full}, storage_reader=self._reader, no_dist=True)
         return full
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once, not once a tensor."""
+
+    @functools.cached_property
+    def _metadata(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata

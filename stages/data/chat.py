@@ -28,9 +28,9 @@ class ChatData:
     """Train on what the assistant says in conversations, laid out by the tokenizer's chat template.
 
     A row has either `messages`, a list of {role, content}, or `prompt` and `completion`, which are
-    both text or both lists of messages; all rows of a file have the same form. Loss is on the tokens
-    of assistant messages (of the completion's, if there is a prompt) and on their end-of-turn
-    token. `tools`, `documents` and the entries of `chat_template_kwargs` in a row are handed to the
+    both text or both lists of messages; all rows of a file have the same form. Loss is on the
+    tokens of assistant messages (of the completion's, if there is a prompt) and on their
+    end-of-turn token. `tools`, `documents` and the entries of `chat_template_kwargs` in a row are handed to the
     template; other keys are ignored. Rows without a token to train on are dropped and reported.
     """
 
@@ -42,8 +42,8 @@ class ChatData:
     template. False joins them as they are, with the tokenizer's end token behind the completion;
     `messages` always take the template."""
     turns: Literal["all", "last"] = "all"
-    """Assistant messages that are trained on. `last` suits templates that leave out parts of earlier
-    answers, such as their reasoning."""
+    """Assistant messages that are trained on. `last` suits templates that leave out parts of
+    earlier answers, such as their reasoning."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Tokens per sample at most."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"

@@ -70,8 +70,8 @@ class SampleWriter:
     """Why -> the first few rows, as file:row."""
 
     def write(self, folder: Path, items: Iterable[Conversation | Completion]) -> Counts:
-        """Write the files of MaskedSamples. Returns `rows`, `samples`, `tokens`, `targets`, `largest`
-        (id), `long` (rows that were truncated or dropped) and `dropped`.
+        """Write the files of MaskedSamples. Returns `rows`, `samples`, `tokens`, `targets`,
+        `largest` (id), `long` (rows that were truncated or dropped) and `dropped`.
 
         Raises DataError for a row that cannot be encoded, and StageError when no row is left.
         """
@@ -113,9 +113,10 @@ class SampleWriter:
             return self._drop(item, "whose assistant turns lie behind `sequence_length`")
         return Encoded(ids=encoded.ids[:room], trained=encoded.trained[:room])
 
-    def _drop(self, item: Conversation | Completion, why: str) -> None:
+    def _drop(self, item: Conversation | Completion, why: str) -> Encoded | None:
         self._counts["dropped"] += 1
         self._dropped.setdefault(why, []).append(f"{item.row.file}:{item.row.number}")
+        return None
 
     def _store(self, encoded: Encoded, tokens: BinaryIO, trained: BinaryIO) -> int:
         tokens.write(encoded.ids.astype(self.dtype).tobytes())

@@ -105,8 +105,8 @@ class Encoder:
             end = self._render(item, item.messages[: index + 1])
         if not (text.startswith(end) and end.startswith(start)):
             raise item.row.error(
-                f"the chat template renders messages[{index}] differently in a longer conversation, "
-                "so that its tokens cannot be told",
+                f"the chat template renders messages[{index}] differently in a longer "
+                "conversation, so that its tokens cannot be told",
                 hint="set `turns: last`, or mark the turns in the template with {% generation %}",
             )
         return len(start), len(end)
@@ -142,7 +142,7 @@ class Encoder:
             tokenizer_kwargs={"verbose": False},
             **item.extra,
         )
-        marked = np.array(encoded["assistant_masks"], dtype=bool)
+        marked: np.ndarray[Any, Any] = np.array(encoded["assistant_masks"], dtype=bool)
         everything = self.turns == "all" and item.first == 0
         try:
             turns = _inside(bounds, self._spans(item, text))
@@ -156,7 +156,8 @@ class Encoder:
                 "the chat template's {% generation %} markers do not mark the assistant's turns",
                 hint="correct the template, or remove the markers",
             )
-        return marked & turns
+        mask: np.ndarray[Any, Any] = marked & turns
+        return mask
 
 
 def _inside(bounds: np.ndarray[Any, Any], spans: Sequence[Span]) -> np.ndarray[Any, Any]:

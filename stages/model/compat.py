@@ -92,10 +92,9 @@ def nearest_model(model: nn.Module, name: str) -> nn.Module:
 
     while name:
         name = name.rpartition(".")[0]
-        owner: nn.Module = model.get_submodule(name)
-        if isinstance(owner, PreTrainedModel):
-            return owner
-    return model
+        if isinstance(model.get_submodule(name), PreTrainedModel):
+            break
+    return model.get_submodule(name)
 
 
 def is_remote_code(model: nn.Module) -> bool:

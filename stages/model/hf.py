@@ -33,8 +33,8 @@ class HfModel:
     """Architecture of a model with random weights: the content of a `config.json`
     (`{model_type: llama, hidden_size: 64, ...}`) or the path of one."""
     tokenizer: str | None = None
-    """Folder, GGUF file or hub id of the tokenizer where `path` is not to supply it. A hub id is taken
-    at its main branch and so needs `allow_floating_revision`."""
+    """Folder, GGUF file or hub id of the tokenizer where `path` is not to supply it. A hub id is
+    taken at its main branch and so needs `allow_floating_revision`."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the architecture from `path` and initialises the weights from the run's
     seed. With `config` the weights are always random."""

@@ -35,7 +35,7 @@ def ties(model: nn.Module) -> dict[str, str]:
 def refuse_differences(
     where: str, model: nn.Module, missing: Iterable[str], unexpected: Iterable[str]
 ) -> None:
-    """Raise StageError, listing names, except where the architecture calls a difference harmless."""
+    """Raise StageError, listing names, except where the architecture calls it harmless."""
     may_lack, may_have = compat.ignorable(model)
     lacking = _without(missing, may_lack)
     extra = _without(unexpected, may_have)

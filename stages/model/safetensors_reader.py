@@ -26,7 +26,7 @@ class Place:
 
 
 class SafetensorsReader(TensorReader):
-    """Tensors of a module by its own names: `places` has where each lies, `shapes` what it must be."""
+    """Tensors by the names of a module: `places` has where each lies, `shapes` what it must be."""
 
     def __init__(self, places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._places = places

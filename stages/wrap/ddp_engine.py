@@ -26,6 +26,7 @@ from stages.wrap.birth import (
     named_parameters,
 )
 from stages.wrap.compute_cast import cast_on_use, compute_dtypes
+from stages.wrap.ddp_compat import no_buffer_sync
 from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
 from stages.wrap.torch_engine import TorchEngine
 from stages.wrap.witness import attest
@@ -62,8 +63,7 @@ def _replicate(
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
         find_unused_parameters=config.find_unused_parameters,
-        # Buffers are the same everywhere from birth and no causal LM updates one in forward.
-        broadcast_buffers=False,
+        **no_buffer_sync(),
     )
     if precision.reduce != precision.master and precision.reduce in REDUCE_HOOKS:
         replicated.register_comm_hook(None, REDUCE_HOOKS[precision.reduce])

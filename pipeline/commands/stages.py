@@ -1,0 +1,105 @@
+"""`pipe stages`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from pipeline.errors import PluginError, UsageError
+from pipeline.field_table import FieldRow, field_rows
+from pipeline.registry import Entry, Registry
+from pipeline.signature import gives, needs
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def stages(registry: Registry | None, name: str | None, as_json: bool) -> None:
+    """List the installed stages, or explain the one called NAME."""
+    registry = registry or Registry.installed()
+    if name is None:
+        listed = [_listed(entry, registry) for entry in registry.entries()]
+        click.echo(json.dumps(listed, indent=2) if as_json else "\n".join(_columns(listed)))
+        return
+    if name not in registry:
+        raise UsageError(f"there is no stage `{name}`", hint=registry.hint(name))
+    explained = _explained(name, registry)
+    click.echo(json.dumps(explained, indent=2) if as_json else "\n".join(_page(explained)))
+
+
+def _listed(entry: Entry, registry: Registry) -> dict[str, str]:
+    try:
+        summary, broken = inspect.cleandoc(registry.load(entry.name).__doc__ or ""), ""
+    except PluginError as error:
+        summary, broken = "", str(error)
+    return {
+        "name": entry.name,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "summary": " ".join(summary.split("\n\n")[0].split()),
+        "error": broken,
+    }
+
+
+def _columns(listed: list[dict[str, str]]) -> Iterator[str]:
+    if not listed:
+        yield "no stages are installed"
+    widths = [
+        max((len(text) for text in column), default=0)
+        for column in zip(*map(_cells, listed), strict=True)
+    ]
+    for each in listed:
+        name, owner = _cells(each)
+        text = f"cannot be used: {each['error']}" if each["error"] else each["summary"]
+        yield f"{name:<{widths[0]}}  {owner:<{widths[1]}}  {text}"
+
+
+def _cells(each: dict[str, str]) -> tuple[str, str]:
+    return each["name"], f"{each['distribution']} {each['version']}"
+
+
+def _explained(name: str, registry: Registry) -> dict[str, Any]:
+    kind, entry = registry.load(name), registry.entry(name)
+    given = gives(kind)
+    return {
+        "name": name,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "doc": inspect.cleandoc(kind.__doc__ or ""),
+        "needs": [{"type": need.type.__name__, "optional": need.optional} for need in needs(kind)],
+        "gives": given.__name__ if given else None,
+        "fields": [dataclasses.asdict(row) for row in field_rows(kind)],
+    }
+
+
+def _page(explained: dict[str, Any]) -> Iterator[str]:
+    yield f"{explained['name']} ({explained['distribution']} {explained['version']})"
+    yield ""
+    yield explained["doc"]
+    yield ""
+    wanted = [
+        f"{need['type']} (optional)" if need["optional"] else need["type"]
+        for need in explained["needs"]
+    ]
+    yield f"needs: {', '.join(wanted) or 'nothing'}"
+    yield f"gives: {explained['gives'] or 'nothing'}"
+    yield ""
+    yield "fields:" if explained["fields"] else "no fields"
+    for row in explained["fields"]:
+        yield from _field(FieldRow(**row))
+
+
+def _field(row: FieldRow) -> Iterator[str]:
+    default = "required" if row.default is None else f"default {row.default}"
+    bounds = f", {row.range}" if row.range else ""
+    yield f"  {row.name}: {row.type} ({default}{bounds})"
+    if row.doc:
+        yield click.wrap_text(
+            row.doc, width=96, initial_indent="      ", subsequent_indent="      "
+        )

@@ -1,0 +1,120 @@
+"""checkpoint.dcp: an interrupted training goes on exactly as an undisturbed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.artifacts import Progress
+from pipeline.dist import Dist
+from pipeline.errors import CheckpointError
+from pipeline.metrics import records
+from stages.checkpoint.dcp import DcpCheckpoint
+from stages.checkpoint.steps import step_folders
+from stages.consolidate.dcp import ConsolidateDcp
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
+from stages.train.causal_lm import TrainCausalLm
+from stages.wrap.ddp import Ddp
+from stages.wrap.fsdp import Fsdp
+from tests.parity.body import tiny_source
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+
+WRAPS = {
+    "ddp": Ddp(),
+    "fsdp": Fsdp(),
+    "hybrid": Fsdp(sharding="hybrid_shard", shard_size=2),
+    "offload": Fsdp(cpu_offload=True),
+}
+
+
+class Stopped(Exception):
+    """Stands for a crash right after a checkpoint."""
+
+
+def train_and_stop(
+    dist: Dist, folder: str, wrap: str, compute: Any, stop_after: int | None
+) -> list[dict[str, Any]]:
+    ctx = context(dist, folder)
+    source = tiny_source(ctx, attention_dropout=0.1)
+    plan = AdamW(lr=1e-3, warmup_steps=2).run(ctx)
+    engine = WRAPS[wrap].run(ctx, source, PrecisionPolicy(compute=compute).run(ctx), plan)
+    checkpoints = DcpCheckpoint(every=2, keep=2).run(ctx, engine)
+    if stop_after is not None:
+        save = checkpoints.save
+
+        def save_then_stop(progress: Progress) -> Path:
+            folder = save(progress)
+            if progress.step == stop_after:
+                raise Stopped
+            return folder
+
+        checkpoints.save = save_then_stop  # type: ignore[method-assign]
+    loop = TrainCausalLm(global_batch_size=6, steps=6, micro_batch_size=2, log_every=1)
+    try:
+        trained = loop.run(ctx, engine, toy_data(), plan, checkpoints)
+    except Stopped:
+        return []
+    if dist.is_main:
+        save_file(dict(ConsolidateDcp().run(ctx, trained)), f"{folder}/final.safetensors")
+    return list(records(ctx.run_dir / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "compute", "ranks"),
+    [
+        ("ddp", "fp32", 2),
+        ("ddp", "fp16", 2),
+        ("fsdp", "fp32", 3),
+        ("fsdp", "bf16", 2),
+        ("hybrid", "fp32", 4),
+        ("offload", "fp32", 2),
+    ],
+)
+def test_resumed_equals_undisturbed_bit_for_bit(
+    wrap: str, compute: str, ranks: int, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    through = run_ranks(train_and_stop, ranks, str(whole), wrap, compute, None)[0]
+    run_ranks(train_and_stop, ranks, str(parts), wrap, compute, 4)
+    resumed = run_ranks(train_and_stop, ranks, str(parts), wrap, compute, None)[0]
+    numbers = ("step", "loss", "grad_norm", "tokens", "samples", "eval_loss", "loss_scale")
+    assert [[r.get(n) for n in numbers] for r in resumed] == [
+        [r.get(n) for n in numbers] for r in through
+    ]
+    left, right = load_file(whole / "final.safetensors"), load_file(parts / "final.safetensors")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    names = [folder.name for folder in step_folders(parts / "checkpoints")]
+    assert names == ["step-00000004", "step-00000006"]
+
+
+def restore_only(dist: Dist, folder: str) -> str:
+    ctx = context(dist, folder)
+    plan = AdamW().run(ctx)
+    engine = Ddp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp32").run(ctx), plan)
+    try:
+        DcpCheckpoint().run(ctx, engine).restore()
+    except CheckpointError as error:
+        return str(error)
+    return "restored"
+
+
+def test_another_world_size_and_a_damaged_folder_are_refused(tmp_path: Path) -> None:
+    run_ranks(train_and_stop, 2, str(tmp_path), "ddp", "fp32", 4)
+    refused = run_ranks(restore_only, 1, str(tmp_path))[0]
+    assert "written by 2 processes, this run has 1" in refused
+    assert "launch.procs=2" in refused
+    (tmp_path / "checkpoints/step-00000004/progress.json").write_text("{")
+    assert "cannot be read" in run_ranks(restore_only, 1, str(tmp_path))[0]
+
+
+def test_a_partial_folder_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step-00000004.partial").mkdir()
+    (tmp_path / "step-00000002").mkdir()
+    assert [folder.name for folder in step_folders(tmp_path)] == ["step-00000002"]

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import StageError
+from pipeline.stage import Context
+from stages.data import cache
+from stages.data.blocks import TokenWriter
+from stages.data.text import TextData
+from tests.stages.data.fakes import FakeSource, ids
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> TextData:
+    (tmp_path / "a.txt").write_text("abcdef")
+    return TextData(
+        files=str(tmp_path / "a.txt"),
+        append_eos=False,
+        sequence_length=8,
+        cache=str(tmp_path / "cache"),
+    )
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folder of every tokenisation."""
+    folders: list[Path] = []
+    write = TokenWriter.write
+
+    def counted(self: TokenWriter, folder: Path, documents: Any) -> cache.Counts:
+        folders.append(folder)
+        return write(self, folder, documents)
+
+    monkeypatch.setattr(TokenWriter, "write", counted)
+    return folders
+
+
+def entry(tmp_path: Path) -> Path:
+    (found,) = (tmp_path / "cache").iterdir()
+    return found
+
+
+def test_a_second_run_does_not_tokenise(
+    ctx: Context, source: FakeSource, stage: TextData, builds: list[Path], tmp_path: Path
+) -> None:
+    first = stage.run(ctx, source)
+    source.fast(["xxxx"], truncation=True, max_length=3)  # leaves its mark on the backend
+    second = stage.run(ctx, source)
+    assert len(builds) == 1
+    assert first.fingerprint == second.fingerprint
+    assert second.train[0].labels.tolist() == ids("bcdef")
+    assert sorted(path.name for path in entry(tmp_path).iterdir()) == ["meta.json", "tokens.bin"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "meta", "no meta", "format"])
+def test_a_damaged_entry_is_built_again(
+    ctx: Context,
+    source: FakeSource,
+    stage: TextData,
+    builds: list[Path],
+    tmp_path: Path,
+    damage: str,
+) -> None:
+    stage.run(ctx, source)
+    tokens, meta = entry(tmp_path) / "tokens.bin", entry(tmp_path) / "meta.json"
+    match damage:
+        case "truncate":
+            os.truncate(tokens, 3)
+        case "remove":
+            tokens.unlink()
+        case "meta":
+            meta.write_text("[")
+        case "no meta":
+            meta.unlink()
+        case _:
+            meta.write_text(meta.read_text().replace('"format": 1', '"format": 0'))
+    assert stage.run(ctx, source).train[0].labels.tolist() == ids("bcdef")
+    assert len(builds) == 2
+
+
+def test_a_crash_leaves_nothing_to_be_found(
+    ctx: Context,
+    source: FakeSource,
+    stage: TextData,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def crash(partial: Path, final: Path) -> None:
+        assert (partial / "tokens.bin").stat().st_size == 12
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_publish", crash)
+        with pytest.raises(KeyboardInterrupt):
+            stage.run(ctx, source)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert stage.run(ctx, source).train[0].labels.tolist() == ids("bcdef")
+
+
+def test_what_a_killed_build_left_is_swept_after_a_day(
+    ctx: Context, source: FakeSource, stage: TextData, tmp_path: Path
+) -> None:
+    old, fresh = tmp_path / "cache" / "old.partial", tmp_path / "cache" / "fresh.partial"
+    for folder in (old, fresh):
+        folder.mkdir(parents=True)
+        (folder / "tokens.bin").write_bytes(b"x")
+    for path in (old / "tokens.bin", old):
+        os.utime(path, (0, time.time() - 25 * 3600))
+    stage.run(ctx, source)
+    assert not old.exists()
+    assert fresh.exists()
+
+
+def test_another_run_that_was_faster_wins(tmp_path: Path) -> None:
+    def slow(partial: Path) -> cache.Counts:
+        cache._ensure(tmp_path, "key", lambda folder: _written(folder, "first"))
+        return _written(partial, "second")
+
+    assert cache._ensure(tmp_path, "key", slow) is False
+    assert (tmp_path / "key" / "data").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def _written(folder: Path, content: str) -> cache.Counts:
+    (folder / "data").write_text(content)
+    return {}
+
+
+def test_a_folder_that_cannot_be_written(ctx: Context, source: FakeSource, stage: TextData) -> None:
+    with pytest.raises(StageError, match=r"cannot write the cache.*set `cache`"):
+        dataclasses.replace(stage, cache="/proc/no").run(ctx, source)
+
+
+def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.default_folder() == tmp_path / "pipetrain"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.default_folder() == tmp_path / "home/.cache/pipetrain"

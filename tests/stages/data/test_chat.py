@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts import NO_TARGET, Sample
+from pipeline.errors import DataError, StageError
+from pipeline.stage import Context, PlanView
+from stages.data.chat import ChatData
+from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
+
+END, START, STOP = SPECIAL["<|end|>"], SPECIAL["<|s|>"], SPECIAL["<|e|>"]
+_ = NO_TARGET
+
+
+def message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+HELLO = [message("user", "A"), message("assistant", "b")]
+TWO_TURNS = [*HELLO, message("user", "C"), message("assistant", "d")]
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Any:
+    """Writes rows to a file and makes a ChatData stage with its own cache."""
+
+    def make(*rows: Any, **fields: Any) -> ChatData:
+        path = tmp_path / "rows.jsonl"
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return ChatData(files=str(path), **{"cache": str(tmp_path / "cache"), **fields})
+
+    return make
+
+
+def only(ctx: Context, source: FakeSource, stage: ChatData) -> Sample:
+    data = stage.run(ctx, source)
+    assert len(data.train) == 1
+    sample = data.train[0]
+    assert data.train.targets(0) == int((sample.labels != NO_TARGET).sum())
+    return sample
+
+
+def trained(sample: Sample) -> list[int]:
+    return [int(label) for label in sample.labels if label != NO_TARGET]
+
+
+def turn(role: str, content: str) -> list[int]:
+    return [START, *ids(f"{role}\n{content}"), STOP, *ids("\n")]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_golden_tokens_and_mask(ctx: Context, chat: Any, template: str) -> None:
+    sample = only(ctx, FakeSource(template), chat({"messages": HELLO}))
+    user = [START, 84, 82, 68, 81, 198, 32, STOP, 198]
+    assistant = [START, 64, 82, 82, 72, 82, 83, 64, 77, 83, 198, 65, STOP]
+    assert sample.input_ids.tolist() == user + assistant
+    assert sample.labels.tolist() == [_] * 19 + [65, STOP, _]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_all_turns_or_the_last(ctx: Context, chat: Any, template: str) -> None:
+    source = FakeSource(template)
+    both = only(ctx, source, chat({"messages": TWO_TURNS}))
+    assert trained(both) == [*ids("b"), STOP, *ids("d"), STOP]
+    last = only(ctx, source, chat({"messages": TWO_TURNS}, turns="last"))
+    assert trained(last) == [*ids("d"), STOP]
+    assert last.input_ids.tolist() == both.input_ids.tolist()
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    contents=st.lists(st.text(" ab\n\té🎉", max_size=6), min_size=2, max_size=6),
+    marked=st.booleans(),
+)
+def test_targets_spell_what_the_assistant_said(
+    ctx: Context, chat: Any, contents: list[str], marked: bool
+) -> None:
+    roles = ["user", "assistant"] * 3
+    messages = [message(role, text) for role, text in zip(roles, contents, strict=False)]
+    source = FakeSource(MARKED if marked else PLAIN)
+    sample = only(ctx, source, chat({"messages": messages}))
+    said = "".join(f"{m['content']}<|e|>" for m in messages if m["role"] == "assistant")
+    assert source.fast.decode(trained(sample)) == said
+    shown = source.fast.decode([*sample.input_ids.tolist(), *ids("\n")])
+    assert shown == source.fast.apply_chat_template(messages, tokenize=False)
+
+
+def test_system_tools_and_template_arguments(ctx: Context, chat: Any) -> None:
+    template = "{{ tools[0].name }}{{ mood }}" + PLAIN
+    row = {
+        "id": 7,
+        "tokenize": True,
+        "tools": [{"name": "T"}],
+        "chat_template_kwargs": {"mood": "M"},
+        "messages": [message("system", "S"), *HELLO],
+    }
+    sample = only(ctx, FakeSource(template), chat(row))
+    expected = [*ids("TM"), *turn("system", "S"), *turn("user", "A"), *turn("assistant", "b")]
+    assert sample.input_ids.tolist() == expected[:-1]
+    assert trained(sample) == [*ids("b"), STOP]
+
+
+def test_an_assistant_message_may_hold_only_a_tool_call(ctx: Context, chat: Any) -> None:
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
+    messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    assert trained(only(ctx, FakeSource(template), chat({"messages": messages}))) == [
+        *ids("f"),
+        STOP,
+    ]
+
+
+def test_prompt_and_completion(ctx: Context, chat: Any) -> None:
+    source = FakeSource()
+    as_messages = only(ctx, source, chat({"messages": HELLO}))
+    as_text = only(ctx, source, chat({"prompt": "A", "completion": "b"}))
+    assert as_text.labels.tolist() == as_messages.labels.tolist()
+    lists = only(ctx, source, chat({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}))
+    assert trained(lists) == [*ids("d"), STOP]
+
+
+def test_text_without_a_template(ctx: Context, chat: Any) -> None:
+    stage = chat({"prompt": "ab ", "completion": " cd"}, template=False)
+    sample = only(ctx, FakeSource(None), stage)
+    assert sample.input_ids.tolist() == ids("ab  cd")
+    assert sample.labels.tolist() == [_, _, *ids(" cd"), END]
+    with pytest.raises(StageError, match=r"no chat template.*template: false"):
+        dataclasses.replace(stage, template=True).run(ctx, FakeSource(None))
+
+
+def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> None:
+    source = FakeSource()
+    long, behind = {"messages": TWO_TURNS}, {"messages": [message("user", "x" * 50), HELLO[1]]}
+    data = chat(long, behind, sequence_length=21).run(ctx, source)
+    assert len(data.train) == 1
+    assert len(data.train[0].input_ids) == 21
+    assert trained(data.train[0]) == [*ids("b"), STOP]
+    assert "dropped 1 rows whose assistant turns lie behind `sequence_length`" in caplog.text
+    assert "rows.jsonl:2" in caplog.text
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 45 tokens, but `sequence_length` is 21"):
+        chat(long, sequence_length=21, too_long="error").run(ctx, source)
+    data = chat(long, {"messages": HELLO}, sequence_length=30, too_long="drop").run(ctx, source)
+    assert len(data.train) == 1
+    assert trained(data.train[0]) == [*ids("b"), STOP]
+
+
+def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Path) -> None:
+    silent = {"messages": [message("user", "A"), message("Assistant", "b")]}
+    with pytest.raises(StageError) as caught:
+        chat(silent, silent).run(ctx, FakeSource())
+    assert str(caught.value) == (
+        "no token to train on in 2 rows: 2 rows without an assistant turn to train on "
+        "(check the roles of the messages, the chat template and `sequence_length`)"
+    )
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(silent))
+    with pytest.raises(StageError, match="no token to train on in 1 rows"):
+        chat({"messages": HELLO}, heldout_files=str(held)).run(ctx, FakeSource())
+
+
+def test_held_out_samples_are_the_last(ctx: Context, chat: Any) -> None:
+    rows = [{"prompt": "A", "completion": letter} for letter in "bcdefgh"]
+    data = chat(*rows, heldout_fraction=0.3).run(ctx, FakeSource())
+    assert [chr(trained(s)[0] + 33) for s in map(data.train.__getitem__, range(5))] == list("bcdef")
+    assert data.heldout is not None
+    assert [trained(data.heldout[i])[0] for i in range(len(data.heldout))] == ids("gh")
+    with pytest.raises(IndexError):
+        data.train[5]
+
+
+def test_the_cache_knows_the_template_and_the_settings(
+    ctx: Context, chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = chat({"messages": TWO_TURNS})
+    prints = [
+        stage.run(ctx, FakeSource()).fingerprint,
+        stage.run(ctx, FakeSource(MARKED)).fingerprint,
+        dataclasses.replace(stage, turns="last").run(ctx, FakeSource()).fingerprint,
+        dataclasses.replace(stage, sequence_length=30).run(ctx, FakeSource()).fingerprint,
+    ]
+    assert len(set(prints)) == 4
+
+    def no_encoder(*arguments: Any) -> Any:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr("stages.data.turns.Encoder.__call__", no_encoder)
+    again = stage.run(ctx, FakeSource())
+    assert again.fingerprint == prints[0]
+    assert trained(again.train[0]) == [*ids("b"), STOP, *ids("d"), STOP]
+
+
+def test_parquet_rows(ctx: Context, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    table = pyarrow.table({"messages": [HELLO, TWO_TURNS], "source": ["x", "y"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    stage = ChatData(files=str(tmp_path / "a.parquet"), cache=str(tmp_path / "cache"))
+    data = stage.run(ctx, FakeSource())
+    assert [trained(data.train[i]) for i in range(2)] == [
+        [*ids("b"), STOP],
+        [*ids("b"), STOP, *ids("d"), STOP],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"messages": [', "rows.jsonl:2: not JSON"),
+        ({"text": "x"}, "rows.jsonl:2: has ['text'] (a row has one of: `messages`; `prompt` and"),
+        ({"prompt": "x"}, "rows.jsonl:2: has ['prompt']"),
+        (
+            {"prompt": "x", "completion": "y"},
+            "rows.jsonl:2: a row of form 'prompt/completion' in a file of 'messages' rows",
+        ),
+        ({"messages": []}, "rows.jsonl:2: `messages` is not a list of messages, or an empty one"),
+        ({"messages": "hi"}, "rows.jsonl:2: `messages` is not a list of messages"),
+        ({"messages": ["hi"]}, "rows.jsonl:2: messages[0] is a str, not an object"),
+        (
+            {"messages": [message("user", [{"type": "text"}])]},
+            "rows.jsonl:2: `messages[0].content` is a list, not text",
+        ),
+        ({"messages": [{"content": "x"}]}, "rows.jsonl:2: `messages[0].role` is missing, not text"),
+        (
+            {"messages": [message("narrator", "x")]},
+            "rows.jsonl:2: the chat template refuses it: who?",
+        ),
+        ({"messages": [HELLO[1]]}, "rows.jsonl:2: begins with an assistant message"),
+        (
+            {"messages": HELLO, "chat_template_kwargs": 3},
+            "rows.jsonl:2: `chat_template_kwargs` is not an object",
+        ),
+    ],
+)
+def test_mistakes_name_file_and_row(
+    ctx: Context, source: FakeSource, chat: Any, row: Any, message: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        chat({"messages": HELLO}, row).run(ctx, source)
+    assert message in str(caught.value)
+
+
+def test_text_and_messages_do_not_pair(ctx: Context, source: FakeSource, chat: Any) -> None:
+    with pytest.raises(DataError, match="`completion` is a list, not text"):
+        chat({"prompt": "x", "completion": HELLO}).run(ctx, source)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no row in this file"):
+        chat("").run(ctx, source)
+
+
+def test_a_template_that_forgets_earlier_turns(ctx: Context, chat: Any) -> None:
+    """As templates do that show the reasoning of the last answer only."""
+    template = PLAIN.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
+    stage = chat({"messages": TWO_TURNS})
+    with pytest.raises(DataError, match=r"messages\[1\] differently.*turns: last"):
+        stage.run(ctx, FakeSource(template))
+    with pytest.raises(DataError, match="differently"):
+        dataclasses.replace(stage, turns="last").run(ctx, FakeSource("{{ messages|length }}"))
+    marked = MARKED.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
+    sample = only(ctx, FakeSource(marked), stage)
+    assert trained(sample) == [*ids("b"), STOP, *ids("Rd"), STOP]
+
+
+@pytest.mark.parametrize("marked", ["{% if m.role == 'user' %}", "{% if m.role == 'tool' %}"])
+def test_markers_in_the_wrong_place_are_refused(ctx: Context, chat: Any, marked: str) -> None:
+    template = MARKED.replace("{% if m.role == 'assistant' %}", marked)
+    with pytest.raises(DataError, match="markers do not mark the assistant's turns"):
+        chat({"messages": HELLO}).run(ctx, FakeSource(template))
+
+
+def test_a_slow_tokenizer_is_refused(ctx: Context, source: FakeSource, chat: Any) -> None:
+    source.fast = type("Slow", (), {"is_fast": False})()
+    with pytest.raises(StageError, match=r"tokenizer\.json"):
+        chat({"messages": HELLO}).run(ctx, source)
+
+
+def test_check(chat: Any, tmp_path: Path) -> None:
+    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+    stage = chat({"messages": HELLO})
+    assert list(stage.check(plan)) == []
+    (tmp_path / "a.txt").write_text("x")
+    text = dataclasses.replace(stage, files=str(tmp_path / "a.txt"))
+    assert [problem.hint for problem in text.check(plan)] == [
+        "known: .jsonl .jsonl.gz .json .json.gz .parquet"
+    ]
+
+
+def test_the_bundled_conversations(ctx: Context, tmp_path: Path) -> None:
+    bundled = Path(__file__).parents[3] / "recipes/data/chat.jsonl"
+    data = ChatData(files=str(bundled), cache=str(tmp_path)).run(ctx, FakeSource())
+    assert len(data.train) == 64

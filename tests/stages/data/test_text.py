@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts import Data, Samples
+from pipeline.errors import DataError, StageError
+from pipeline.stage import Context, PlanView
+from stages.data.text import TextData
+from tests.stages.data.fakes import SPECIAL, FakeSource, ids
+
+END = SPECIAL["<|end|>"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Any:
+    """A TextData stage with its own cache."""
+
+    def make(files: Any, **fields: Any) -> TextData:
+        fields = {"sequence_length": 4, "cache": str(tmp_path / "cache"), **fields}
+        return TextData(files=files if isinstance(files, tuple) else str(files), **fields)
+
+    return make
+
+
+def write(path: Path, content: str) -> Path:
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def labels(samples: Samples) -> list[int]:
+    return [int(label) for index in range(len(samples)) for label in samples[index].labels]
+
+
+def test_blocks_of_two_documents(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
+) -> None:
+    files = (str(write(tmp_path / "b.txt", "ab")), str(write(tmp_path / "a.txt", "cde")))
+    data: Data = text(files).run(ctx, source)
+    a, b, c, d, e = 64, 65, 66, 67, 68
+    assert ids("abcde") == [a, b, c, d, e]
+    assert len(data.train) == 2
+    assert data.train[0].input_ids.tolist() == [a, b, END, c]
+    assert data.train[0].labels.tolist() == [b, END, c, d]
+    assert data.train[1].input_ids.tolist() == [d, e]
+    assert data.train[1].labels.tolist() == [e, END]
+    assert [data.train.targets(0), data.train.targets(1)] == [4, 2]
+    assert data.train[0].labels.dtype == np.int64
+    assert data.heldout is None
+    assert data.pad_id == END
+    with pytest.raises(IndexError):
+        data.train[2]
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    documents=st.lists(st.text("ab c\n", min_size=1).filter(str.strip), min_size=1, max_size=6),
+    length=st.integers(1, 9),
+    fraction=st.sampled_from([0.0, 0.25, 0.5]),
+)
+def test_every_token_is_a_target_once(
+    ctx: Context,
+    source: FakeSource,
+    tmp_path: Path,
+    documents: list[str],
+    length: int,
+    fraction: float,
+) -> None:
+    rows = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    stage = TextData(
+        files=str(write(tmp_path / "d.jsonl", rows)),
+        sequence_length=length,
+        heldout_fraction=fraction,
+        batch_documents=2,
+        cache=str(tmp_path / "cache"),
+    )
+    stream = [token for document in documents for token in [*ids(document), END]]
+    if fraction and len(stream) - 1 <= length:
+        with pytest.raises(StageError, match="leaves none to train on"):
+            stage.run(ctx, source)
+        return
+    data = stage.run(ctx, source)
+    held = labels(data.heldout) if data.heldout else []
+    assert labels(data.train) + held == stream[1:]
+    assert bool(held) == bool(fraction)
+    targets = sum(data.train.targets(index) for index in range(len(data.train)))
+    assert targets == len(labels(data.train))
+
+
+def test_forms_of_files_give_the_same_tokens(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    documents = ["one", "two words", "3"]
+    rows = "".join(json.dumps({"body": document}) + "\n" for document in documents)
+    write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(rows.encode()))
+    write(tmp_path / "a.txt", "\ufeff" + "\r\n\r\n".join(documents))
+    table = pyarrow.table({"body": documents, "other": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    expected = [token for document in documents for token in [*ids(document), END]]
+    for name in ("a.jsonl", "a.json.gz", "a.txt", "a.parquet"):
+        data = text(tmp_path / name, text_key="body", documents="line").run(ctx, source)
+        assert labels(data.train) == expected[1:], name
+
+
+def test_a_glob_is_sorted_and_a_file_counts_once(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
+) -> None:
+    write(tmp_path / "2.txt", "b")
+    write(tmp_path / "1.txt", "a")
+    stage = text((str(tmp_path / "*.txt"), str(tmp_path / "1.txt")), prepend_bos=False)
+    assert labels(stage.run(ctx, source).train) == [END, *ids("b"), END]
+
+
+def test_start_and_end_tokens(ctx: Context, source: FakeSource, text: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "ab")
+    assert labels(text(path, append_eos=False).run(ctx, source).train) == ids("b")
+    with pytest.raises(StageError, match="no bos_token"):
+        text(path, prepend_bos=True).run(ctx, source)
+    source.fast.bos_token = "<|s|>"
+    data = text(path, prepend_bos=True).run(ctx, source)
+    assert data.train[0].input_ids.tolist() == [SPECIAL["<|s|>"], *ids("ab")]
+    with pytest.raises(StageError, match=r"no eos_token.*append_eos: false"):
+        text(path).run(ctx, FakeSource(eos=None))
+
+
+def test_heldout_files(ctx: Context, source: FakeSource, text: Any, tmp_path: Path) -> None:
+    train, held = write(tmp_path / "a.txt", "aaa"), write(tmp_path / "b.txt", "bb")
+    data = text(train, heldout_files=str(held)).run(ctx, source)
+    assert labels(data.train) == [*ids("aa"), END]
+    assert labels(data.heldout) == [*ids("b"), END]
+
+
+def test_fingerprint_follows_content_and_settings_but_not_names(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
+) -> None:
+    stage = text(write(tmp_path / "a.txt", "some text"))
+    same = text(write(tmp_path / "copy.txt", "some text"))
+    first = stage.run(ctx, source).fingerprint
+    assert same.run(ctx, source).fingerprint == first
+    marked = FakeSource()
+    marked.fast.add_tokens(["some"])
+    others = [
+        dataclasses.replace(stage, sequence_length=3).run(ctx, source).fingerprint,
+        dataclasses.replace(stage, append_eos=False).run(ctx, source).fingerprint,
+        dataclasses.replace(stage, heldout_fraction=0.5).run(ctx, source).fingerprint,
+        text(write(tmp_path / "a.txt", "some texts")).run(ctx, source).fingerprint,
+    ]
+    marked.rows = 300
+    others.append(same.run(ctx, marked).fingerprint)
+    assert len({first, *others}) == 6
+
+
+def test_long_documents_do_not_warn(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert source.fast.model_max_length == 8
+    text(write(tmp_path / "a.txt", "x" * 100)).run(ctx, source)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
+) -> None:
+    source.rows = 100
+    with pytest.raises(StageError, match="made id 256, but fake embeds 100"):
+        text(write(tmp_path / "a.txt", "ab")).run(ctx, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": 3}\n', "a.jsonl:3: 'text' is a int, not text"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl:2: no key 'text'; it has ['body']"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not JSON: "),
+        ("a.json", b"[1]\n", "a.json:1: a list, not an object (one JSON object a line)"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: 'text' holds half of a surrogate pair"),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: 'text' is missing, not text"),
+        ("a.jsonl", b'{"text": " "}\n', "a.jsonl: no text in this file"),
+        ("a.txt", b"ok\nbad \xff\n", "a.txt:2: not UTF-8: byte 0xff at offset 7"),
+        ("a.txt", b"", "a.txt: no text in this file"),
+        ("a.txt.gz", b"not gzip", "a.txt.gz: cannot be read: "),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-9], "a.jsonl.gz:"),
+        ("a.parquet", b"PAR1", "a.parquet:1: unreadable Parquet file"),
+        ("a.csv", b"x", "a.csv: unknown kind of file"),
+    ],
+)
+def test_mistakes_name_file_and_row(
+    ctx: Context,
+    source: FakeSource,
+    text: Any,
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    message: str,
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(StageError) as caught:
+        text(tmp_path / name).run(ctx, source)
+    assert message in str(caught.value)
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_a_parquet_file_without_the_column(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has \['body'\]"):
+        text(tmp_path / "a.parquet").run(ctx, source)
+
+
+def test_one_token_is_too_little(
+    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="fewer than two tokens"):
+        text(write(tmp_path / "a.txt", "x"), append_eos=False).run(ctx, source)
+
+
+def test_check_finds_mistakes_before_the_run(text: Any, tmp_path: Path) -> None:
+    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+    good = str(write(tmp_path / "a.txt", "x"))
+    write(tmp_path / "a.csv", "x")
+    assert list(text(good).check(plan)) == []
+    stage = text(
+        (str(tmp_path / "no*.txt"), str(tmp_path / "a.csv"), good),
+        heldout_files=good,
+        heldout_fraction=0.1,
+    )
+    found = [(problem.key, problem.message) for problem in stage.check(plan)]
+    assert found == [
+        ("files", f"no such file: {tmp_path}/no*.txt"),
+        ("files", f"{tmp_path}/a.csv: unknown kind of file"),
+        ("heldout_fraction", "excludes `heldout_files`"),
+        ("heldout_files", f"{good} is also trained on"),
+    ]
+    assert [problem.message for problem in text(()).check(plan)] == ["no file is named"]

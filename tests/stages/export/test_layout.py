@@ -1,0 +1,95 @@
+"""Sizes, shards and headers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from stages.export.layout import DTYPE_CODES, Shard, Spec, index, shards
+from stages.export.safetensors import ExportSafetensors
+from stages.export.sizes import human, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5_000_000_000),
+        ("512MiB", 512 << 20),
+        ("1.5 kb", 1500),
+        ("7B", 7),
+        (" 2 TiB ", 2 << 40),
+    ],
+)
+def test_parse_size(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "5 gigs", "0GB", "1e3MB", "0.5B", "5GBs"])
+def test_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size|less than one byte"):
+        parse_size(text)
+    problems = list(ExportSafetensors(max_shard_size=text).check(None))  # type: ignore[arg-type]
+    assert [problem.key for problem in problems] == ["max_shard_size"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(999, "999 B"), (1000, "1.0 KB"), (2_500_000, "2.5 MB"), (7e15, "7000.0 TB")]
+)
+def test_human(size: int, text: str) -> None:
+    assert human(size) == text
+
+
+def test_prompt_must_not_be_empty() -> None:
+    problems = list(ExportSafetensors(prompt=" ").check(None))  # type: ignore[arg-type]
+    assert [problem.key for problem in problems] == ["prompt"]
+
+
+SPECS = st.lists(
+    st.builds(
+        lambda shape, dtype: (tuple(shape), dtype),
+        st.lists(st.integers(0, 5), max_size=3),
+        st.sampled_from(sorted(DTYPE_CODES, key=str)),
+    ),
+    min_size=1,
+    max_size=12,
+).map(
+    lambda found: [
+        Spec(name=f"t.{number}", shape=shape, dtype=dtype)
+        for number, (shape, dtype) in enumerate(found)
+    ]
+)
+
+
+@given(specs=SPECS, limit=st.integers(1, 300))
+def test_shards_keep_order_and_limit(specs: Sequence[Spec], limit: int) -> None:
+    parts = shards(specs, limit)
+    assert [spec for part in parts for spec in part.specs] == specs
+    assert all(part.size <= limit or len(part.specs) == 1 or part.size == 0 for part in parts)
+    assert len({part.file for part in parts}) == len(parts)
+    content = index(parts)
+    assert content["metadata"]["total_size"] == sum(spec.size for spec in specs)
+    assert content["weight_map"].keys() == {spec.name for spec in specs}
+
+
+@given(specs=SPECS)
+def test_header_is_what_safetensors_reads(specs: Sequence[Spec]) -> None:
+    specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    part = Shard(file="model.safetensors", specs=specs)
+    header = part.header()
+    assert len(header) % 8 == 0
+    assert int.from_bytes(header[:8], "little") == len(header) - 8
+    assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
+    tensors = load(header + bytes(part.size))
+    assert tensors.keys() == {spec.name for spec in specs}
+    for spec in specs:
+        assert tuple(tensors[spec.name].shape) == spec.shape
+        assert tensors[spec.name].dtype == spec.dtype
+        assert spec.size == math.prod(spec.shape) * spec.dtype.itemsize
+    assert not any(bool(tensor.to(torch.bool).any()) for tensor in tensors.values())

@@ -1,0 +1,124 @@
+"""Mistakes in a `model.hf` slot that show before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.stage import PlanView
+from stages.model.hf import HfModel
+from tests.support.models import save_tokenizer, tiny_llama_config
+
+PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def found(**fields: Any) -> list[str]:
+    """Problems as `key: message (hint)`."""
+    return [str(problem) for problem in HfModel(**fields).check(PLAN)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "path: the model is not given"),
+        (
+            {"path": "a/b", "revision": COMMIT, "config": {"model_type": "llama"}},
+            "config: `path` and `config` exclude each other",
+        ),
+        ({"config": {"hidden_size": 3}}, "config: `model_type` is missing"),
+        ({"config": "./nowhere.json"}, "config: no such file: nowhere.json"),
+        (
+            {"config": {"model_type": "llama"}, "gguf_file": "x.gguf"},
+            "gguf_file: `gguf_file` needs `path`",
+        ),
+        (
+            {"config": {"model_type": "llama"}, "revision": COMMIT},
+            "revision: `revision` needs `path`",
+        ),
+        ({"path": "./nowhere"}, "path: no such folder: nowhere"),
+        ({"path": "./nowhere.gguf"}, "path: no such file: nowhere.gguf"),
+        ({"path": "owner/name"}, "path: the hub model owner/name needs `revision`"),
+        (
+            {"path": "owner/name", "revision": "main"},
+            "revision: 'main' is not a commit (40 hexadecimal digits)",
+        ),
+        ({"path": "a/b/c", "revision": COMMIT}, "path: 'a/b/c' is neither a hub id"),
+        (
+            {"path": "a/b", "revision": COMMIT, "gguf_file": "../x.gguf"},
+            "gguf_file: must be a file name inside `path`",
+        ),
+        (
+            {"path": "a/b", "revision": COMMIT, "tokenizer": "c/d"},
+            "tokenizer: the hub tokenizer c/d is not pinned",
+        ),
+        (
+            {"path": "a/b", "revision": COMMIT, "tokenizer": "./nowhere"},
+            "tokenizer: no tokenizer files in nowhere",
+        ),
+    ],
+)
+def test_one_mistake(fields: dict[str, Any], expected: str) -> None:
+    problems = found(**fields)
+    assert len(problems) == 1
+    assert problems[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"path": "owner/name", "revision": COMMIT},
+        {"path": "gpt2", "allow_floating_revision": True},
+        {"path": "owner/name", "revision": "main", "allow_floating_revision": True},
+        {"config": tiny_llama_config()},
+    ],
+)
+def test_no_mistake(fields: dict[str, Any]) -> None:
+    assert found(**fields) == []
+
+
+def test_folder(tmp_path: Path) -> None:
+    assert found(path=str(tmp_path)) == [
+        f"path: no config.json in {tmp_path} (expected Hugging Face layout)"
+    ]
+    (tmp_path / "m.gguf").touch()
+    assert found(path=str(tmp_path)) == [
+        f"path: no config.json in {tmp_path} (set `gguf_file: m.gguf`)"
+    ]
+    assert found(path=str(tmp_path), gguf_file="m.gguf") == []
+    assert found(path=str(tmp_path / "m.gguf")) == []
+    assert found(path=str(tmp_path), gguf_file="n.gguf") == [
+        f"gguf_file: no such file: {tmp_path / 'n.gguf'}"
+    ]
+    (tmp_path / "config.json").write_text("{")
+    assert found(path=str(tmp_path)) == [f"path: {tmp_path / 'config.json'} is not a JSON object"]
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama_config()))
+    save_tokenizer(tmp_path)
+    assert found(path=str(tmp_path), tokenizer=str(tmp_path)) == []
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {}}))
+    assert "are quantized" in found(path=str(tmp_path))[0]
+
+
+def test_several_mistakes_at_once(tmp_path: Path) -> None:
+    problems = found(path=str(tmp_path / "x"), revision=COMMIT, tokenizer="./nowhere")
+    assert [problem.partition(":")[0] for problem in problems] == ["revision", "path", "tokenizer"]
+
+
+def test_checking_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from stages.model.hf import HfModel\n"
+        "from stages.export.safetensors import ExportSafetensors\n"
+        "list(HfModel(path='./x').check(None))\n"
+        "list(ExportSafetensors(folder='./x').check(None))\n"
+        "print(sorted({'torch', 'transformers', 'safetensors', 'numpy'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
