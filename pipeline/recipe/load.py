@@ -186,7 +186,8 @@ def _wrong_slot(slot: str, value: Any, marks: Marks) -> list[Problem]:
 def unless_reported(problems: list[Problem], reported: list[Problem]) -> list[Problem]:
     """`problems` without those about a value that is already known to be wrong."""
     known = {(problem.location, problem.key) for problem in reported}
-    return [each for each in problems if (each.location, each.key) not in known]
+    # a problem of the text itself does not know its key, only its place
+    return [p for p in problems if known.isdisjoint({(p.location, p.key), (p.location, "")})]
 
 
 def _public(written: Any, resolved: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import Location, Problem
+from pipeline.marks import dotted
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
 from pipeline.recipe.parse import parse
@@ -85,7 +86,8 @@ def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:
     if base is not None and isinstance(base.value, list):
         return _nest_in_list(base, base.value, parts, depth, value)
     if base is not None and base.value is not None and not isinstance(base.value, dict):
-        raise _RefusedError(f"`{'.'.join(parts[:depth])}` is `{base.value}`, which has no parts")
+        above = dotted(tuple(parts[:depth]))
+        raise _RefusedError(f"`{above}` is `{base.value}`, which has no parts")
     child = _nest(base.entries().get(part) if base else None, parts, depth + 1, value)
     return Node(value={part: child}, at=value.at, keys={part: value.at})
 

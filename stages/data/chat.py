@@ -30,8 +30,9 @@ class ChatData:
     A row has either `messages`, a list of {role, content}, or `prompt` and `completion`, which are
     both text or both lists of messages; all rows of a file have the same form. Loss is on the
     tokens of assistant messages (of the completion's, if there is a prompt) and on their
-    end-of-turn token. `tools`, `documents` and the entries of `chat_template_kwargs` in a row are handed to the
-    template; other keys are ignored. Rows without a token to train on are dropped and reported.
+    end-of-turn token. `tools`, `documents` and the entries of `chat_template_kwargs` in a row are
+    handed to the template; other keys are ignored. Rows without a token to train on are dropped
+    and reported.
     """
 
     files: str | tuple[str, ...]

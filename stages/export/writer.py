@@ -50,6 +50,7 @@ def _write_shard(file: Path, part: Shard, stream: Iterator[tuple[Spec, Tensor]])
             data = _bytes(spec, tensor)
             out.write(data)
             digests[spec.name] = hashlib.blake2b(data).digest()
+            del tensor, data  # before the next one is read
         out.flush()
         os.fsync(out.fileno())
     return digests

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
-from stages.model import compat
+from stages.model.config import config_of_files, config_of_recipe
 from stages.model.loaded_reader import require_gguf
-from stages.model.paths import is_gguf, is_local, local
-from stages.model.source import Files, HfSource
+from stages.model.paths import Files, is_gguf, is_local, local
+from stages.model.source import HfSource
 
 if TYPE_CHECKING:
     from pipeline.stage import Context
@@ -27,10 +25,15 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
         words = files if stage.tokenizer is None else _tokenizer_files(stage.tokenizer)
     if files is not None and files.gguf is not None:
         require_gguf()
+    if stage.config is not None:
+        config = config_of_recipe(stage.config)
+    else:
+        assert files is not None
+        config = config_of_files(files, trust_remote_code=stage.trust_remote_code)
     random = stage.config is not None or stage.init == "random"
     return HfSource(
         name=stage.path or "random initialisation",
-        config=_config(stage, files),
+        config=config,
         files=files,
         tokenizer_files=words,
         seed=ctx.seed if random else None,
@@ -88,35 +91,3 @@ def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
             f"cannot get {repo} (revision {revision or 'main'}) from the hub: {error}",
             hint="download it where there is a network and give `path` the folder",
         ) from error
-
-
-def _spelled_out(config: Mapping[str, Any] | str) -> dict[str, Any]:
-    if isinstance(config, str):
-        return dict(json.loads(local(config).read_text("utf-8")))
-    return dict(config)
-
-
-def _config(stage: HfModel, files: Files | None) -> Any:
-    """The transformers config. Raises StageError if it is unusable or its weights are quantized."""
-    from transformers import AutoConfig
-
-    try:
-        with compat.quiet():
-            if files is None:
-                assert stage.config is not None
-                values = _spelled_out(stage.config)
-                return AutoConfig.for_model(values.pop("model_type"), **values)
-            config = AutoConfig.from_pretrained(
-                files.folder,
-                gguf_file=files.gguf,
-                trust_remote_code=stage.trust_remote_code,
-                local_files_only=True,
-            )
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise StageError(f"the model's config cannot be used: {error}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise StageError(
-            f"the weights of {stage.path} are quantized and cannot be trained",
-            hint="use the unquantized model",
-        )
-    return config

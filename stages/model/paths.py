@@ -1,8 +1,9 @@
-"""Tell a local path from a hub id."""
+"""Tell a local path from a hub id; name the files a model comes from."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -15,6 +16,17 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """A local folder, and the GGUF file in it when that is what counts."""
+
+    folder: Path
+    gguf: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.folder / self.gguf) if self.gguf else str(self.folder)
 
 
 def is_local(path: str) -> bool:

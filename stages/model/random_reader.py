@@ -50,6 +50,7 @@ class RandomReader(TensorReader):
             return buffer.clone()
         unit = self._unit_of[name]
         if unit != self._unit or not self._tensors:
+            self._tensors = {}  # frees the old block before the new one is made
             self._tensors = self._initialised(unit)
             self._unit = unit
         return self._tensors[name].clone()

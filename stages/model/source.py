@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,23 +19,12 @@ from stages.model.files import safetensors_files, weight_files
 from stages.model.fingerprint import source_fingerprint
 from stages.model.loaded_reader import load_whole
 from stages.model.names import ties
-from stages.model.paths import has_tokenizer
+from stages.model.paths import Files, has_tokenizer
 from stages.model.random_reader import RandomReader
 from stages.model.safetensors_reader import direct_reader
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """A local folder, and the GGUF file in it when that is what counts."""
-
-    folder: Path
-    gguf: str | None = None
-
-    def __str__(self) -> str:
-        return str(self.folder / self.gguf) if self.gguf else str(self.folder)
 
 
 class HfSource(ModelSource):

@@ -250,7 +250,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "missing file of a field": (
         changed("model.fake", "model.fake, path: /nowhere/model"),
         (),
-        ["r.yaml:3:33: model.path: no such file: /nowhere/model"],
+        ["r.yaml:3:34: model.path: no such file: /nowhere/model"],
     ),
     "bad yaml": (
         changed("[a.txt]", "[a.txt"),
@@ -285,7 +285,6 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         [
             "r.yaml:14:14: tags such as `tag:yaml.org,2002:str` are not "
             "allowed (a recipe holds only text, numbers, true, false, null, lists and mappings)",
-            "r.yaml:14:14: train.shuffle: must be true or false, not the text `x`",
         ],
     ),
     "duplicate key": (
@@ -340,14 +339,13 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "infinity": (
         changed("optimizer.adam", "optimizer.adam, lr: .inf"),
         (),
-        ["r.yaml:7:39: optimizer.lr: must be a number, not the text `.inf`"],
+        ["r.yaml:7:40: optimizer.lr: must be a number, not the text `.inf`"],
     ),
     "missing value": (
         changed("steps: 5", "steps: ???"),
         (),
         [
             "r.yaml:13:12: `???` stands for no value here (give one, or leave the key out)",
-            "r.yaml:13:12: train.steps: must be a whole number, not the text `???`",
         ],
     ),
     "environment variable not listed": (
@@ -456,7 +454,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         GOOD,
         ("train.steps.more=1",),
         [
-            "command line, override 1: `train.steps.more=1`: `stages.train.steps` is `5`, "
+            "command line, override 1: `train.steps.more=1`: `train.steps` is `5`, "
             "which has no parts"
         ],
     ),
@@ -563,7 +561,7 @@ def test_a_file_that_is_too_large(pipe: Callable[..., Result]) -> None:
 def test_an_alias_bomb(pipe: Callable[..., Result]) -> None:
     levels = [f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
     Path("r.yaml").write_text("name:\n  - &a0 [x]\n" + "\n".join(levels), encoding="utf-8")
-    place = "r.yaml:6:9"
+    place = "r.yaml:6:5"
     line = f"{place}: holds more than 10000 values (aliases count in full)"
     assert_refused(pipe("check", "r.yaml"), [line])
 

@@ -58,7 +58,7 @@ def _renamed(name: str) -> str:
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp stores the two halves of a rotary head interleaved (convert_hf_to_gguf, permute)."""
+    """The two halves of each rotary head interleaved, as llama.cpp's convert_hf_to_gguf does."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)

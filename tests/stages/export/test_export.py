@@ -1,28 +1,26 @@
-"""Exports: round trips, proof, and what happens to the target folder."""
+"""Exports: what is written is what was trained, under the names that transformers reads."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts import ExportedModel, ModelSource
-from pipeline.errors import ExportError, StageError
-from stages.export import proof, steps
+from pipeline.artifacts import ExportedModel
+from stages.export import steps
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
+from tests.support.exports import Run, run_of, stored
 from tests.support.models import (
     FAMILIES,
     context,
     filled,
     logits,
-    random_source,
     save_tokenizer,
     tiny_llama_config,
     token_ids,
@@ -30,39 +28,8 @@ from tests.support.models import (
 from tests.support.weights import MemoryWeights, trained
 
 
-class Run(NamedTuple):
-    """A trained model, ready to be exported to `folder`."""
-
-    folder: Path
-    source: ModelSource
-    weights: MemoryWeights
-
-    def export(self, **fields: Any) -> ExportedModel:
-        stage = ExportSafetensors(folder=str(self.folder), **fields)
-        return stage.run(context(self.folder.parent), self.weights, self.source)
-
-
-def run_of(config: dict[str, Any], tmp_path: Path) -> Run:
-    source = random_source(config, tmp_path)
-    return Run(tmp_path / "export", source, trained(source))
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Run:
-    return run_of(tiny_llama_config(), tmp_path)
-
-
 def load(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the weight files."""
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), "pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-    return tensors
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
@@ -169,153 +136,19 @@ def test_default_folder_and_record(llama: Run, tmp_path: Path) -> None:
     assert ExportedModel.restore(done.record()) == done
 
 
-def flip(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1
-    file.write_bytes(data)
+def test_writing_holds_one_tensor_at_a_time(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
 
+    class Watched(MemoryWeights):
+        def read(self, name: str) -> torch.Tensor:
+            nonlocal most
+            tensor = super().read(name).clone()
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(reference() is not None for reference in alive))
+            return tensor
 
-@pytest.mark.parametrize("position", [-1, 2000, 12])
-def test_one_flipped_bit_is_found(
-    position: int, llama: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write_badly(folder: Path, *args: Any) -> Any:
-        digests = real(folder, *args)
-        flip(folder / "model.safetensors", position)
-        return digests
-
-    real = steps.write
-    monkeypatch.setattr(steps, "write", write_badly)
-    with pytest.raises(ExportError, match=r"model.safetensors .*left for inspection: .*partial"):
-        llama.export()
-    assert not llama.folder.exists()
-    assert (llama.folder.parent / "export.partial" / "model.safetensors").is_file()
-    monkeypatch.undo()
-    llama.export()  # a partial folder of ours is no obstacle
-    assert not (llama.folder.parent / "export.partial").exists()
-
-
-def test_wrong_config_is_found(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = llama.source.save_assets
-
-    def save(folder: Path, *, dtype: str) -> None:
-        real(folder, dtype=dtype)
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 10.0}))
-
-    monkeypatch.setattr(llama.source, "save_assets", save)
-    with pytest.raises(ExportError, match="computes something else than the trained one"):
-        llama.export()
-
-
-def test_config_without_a_layer_is_found(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = llama.source.save_assets
-
-    def save(folder: Path, *, dtype: str) -> None:
-        real(folder, dtype=dtype)
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
-
-    monkeypatch.setattr(llama.source, "save_assets", save)
-    with pytest.raises(ExportError, match=r"unexpected 9 tensors \(model.layers.1"):
-        llama.export()
-
-
-def test_values_beyond_fp16_are_found(llama: Run) -> None:
-    llama.weights.tensors["lm_head.weight"][5, 5] = 1e6
-    with pytest.raises(ExportError, match="not finite"):
-        llama.export(dtype="fp16")
-
-
-def test_tolerance() -> None:
-    expected = torch.tensor([[[1.0, -20.0]]])
-    assert proof._compare(expected + 1e-4, expected) == pytest.approx(1e-4, rel=0.05)
-    with pytest.raises(ExportError, match=r"differ by up to 0.0003"):
-        proof._compare(expected + 3e-4, expected)
-    with pytest.raises(ExportError, match=r"logits of shape"):
-        proof._compare(expected[..., :1], expected)
-
-
-def test_missing_unexpected_and_misshapen_weights(llama: Run) -> None:
-    tensors = llama.weights.tensors
-    norm = tensors.pop("model.norm.weight")
-    with pytest.raises(StageError, match=r"the checkpoint .* missing 1 tensor \(model.norm.weight"):
-        llama.export()
-    tensors["model.norm.weight"] = norm[:-1]
-    with pytest.raises(StageError, match=r"model.norm.weight has shape \(35,\)"):
-        llama.export()
-    tensors |= {"model.norm.weight": norm, "stray": norm}
-    with pytest.raises(StageError, match=r"unexpected 1 tensor \(stray\)"):
-        llama.export()
-    assert not (llama.folder.parent / "export.partial").exists()
-
-
-def test_foreign_files_are_left_alone(llama: Run, tmp_path: Path) -> None:
-    llama.folder.mkdir()
-    (llama.folder / "thesis.tex").write_text("x")
-    with pytest.raises(StageError, match="holds files that are not an export of ours"):
-        llama.export()
-    assert (llama.folder / "thesis.tex").read_text() == "x"
-    problems = list(ExportSafetensors(folder=str(llama.folder)).check(None))  # type: ignore[arg-type]
-    assert [problem.key for problem in problems] == ["folder"]
-
-
-def test_another_model_s_folder_is_left_alone(llama: Run) -> None:
-    filled(llama.source).save_pretrained(llama.folder)
-    with pytest.raises(StageError, match="not an export of ours"):
-        llama.export()
-
-
-def test_file_added_to_an_export_is_left_alone(llama: Run) -> None:
-    llama.export()
-    (llama.folder / "eval.json").write_text("{}")
-    with pytest.raises(StageError, match=r"its export did not write: eval.json"):
-        llama.export()
-    assert (llama.folder / "eval.json").is_file()
-
-
-def test_earlier_export_is_replaced_only_by_a_proven_one(
-    llama: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llama.export(dtype="fp32", max_shard_size="20KB")
-    before = stored(llama.folder)
-    llama.weights.tensors["model.norm.weight"] += 1
-
-    def fail(*args: Any) -> None:
-        raise ExportError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(steps, "prove_model", fail)
-        with pytest.raises(ExportError):
-            llama.export(dtype="fp32")
-    assert torch.equal(stored(llama.folder)["model.norm.weight"], before["model.norm.weight"])
-    llama.export(dtype="fp32")
-    after = stored(llama.folder)["model.norm.weight"]
-    assert torch.equal(after, before["model.norm.weight"] + 1)
-    assert not list(llama.folder.glob("model-*"))
-    assert [entry.name for entry in llama.folder.parent.iterdir()] == ["export"]
-
-
-def test_crash_between_the_renames_is_healed(llama: Run) -> None:
-    llama.export()
-    previous = llama.folder.with_name("export.previous")
-    shutil.move(llama.folder, previous)
-    llama.export()
-    assert llama.folder.is_dir()
-    assert not previous.exists()
-
-
-def test_full_disk(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(llama.folder.parent)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(StageError, match=r"16\.\d MB needed, 1.0 KB available"):
-        llama.export()
-
-
-def test_write_error(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("stages.export.writer.os.fsync", fail)
-    with pytest.raises(StageError, match="cannot write the export .* No space left"):
-        llama.export()
+    monkeypatch.setattr(steps, "prove_model", lambda *args: 0.0)
+    llama._replace(weights=Watched(llama.weights.tensors)).export(dtype="fp32")
+    assert len(alive) == len(llama.weights.tensors)
+    assert most == 1

@@ -33,7 +33,7 @@ def test_parse_size(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "5 gigs", "0GB", "1e3MB", "0.5B", "5GBs"])
 def test_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size|less than one byte"):
+    with pytest.raises(ValueError, match=r"is not a size|less than one byte"):
         parse_size(text)
     problems = list(ExportSafetensors(max_shard_size=text).check(None))  # type: ignore[arg-type]
     assert [problem.key for problem in problems] == ["max_shard_size"]

@@ -94,7 +94,7 @@ def test_tied_names_with_different_values_are_refused(tmp_path: Path) -> None:
     edit_tensors(
         tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})
     )
-    with pytest.raises(StageError, match="shares one tensor between lm_head.weight and model"):
+    with pytest.raises(StageError, match="shares one tensor between lm_head"):
         opened(tmp_path).weights()
 
 
@@ -238,7 +238,7 @@ def test_tokenizer_and_assets(tmp_path: Path) -> None:
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     source = random_source(tiny_llama_config(), tmp_path)
-    with pytest.raises(StageError, match="comes without a tokenizer.*set `tokenizer`"):
+    with pytest.raises(StageError, match=r"comes without a tokenizer.*set `tokenizer`"):
         source.tokenizer()
     source.save_assets(tmp_path, dtype="fp32")
     assert not list(tmp_path.glob("tokenizer*"))

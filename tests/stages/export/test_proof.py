@@ -1,0 +1,95 @@
+"""What the proof finds, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import ExportError, StageError
+from stages.export import proof, steps
+from tests.support.exports import Run
+
+
+def flip(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("position", [-1, 2000, 12])
+def test_one_flipped_bit_is_found(
+    position: int, llama: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_badly(folder: Path, *args: Any) -> Any:
+        digests = real(folder, *args)
+        flip(folder / "model.safetensors", position)
+        return digests
+
+    real = steps.write
+    monkeypatch.setattr(steps, "write", write_badly)
+    with pytest.raises(ExportError, match=r"model.safetensors .*left for inspection: .*partial"):
+        llama.export()
+    assert not llama.folder.exists()
+    assert (llama.folder.parent / "export.partial" / "model.safetensors").is_file()
+    monkeypatch.undo()
+    llama.export()  # a partial folder of ours is no obstacle
+    assert not (llama.folder.parent / "export.partial").exists()
+
+
+def test_wrong_config_is_found(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = llama.source.save_assets
+
+    def save(folder: Path, *, dtype: str) -> None:
+        real(folder, dtype=dtype)
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 10.0}))
+
+    monkeypatch.setattr(llama.source, "save_assets", save)
+    with pytest.raises(ExportError, match="computes something else than the trained one"):
+        llama.export()
+
+
+def test_config_without_a_layer_is_found(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = llama.source.save_assets
+
+    def save(folder: Path, *, dtype: str) -> None:
+        real(folder, dtype=dtype)
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+
+    monkeypatch.setattr(llama.source, "save_assets", save)
+    with pytest.raises(ExportError, match=r"unexpected 9 tensors \(model.layers.1"):
+        llama.export()
+
+
+def test_values_beyond_fp16_are_found(llama: Run) -> None:
+    llama.weights.tensors["lm_head.weight"][5, 5] = 1e6
+    with pytest.raises(ExportError, match="not finite"):
+        llama.export(dtype="fp16")
+
+
+def test_tolerance() -> None:
+    expected = torch.tensor([[[1.0, -20.0]]])
+    assert proof._compare(expected + 1e-4, expected) == pytest.approx(1e-4, rel=0.05)
+    with pytest.raises(ExportError, match=r"differ by up to 0.0003"):
+        proof._compare(expected + 3e-4, expected)
+    with pytest.raises(ExportError, match=r"logits of shape"):
+        proof._compare(expected[..., :1], expected)
+
+
+def test_missing_unexpected_and_misshapen_weights(llama: Run) -> None:
+    tensors = llama.weights.tensors
+    norm = tensors.pop("model.norm.weight")
+    with pytest.raises(StageError, match=r"the checkpoint .* missing 1 tensor \(model.norm.weight"):
+        llama.export()
+    tensors["model.norm.weight"] = norm[:-1]
+    with pytest.raises(StageError, match=r"model.norm.weight has shape \(35,\)"):
+        llama.export()
+    tensors |= {"model.norm.weight": norm, "stray": norm}
+    with pytest.raises(StageError, match=r"unexpected 1 tensor \(stray\)"):
+        llama.export()
+    assert not (llama.folder.parent / "export.partial").exists()

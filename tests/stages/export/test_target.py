@@ -1,0 +1,87 @@
+"""The target folder: only what an export of ours wrote is ever replaced."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import ExportError, StageError
+from stages.export import steps
+from stages.export.safetensors import ExportSafetensors
+from tests.support.exports import Run, stored
+from tests.support.models import filled
+
+
+def test_foreign_files_are_left_alone(llama: Run, tmp_path: Path) -> None:
+    llama.folder.mkdir()
+    (llama.folder / "thesis.tex").write_text("x")
+    with pytest.raises(StageError, match="holds files that are not an export of ours"):
+        llama.export()
+    assert (llama.folder / "thesis.tex").read_text() == "x"
+    problems = list(ExportSafetensors(folder=str(llama.folder)).check(None))  # type: ignore[arg-type]
+    assert [problem.key for problem in problems] == ["folder"]
+
+
+def test_another_model_s_folder_is_left_alone(llama: Run) -> None:
+    filled(llama.source).save_pretrained(llama.folder)
+    with pytest.raises(StageError, match="not an export of ours"):
+        llama.export()
+
+
+def test_file_added_to_an_export_is_left_alone(llama: Run) -> None:
+    llama.export()
+    (llama.folder / "eval.json").write_text("{}")
+    with pytest.raises(StageError, match=r"its export did not write: eval.json"):
+        llama.export()
+    assert (llama.folder / "eval.json").is_file()
+
+
+def test_earlier_export_is_replaced_only_by_a_proven_one(
+    llama: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama.export(dtype="fp32", max_shard_size="20KB")
+    before = stored(llama.folder)
+    llama.weights.tensors["model.norm.weight"] += 1
+
+    def fail(*args: Any) -> None:
+        raise ExportError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "prove_model", fail)
+        with pytest.raises(ExportError):
+            llama.export(dtype="fp32")
+    assert torch.equal(stored(llama.folder)["model.norm.weight"], before["model.norm.weight"])
+    llama.export(dtype="fp32")
+    after = stored(llama.folder)["model.norm.weight"]
+    assert torch.equal(after, before["model.norm.weight"] + 1)
+    assert not list(llama.folder.glob("model-*"))
+    assert [entry.name for entry in llama.folder.parent.iterdir()] == ["export"]
+
+
+def test_crash_between_the_renames_is_healed(llama: Run) -> None:
+    llama.export()
+    previous = llama.folder.with_name("export.previous")
+    shutil.move(llama.folder, previous)
+    llama.export()
+    assert llama.folder.is_dir()
+    assert not previous.exists()
+
+
+def test_full_disk(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(llama.folder.parent)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(StageError, match=r"16\.\d MB needed, 1.0 KB available"):
+        llama.export()
+
+
+def test_write_error(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stages.export.writer.os.fsync", fail)
+    with pytest.raises(StageError, match=r"cannot write the export .* No space left"):
+        llama.export()
