@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.annotations import dataclasses_in, field_types
 from pipeline.errors import Problem
 from pipeline.marks import Marks, Path, dotted, lookup
 from pipeline.scalars import what_to_write
@@ -148,7 +148,7 @@ def _trap(written: str, wanted: list[str]) -> str:
 def _hint(fault: _Fault, kind: type) -> str:
     if fault.type != "extra_forbidden":
         return ""
-    fields = {name for owner in _owners(kind, fault.path[:-1]) for name in _names(owner)}
+    fields = {name for owner in _owners(kind, fault.path[:-1]) for name in field_types(owner)}
     return did_you_mean(str(fault.path[-1]), sorted(fields))
 
 
@@ -157,21 +157,9 @@ def _owners(kind: type, path: Path) -> list[type]:
     owners = [kind]
     for part in path:
         if isinstance(part, str):
-            hints = [typing.get_type_hints(owner).get(part) for owner in owners]
-            owners = [found for hint in hints for found in _dataclasses(hint)]
+            hints = [field_types(owner).get(part) for owner in owners]
+            owners = [found for hint in hints for found in dataclasses_in(hint)]
     return owners
-
-
-def _dataclasses(annotation: Any) -> Iterator[type]:
-    """The dataclasses that a value of this type may be or hold."""
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        yield annotation
-    for arg in typing.get_args(annotation):
-        yield from _dataclasses(arg)
-
-
-def _names(owner: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(owner) if field.init]
 
 
 def _either(options: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 from pydantic.fields import FieldInfo
 
-from pipeline.fields import default_of, field_docs, field_types, init_fields
+from pipeline.annotations import dataclasses_in, field_types, init_fields
+from pipeline.fields import default_of, field_docs
 from pipeline.recipe.render import inline
 
 _SIGNS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
@@ -51,18 +52,9 @@ def field_rows(kind: type, prefix: str = "") -> list[FieldRow]:
                 doc=" ".join(docs.get(field.name, "").split()),
             )
         )
-        for below in nested(annotation):
+        for below in dataclasses_in(annotation):
             rows += field_rows(below, f"{prefix}{field.name}.")
     return rows
-
-
-def nested(annotation: Any) -> Iterator[type]:
-    """The dataclasses that a value of this type may be or hold."""
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        yield annotation
-    if typing.get_origin(annotation) is not typing.Literal:
-        for arg in typing.get_args(annotation):
-            yield from nested(arg)
 
 
 def plain_value(value: Any) -> Any:

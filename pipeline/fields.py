@@ -27,6 +27,7 @@ from pydantic import (
     create_model,
 )
 
+from pipeline.annotations import field_types, init_fields, name_of
 from pipeline.errors import PluginError, Problem
 from pipeline.field_errors import to_problems
 from pipeline.marks import Marks, Path
@@ -65,26 +66,6 @@ def field_docs(kind: type) -> Mapping[str, str]:
         if dataclasses.is_dataclass(base):
             docs.update(_docs_in(base))
     return docs
-
-
-@functools.cache
-def field_types(kind: type) -> Mapping[str, Any]:
-    """Each field's resolved annotation, with its bounds."""
-    try:
-        hints = typing.get_type_hints(kind, include_extras=True)
-    except Exception as error:
-        raise PluginError(f"{name_of(kind)}: a field's type cannot be resolved: {error}") from error
-    return {field.name: hints[field.name] for field in init_fields(kind)}
-
-
-def init_fields(kind: type) -> list[dataclasses.Field[Any]]:
-    """The fields that a recipe may set."""
-    return [field for field in dataclasses.fields(kind) if field.init]
-
-
-def name_of(kind: type) -> str:
-    """Module and class, for messages."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

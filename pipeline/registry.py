@@ -7,8 +7,8 @@ import importlib.metadata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeline.annotations import init_fields, name_of
 from pipeline.errors import PluginError
-from pipeline.fields import init_fields, name_of
 from pipeline.signature import gives, needs
 from pipeline.suggest import closest
 

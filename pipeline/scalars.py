@@ -18,7 +18,10 @@ _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
 }
 INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,39})")
-FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+# with a dot or an exponent: a whole number too long for INT stays text, not rounded
+FLOAT = re.compile(
+    r"(?=.*[.eE])[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+)
 _YES = {"yes", "on", "y"}
 _NO = {"no", "off", "n"}
 

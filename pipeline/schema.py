@@ -22,11 +22,13 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
 
     A file that `extends` others may leave out whatever they can hold.
     """
-    parts = {name: _of(adapter(registry.load(name))) for name in registry.names()}
-    header = _of(adapter(Header))
-    definitions = {**header.pop("$defs", {})}
-    for part in parts.values():
-        definitions.update(part.pop("$defs", {}))
+    # each stage keeps its own definitions: two may have dataclasses of one name
+    parts = {
+        name: _of(adapter(registry.load(name)), f"#/$defs/{name}/$defs/{{model}}")
+        for name in registry.names()
+    }
+    header = _of(adapter(Header), "#/$defs/{model}")
+    definitions = header.pop("$defs", {})
     required = {name: part.pop("required", []) for name, part in parts.items()}
     definitions.update({name: _with_use(name, part) for name, part in parts.items()})
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -76,16 +78,16 @@ def _complete(required: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def _if_use(name: str) -> dict[str, Any]:
-    return {"if": {"properties": {"use": {"const": name}}, "required": ["use"]}}
+    named = {"type": "object", "properties": {"use": {"const": name}}, "required": ["use"]}
+    return {"if": named}
 
 
 def _with_use(name: str, part: dict[str, Any]) -> dict[str, Any]:
     return {**part, "properties": {"use": {"const": name}, **part.get("properties", {})}}
 
 
-def _of(kind: TypeAdapter[Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = _open_to_references(kind.json_schema())
-    return schema
+def _of(kind: TypeAdapter[Any], references: str) -> dict[str, Any]:
+    return _open_to_references(kind.json_schema(ref_template=references))
 
 
 def _open_to_references(schema: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
 
 GOOD = """\
 name: good
@@ -72,10 +74,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "quoted number": (
         changed("steps: 5", 'steps: "5"'),
         (),
-        [
-            "r.yaml:13:12: train.steps: must be a whole number, not the text `5` "
-            "(remove the quotes)"
-        ],
+        ["r.yaml:13:12: train.steps: must be a whole number, not the text `5` (remove the quotes)"],
     ),
     "fraction for a whole number": (
         changed("steps: 5", "steps: 5.5"),
@@ -260,7 +259,11 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
             "while parsing a flow sequence"
         ],
     ),
-    "tab": (changed("    steps", "\tsteps"), (), ["r.yaml:13:1: a tab cannot be used here (use spaces)"]),
+    "tab": (
+        changed("    steps", "\tsteps"),
+        (),
+        ["r.yaml:13:1: a tab cannot be used here (use spaces)"],
+    ),
     "control character": (
         changed("[a.txt]", "[a\x07.txt]"),
         (),
@@ -310,7 +313,11 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         (),
         ["r.yaml:6:20: `*files` contains itself"],
     ),
-    "unknown alias": (changed("a.txt", "*b"), (), ["r.yaml:6:13: nothing is anchored as `&b` above"]),
+    "unknown alias": (
+        changed("a.txt", "*b"),
+        (),
+        ["r.yaml:6:13: nothing is anchored as `&b` above"],
+    ),
     "a list as a key": (
         changed("steps: 5", "steps: 5\n    [a]: 1"),
         (),
@@ -365,6 +372,13 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
             "r.yaml:7:13: data.files.0: environment variable `NOT_SET_ANYWHERE` is not set "
             "(a default reads ${oc.env:NOT_SET_ANYWHERE,value})"
         ],
+    ),
+    "wrong value from the environment": (
+        changed("name: good", "name: good\nenv: [HOME]").replace(
+            "[a.txt]", "[a.txt]\n    split: ${oc.env:HOME}"
+        ),
+        (),
+        ["r.yaml:8:12: data.split: must be `none` or `heldout`, not the text `${oc.env:HOME}`"],
     ),
     "other resolver": (
         changed("a.txt", "'${oc.decode:x}'"),
@@ -579,3 +593,31 @@ def test_the_good_recipe_is_good(pipe: Callable[..., Result]) -> None:
         "ok: good: 6 stages: model.fake -> data.text -> optimizer.adam -> wrap.red "
         "-> checkpoint.red -> train.lm\n"
     )
+
+
+REAL = """\
+name: real
+stages:
+  model: {use: model.hf, config: /nowhere}
+  precision: {use: precision.policy, compute: bf32}
+  optimizer: {use: optimizer.adamw, lr: 1e-4}
+  wrap: {use: wrap.zero, stagee: 2}
+  checkpoint: {use: checkpoint.dcp}
+"""
+
+
+def test_the_built_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(REAL, encoding="utf-8")
+    result = CliRunner().invoke(main, ["check", "r.yaml"])
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("r.yaml:3:34: model.config: ")
+    assert lines[1].startswith("r.yaml:4:47: precision.compute: must be `fp32`, `bf16` or `fp16`")
+    assert lines[2] == "r.yaml:6:26: wrap.stagee: unknown field (did you mean `stage`?)"
+    assert lines[3].startswith(
+        "r.yaml:7:21: checkpoint.use: `checkpoint.dcp` needs TorchEngine, "
+        "but slot `wrap` (wrap.zero) gives ZeroEngine ("
+    )
+    assert lines[3].endswith("`wrap` can be wrap.ddp or wrap.fsdp)")

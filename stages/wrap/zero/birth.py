@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from pipeline.artifacts import ModelSource, Precision, TensorReader
 from pipeline.dist import Dist
 from pipeline.errors import StageError
+from pipeline.stage import Context
 from stages.wrap import birth
+from stages.wrap.zero import compat
 
 
 def replicated(model: ModelSource, precision: Precision, dist: Dist) -> nn.Module:
@@ -72,3 +74,37 @@ def _copy(name: str, target: Tensor, reader: TensorReader) -> None:
             f"the model expects {tuple(target.shape)}"
         )
     target.copy_(value)
+
+
+def refine_masters(live: Any, model: ModelSource, ctx: Context) -> None:
+    """Give masters the source's full precision where the compute dtype has rounded it off.
+
+    DeepSpeed makes masters out of the parameters it is handed, which are already in the compute
+    dtype. Reads the source a second time; sends only tensors that the rounding changed (none, for a
+    source stored in the compute dtype). Skipped with masters on disk, where each write would swap.
+    """
+    if compat.swaps_masters(live.optimizer):
+        ctx.log.info("master weights start from the compute dtype (they are on disk)")
+        return
+    with birth.source_reader(model, ctx.dist) as reader, torch.no_grad():
+        for name, parameter in live.module.named_parameters():
+            if parameter.requires_grad:
+                _refine_one(live.optimizer, name, parameter, reader, ctx.dist)
+
+
+def _refine_one(
+    optimizer: Any, name: str, parameter: nn.Parameter, reader: TensorReader | None, dist: Dist
+) -> None:
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    value = torch.empty(shape, dtype=torch.float32, device=dist.device)
+    rounded = torch.zeros((), dtype=torch.int32, device=dist.device)
+    if reader is not None:
+        value.copy_(reader.read(name))
+        rounded.fill_(not torch.equal(value, value.to(parameter.dtype).float()))
+    if dist.world_size > 1:
+        torch.distributed.broadcast(rounded, src=0)
+    if not rounded.item():
+        return
+    if dist.world_size > 1:
+        torch.distributed.broadcast(value, src=0)
+    compat.set_master(optimizer, parameter, value)

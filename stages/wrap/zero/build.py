@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +31,19 @@ def build(
     if ctx.dist.is_main:
         text = json.dumps(config, indent=1) + "\n"
         (ctx.run_dir / "deepspeed.json").write_text(text, "utf-8")
-    compat.start(ctx.dist)
+    compat.start(ctx.dist, ctx.log)
     if stage.stage == 3:
         module = birth.partitioned(model, precision, ctx.dist, config)
     else:
         module = birth.replicated(model, precision, ctx.dist)
     cast_buffers(module, precision)
-    live = _initialize(stage, module, plan, config)
+    with compat.quiet(ctx.log):
+        live = _initialize(stage, module, plan, config)
+    if precision.compute != precision.master:
+        birth.refine_masters(live, model, ctx)
     engine = LiveZeroEngine(live, ctx.dist, precision, plan)
-    ctx.on_exit(engine.close)
+    # Weakly, so that the engine's memory can be freed before the run ends.
+    ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
     attest(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine
 
@@ -54,6 +60,12 @@ def _initialize(
         dist_init_required=False,
     )
     return live
+
+
+def _close(engine: weakref.ref[LiveZeroEngine]) -> None:
+    live = engine()
+    if live is not None:
+        live.close()
 
 
 def _expected(

@@ -1,7 +1,13 @@
-"""Names of DeepSpeed 0.19 that are private or differ between versions, all in one place."""
+"""Names of DeepSpeed 0.19 that are private or differ between versions.
+
+With `restore.py` and `saved.py` (its checkpoints) the only file that knows them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,20 +18,30 @@ from torch import Tensor
 from pipeline.dist import Dist
 
 
-def start(dist: Dist) -> None:
-    """Point DeepSpeed at this run's device and at torch's running process group."""
-    # Read when deepspeed is first imported; unset, it guesses from what is installed.
+def point_at_device(dist: Dist) -> None:
+    """Tell DeepSpeed which device this run uses; call before the process first imports it."""
+    # Read at import; unset, DeepSpeed guesses from what is installed.
     os.environ.setdefault("DS_ACCELERATOR", dist.device.type)
     # zero.Init reads the device index from here, also without a launcher.
     os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
+
+
+def start(dist: Dist, log: logging.Logger) -> None:
+    """Point DeepSpeed at this run's device, its logger's level at `log`'s, and its communication at
+    torch's running process group."""
+    point_at_device(dist)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils.logging import set_log_level_from_string
 
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    verbose = log.isEnabledFor(logging.DEBUG)
+    set_log_level_from_string("info" if verbose else "warning" if dist.is_main else "error")
+    with quiet(log):
+        deepspeed.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
 
 
 def zero_stage(optimizer: Any) -> int:
@@ -79,6 +95,10 @@ def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
 
 def accumulation_dtype(optimizer: Any) -> torch.dtype | None:
     """Dtype in which gradients of several micro-batches are summed."""
+    if getattr(optimizer, "cpu_offload", False):
+        # Stages 1 and 2 sum on the host, in the parameters' dtype whatever was asked for.
+        held: torch.dtype = optimizer.dtype
+        return held
     name = "grad_acc_dtype" if hasattr(optimizer, "grad_acc_dtype") else "gradient_accumulation_dtype"
     dtype: torch.dtype | None = getattr(optimizer, name, None)
     return dtype
@@ -118,3 +138,37 @@ def loss_scaler(engine: Any) -> Any | None:
 def steps_since_overflow(scaler: Any) -> int:
     """Steps applied since the last overflow, or since the start."""
     return int(scaler.cur_iter - scaler.last_overflow_iter - 1)
+
+
+@contextlib.contextmanager
+def quiet(log: logging.Logger) -> Iterator[None]:
+    """Send what DeepSpeed prints (memory figures, build messages) to the log's debug level."""
+    spoken = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(spoken):
+            yield
+    finally:
+        for line in spoken.getvalue().splitlines():
+            log.debug("deepspeed: %s", line)
+
+
+def set_master(optimizer: Any, parameter: torch.nn.Parameter, value: Tensor) -> None:
+    """Write the full fp32 `value` into this rank's part of a parameter's master weight."""
+    if hasattr(parameter, "ds_id"):
+        length = parameter.partition_numel()
+        start = optimizer._get_param_partition_rank(parameter) * length
+        part = value.new_zeros(length)
+        mine = value.flatten()[start : start + length]
+        part[: mine.numel()] = mine
+        optimizer.set_local_hp_param(part, parameter)
+        return
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is not None:
+        start = mapping.lp_fragment_address.start
+        fragment = mapping.get_hp_fragment()
+        fragment.copy_(value.flatten()[start : start + fragment.numel()])
+
+
+def swaps_masters(optimizer: Any) -> bool:
+    """Whether master weights live on disk."""
+    return bool(getattr(optimizer, "swap_optimizer", False))

@@ -1,0 +1,32 @@
+"""Native checkpoints of DeepSpeed engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt
+
+from pipeline.artifacts import Checkpoints
+from pipeline.stage import Context
+from stages.wrap.zero.artifact import ZeroEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedCheckpoint:
+    """Save and resume in DeepSpeed's own format, each rank its own part.
+
+    The format is Python pickles, which can run code when read: only folders that this very run
+    wrote are ever read. It resumes with as many processes as saved.
+    """
+
+    every: Annotated[int, Gt(0)] | None = None
+    """Steps between checkpoints; null saves at the end only."""
+
+    keep: Annotated[int, Gt(0)] | None = 2
+    """Newest checkpoints to keep; null keeps all."""
+
+    def run(self, ctx: Context, engine: ZeroEngine) -> Checkpoints:
+        from stages.checkpoint.deepspeed_state import DeepSpeedCheckpoints
+
+        return DeepSpeedCheckpoints(ctx, engine, every=self.every, keep=self.keep)

@@ -1,0 +1,338 @@
+"""The commands, as a person and as a program uses them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline import cli
+from pipeline.errors import StageError
+from pipeline.recipe import load_recipe
+
+RECIPE = """\
+name: good
+env: [PIPE_SECRET]
+stages:
+  model: {use: model.fake}
+  data:
+    use: data.text
+    files: [./a.txt]
+    note: ${oc.env:PIPE_SECRET}
+  optimizer: {use: optimizer.adam, lr: 1e-4}
+  wrap: {use: wrap.red, offload: {device: cpu}}
+  train: {use: train.lm, steps: "${stages.data.length}"}
+"""
+RECIPE = RECIPE.replace("    note:", "    length: 4\n    note:")
+
+
+@pytest.fixture
+def good(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.setenv("PIPE_SECRET", "hunter2")
+    Path("r.yaml").write_text(RECIPE, encoding="utf-8")
+    return pipe
+
+
+def test_check_json(good: Callable[..., Result]) -> None:
+    result = good("check", "r.yaml", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "ok": True,
+        "name": "good",
+        "stages": [
+            {"slot": "model", "use": "model.fake"},
+            {"slot": "data", "use": "data.text"},
+            {"slot": "optimizer", "use": "optimizer.adam"},
+            {"slot": "wrap", "use": "wrap.red"},
+            {"slot": "train", "use": "train.lm"},
+        ],
+        "problems": [],
+    }
+
+
+def test_check_json_of_a_broken_recipe(good: Callable[..., Result]) -> None:
+    result = good("check", "r.yaml", "--json", "model.layer=0")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {
+        "ok": False,
+        "problems": [
+            {
+                "file": "command line, override 1",
+                "line": None,
+                "column": None,
+                "key": "model.layer",
+                "message": "unknown field",
+                "hint": "did you mean `layers`?",
+            }
+        ],
+    }
+
+
+def test_show_fills_in_defaults_and_runs_again(good: Callable[..., Result]) -> None:
+    result = good("show", "r.yaml", "train.shuffle=false")
+    assert result.exit_code == 0
+    here = Path.cwd()
+    assert (
+        result.stdout
+        == f"""\
+name: good
+seed: 0
+launch:
+  procs: null
+  device: auto
+  threads: null
+env: [PIPE_SECRET]
+stages:
+  model:
+    use: model.fake
+    path: null
+    layers: 2
+  data:
+    use: data.text
+    files: [{here}/a.txt]
+    length: 4
+    note: ${{oc.env:PIPE_SECRET}}
+    split: none
+  optimizer:
+    use: optimizer.adam
+    lr: 0.0001
+    betas: [0.9, 0.999]
+  wrap:
+    use: wrap.red
+    stage: 2
+    offload:
+      device: cpu
+      path: null
+      pin: true
+    extra: null
+  train:
+    use: train.lm
+    steps: 4
+    shuffle: false
+"""
+    )
+    Path("again.yaml").write_text(result.stdout, encoding="utf-8")
+    assert good("show", "again.yaml").stdout == result.stdout
+    assert good("check", "again.yaml").exit_code == 0
+
+
+def test_show_origin(good: Callable[..., Result]) -> None:
+    result = good("show", "r.yaml", "train.shuffle=false", "--origin")
+    comments = dict(line.split("  # ") for line in result.stdout.splitlines() if "  # " in line)
+    origins = {line.strip(): place for line, place in comments.items()}
+    assert origins["name: good"] == "r.yaml:1:7"
+    assert origins["seed: 0"] == "default"
+    assert origins["length: 4"] == "r.yaml:8:13"
+    assert origins["steps: 4"] == "r.yaml:12:33"
+    assert origins["stage: 2"] == "default"
+    assert origins["device: cpu"] == "r.yaml:11:43"
+    assert origins["pin: true"] == "default"
+    assert origins["shuffle: false"] == "command line, override 1"
+    Path("again.yaml").write_text(result.stdout, encoding="utf-8")
+    assert load_recipe("again.yaml").stages["train"].fields == {"steps": 4, "shuffle": False}
+
+
+def test_show_json(good: Callable[..., Result]) -> None:
+    shown = json.loads(good("show", "r.yaml", "--json").stdout)
+    assert shown["stages"]["train"] == {"use": "train.lm", "steps": 4, "shuffle": True}
+    assert shown["stages"]["data"]["note"] == "${oc.env:PIPE_SECRET}"
+    both = json.loads(good("show", "r.yaml", "--json", "--origin").stdout)
+    assert both["recipe"] == shown
+    assert both["origins"]["stages.optimizer.lr"] == "r.yaml:10:40"
+    assert both["origins"]["stages.wrap.stage"] == "default"
+
+
+def test_show_of_a_run_folder(good: Callable[..., Result]) -> None:
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/recipe.yaml").write_text(load_recipe("r.yaml").dump(), encoding="utf-8")
+    assert good("show", "runs/one").stdout == good("show", "r.yaml").stdout
+
+
+def test_show_of_a_broken_recipe(good: Callable[..., Result]) -> None:
+    result = good("show", "r.yaml", "train.steps=0", "seed=x")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "command line, override 1: train.steps: must be at least 1, not `0`",
+        "command line, override 2: seed: must be a whole number, not the text `x`",
+    ]
+
+
+def test_stages_are_listed(pipe: Callable[..., Result]) -> None:
+    lines = pipe("stages").stdout.splitlines()
+    assert "model.fake       pipetrain 1.0      Declare a model." in lines
+    (broken,) = [line for line in lines if line.startswith("broken.missing")]
+    assert "faulty-plugin 1.0  cannot be used: stage `broken.missing`" in broken
+    listed = {each["name"]: each for each in json.loads(pipe("stages", "--json").stdout)}
+    assert listed["wrap.red"] == {
+        "name": "wrap.red",
+        "distribution": "pipetrain",
+        "version": "1.0",
+        "summary": "Wrap in red.",
+        "error": "",
+    }
+
+
+def test_one_stage_is_explained(pipe: Callable[..., Result]) -> None:
+    assert (
+        pipe("stages", "wrap.red").stdout
+        == """\
+wrap.red (pipetrain 1.0)
+
+Wrap in red.
+
+needs: ModelSource, OptimizerPlan
+gives: RedEngine
+
+fields:
+  stage: 1 | 2 | 3 (default 2)
+      How much.
+  offload: none | mapping | null (default none)
+      Where to.
+  offload.device: cpu | nvme (required)
+      Which memory.
+  offload.path: path | null (default null)
+      The disk.
+  offload.pin: bool (default true)
+      Use page-locked memory.
+  extra: mapping of anything | null (default null)
+      Raw settings.
+"""
+    )
+    fields = json.loads(pipe("stages", "model.fake", "--json").stdout)["fields"]
+    assert fields[1] == {
+        "name": "layers",
+        "type": "int",
+        "default": "2",
+        "range": ">= 1, <= 100",
+        "doc": "How many.",
+    }
+    optional = json.loads(pipe("stages", "train.lm", "--json").stdout)["needs"]
+    assert optional[-1] == {"type": "Checkpoints", "optional": True}
+
+
+def test_an_unknown_stage(pipe: Callable[..., Result]) -> None:
+    result = pipe("stages", "wrap.rad")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: there is no stage `wrap.rad` (did you mean `wrap.red`? "
+        "wrap stages: wrap.blue, wrap.red)\n"
+    )
+
+
+def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Result:
+    @click.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli.Commands, "get_command", lambda self, ctx, name: fail)
+    return CliRunner().invoke(cli.main, ["fail"])
+
+
+def test_errors_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fails_with(StageError("the disk is full", hint="make room"), monkeypatch)
+    assert result.exit_code == 1
+    assert result.stderr == "error: the disk is full (make room)\n"
+
+
+def test_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fails_with(KeyboardInterrupt(), monkeypatch)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_a_bug_leaves_its_traceback_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("PIPE_DEBUG", raising=False)
+    result = fails_with(ZeroDivisionError("by zero"), monkeypatch)
+    assert result.exit_code == 1
+    (file,) = tmp_path.glob("pipe-*.txt")
+    assert result.stderr == (
+        f"error: a bug in pipe: ZeroDivisionError: by zero (please report it with {file})\n"
+    )
+    assert "Traceback" in file.read_text("utf-8")
+
+
+def test_a_bug_is_raised_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPE_DEBUG", "1")
+    result = fails_with(ZeroDivisionError("by zero"), monkeypatch)
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_usage_errors() -> None:
+    for args in (["check"], ["nothing"], ["check", "r.yaml", "--nope"]):
+        assert CliRunner().invoke(cli.main, args).exit_code == 2
+
+
+def test_every_command_is_there() -> None:
+    for name, (_, summary) in cli.COMMANDS.items():
+        result = CliRunner().invoke(cli.main, [name, "-h"])
+        assert result.exit_code == 0, result.output
+        assert summary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What a command imported, and its processor time (waiting for other processes is no fault)."""
+
+    seconds: float
+    modules: set[str]
+    code: int
+    output: str
+
+
+def spend(*args: str) -> Spent:
+    program = (
+        "import sys\n"
+        "from pipeline.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "finally:\n"
+        "    print(*sys.modules, file=sys.stderr)\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args], capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    modules = set(done.stderr.splitlines()[-1].split())
+    return Spent(seconds=seconds, modules=modules, code=done.returncode, output=done.stdout)
+
+
+HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "numpy", "pyarrow"}
+
+
+def test_help_imports_next_to_nothing() -> None:
+    spent = spend("--help")
+    assert spent.code == 0
+    assert all(name in spent.output for name in cli.COMMANDS)
+    assert not spent.modules & {*HEAVY, "yaml", "pydantic", "omegaconf"}
+    assert not any(name.startswith("pipeline.commands") for name in spent.modules)
+
+
+@pytest.mark.parametrize(
+    "args", [("--help",), ("--version",), ("stages",), ("stages", "train.causal_lm"), ("check",)]
+)
+def test_commands_are_lean(args: tuple[str, ...], tmp_path: Path) -> None:
+    if args == ("check",):
+        recipe = tmp_path / "r.yaml"
+        recipe.write_text(
+            "name: r\nseed: 1\nstages:\n  precision: {use: precision.policy}\n"
+            "  again: {use: precision.policy, compute: '${..precision.use}'}\n",
+            encoding="utf-8",
+        )
+        args = ("check", str(recipe), "again.compute=bf16")
+    spent = min((spend(*args) for _ in range(3)), key=lambda spent: spent.seconds)
+    assert spent.code == 0
+    assert not spent.modules & HEAVY
+    assert spent.seconds < 0.5

@@ -1,0 +1,104 @@
+"""optimizer.adamw: groups, schedules, and what torch is told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipeline.artifacts import NamedParameter
+from pipeline.dist import Dist
+from stages.optimizer.adamw import AdamW
+from stages.optimizer.schedule import lr_scale
+from tests.support.runs import context
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def test_schedules_at_known_points() -> None:
+    def values(schedule: str) -> list[float]:
+        return [
+            round(lr_scale(s, 6, schedule=schedule, warmup=2, final_scale=0.2), 6)  # type: ignore[arg-type]
+            for s in range(6)
+        ]
+
+    assert values("constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert values("linear") == [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+    half = 0.2 + 0.8 * 0.5
+    quarter = 0.5 * (1 + math.cos(math.pi / 4))
+    assert values("cosine") == pytest.approx(
+        [0.5, 1.0, 0.2 + 0.8 * quarter, half, 0.2 + 0.8 * (1 - quarter), 0.2], abs=1e-6
+    )
+
+
+@given(
+    total=st.integers(1, 300),
+    warmup=st.integers(0, 400),
+    final=st.floats(0, 1),
+    schedule=st.sampled_from(SCHEDULES),
+)
+def test_schedules_stay_in_bounds_and_fall_after_warm_up(
+    total: int, warmup: int, final: float, schedule: str
+) -> None:
+    values = [
+        lr_scale(s, total, schedule=schedule, warmup=warmup, final_scale=final)  # type: ignore[arg-type]
+        for s in range(total)
+    ]
+    assert all(0 <= value <= 1 for value in values)
+    assert values[:warmup] == sorted(values[:warmup])
+    assert values[warmup:] == sorted(values[warmup:], reverse=True)
+    if schedule != "constant" and total > warmup:
+        assert values[-1] == pytest.approx(final, abs=1e-9)
+
+
+@pytest.fixture
+def ctx(tmp_path):  # type: ignore[no-untyped-def]
+    return context(Dist(device=torch.device("cpu")), tmp_path)
+
+
+def named(*parameters: nn.Parameter) -> list[NamedParameter]:
+    return [NamedParameter(str(i), p, tuple(p.shape)) for i, p in enumerate(parameters)]
+
+
+def test_matrices_decay_vectors_and_frozen_do_not(ctx) -> None:  # type: ignore[no-untyped-def]
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    plan = AdamW(lr=0.5, weight_decay=0.1).run(ctx)
+    groups = plan.groups(named(matrix, vector, frozen))
+    assert [(g["params"], g["weight_decay"]) for g in groups] == [([matrix], 0.1), ([vector], 0.0)]
+    flat = NamedParameter("partitioned", vector, (4, 4))
+    assert plan.groups([flat])[0]["weight_decay"] == 0.1
+    everything = AdamW(decay_all=True, weight_decay=0.1).run(ctx)
+    assert len(everything.groups(named(matrix, vector))) == 1
+
+
+def test_one_step_is_the_rule(ctx) -> None:  # type: ignore[no-untyped-def]
+    weight = nn.Parameter(torch.tensor([[2.0, -4.0]]))
+    weight.grad = torch.tensor([[0.5, -1.0]])
+    plan = AdamW(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8).run(ctx)
+    plan.build(plan.groups(named(weight))).step()
+    # first step: the bias-corrected update is the gradient's sign; decay is lr * weight_decay
+    assert weight.tolist()[0] == pytest.approx([2.0 * 0.99 - 0.1, -4.0 * 0.99 + 0.1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("ratio", "total", "first"), [(0.1, 40, 1 / 4), (0.1, 41, 1 / 5)])
+def test_warmup_ratio_rounds_up(ctx, ratio: float, total: int, first: float) -> None:  # type: ignore[no-untyped-def]
+    assert AdamW(warmup_ratio=ratio).run(ctx).lr_scale(0, total) == pytest.approx(first)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "fused", "foreach", "single"])
+def test_every_kernel_builds_and_agrees(ctx, kernel: str) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(5, 3))
+    weight.grad = torch.randn(5, 3)
+    expected = weight.detach().clone()
+    reference = nn.Parameter(expected)
+    reference.grad = weight.grad.clone()
+    torch.optim.AdamW([reference], lr=0.01, weight_decay=0.01, foreach=False).step()
+    plan = AdamW(lr=0.01, weight_decay=0.01, kernel=kernel).run(ctx)  # type: ignore[arg-type]
+    plan.build(plan.groups(named(weight))).step()
+    torch.testing.assert_close(weight, reference, rtol=0, atol=1e-7)

@@ -1,0 +1,41 @@
+"""precision.policy: what it hands on and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.dist import Dist
+from pipeline.stage import PlanView
+from stages.precision.policy import PrecisionPolicy
+from tests.support.runs import context
+
+VIEW = PlanView(name="t", seed=0, procs=1, device="cpu", slots={})
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"compute": "fp32", "master": "bf16"}, "master"),
+        ({"compute": "fp16", "master": "fp16"}, "master"),
+        ({"compute": "fp16", "master": "bf16"}, "master"),
+        ({"compute": "fp16", "initial_loss_scale": 1000.0}, "initial_loss_scale"),
+    ],
+)
+def test_combinations_that_lose_training_are_refused(fields: Any, key: str) -> None:
+    assert key in {problem.key for problem in PrecisionPolicy(**fields).check(VIEW)}
+
+
+def test_the_useful_combinations_pass() -> None:
+    for fields in ({}, {"compute": "fp32"}, {"compute": "fp16"}, {"master": "bf16"}):
+        assert list(PrecisionPolicy(**fields).check(VIEW)) == []  # type: ignore[arg-type]
+
+
+def test_loss_scaling_exactly_with_fp16(tmp_path: Any) -> None:
+    ctx = context(Dist(device=torch.device("cpu")), tmp_path)
+    assert PrecisionPolicy(compute="bf16").run(ctx).loss_scaling is None
+    scaled = PrecisionPolicy(compute="fp16", initial_loss_scale=256.0).run(ctx).loss_scaling
+    assert scaled is not None
+    assert scaled.initial_scale == 256.0

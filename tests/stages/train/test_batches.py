@@ -1,0 +1,98 @@
+"""Any cut of a global batch trains on the same samples in the same order."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts import Data, Sample
+from pipeline.engine import DataShard
+from pipeline.order import SampleOrder
+from stages.train.batches import collate, microbatches
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.feed import Feed
+from tests.support.runs import ToySamples
+
+CPU = torch.device("cpu")
+
+
+@given(count=st.integers(1, 200), ranks=st.integers(1, 9), micro=st.integers(1, 12))
+def test_shares_joined_in_rank_order_are_the_batch(count: int, ranks: int, micro: int) -> None:
+    cuts = [microbatches(count, DataShard(index=r, count=ranks), micro) for r in range(ranks)]
+    joined = [place for cut in cuts for start, end in cut for place in range(start, end)]
+    assert joined == list(range(count))
+    assert len({len(cut) for cut in cuts}) == 1, "ranks must make the same collectives"
+    assert all(end - start <= micro for cut in cuts for start, end in cut)
+    sizes = [sum(end - start for start, end in cut) for cut in cuts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+class Numbered(ToySamples):
+    """Samples whose only token is their own index."""
+
+    def __init__(self, size: int) -> None:
+        token = np.arange(size, dtype=np.int64)
+        self._samples = [Sample(input_ids=t[None], labels=t[None]) for t in token]
+
+
+def seen(steps: int, batch: int, ranks: int, micro: int, size: int, epochs: float | None) -> list[int]:
+    """Every sample that a training of this shape sees, step by step, in rank order."""
+    data = Data(train=Numbered(size), heldout=None, pad_id=0, fingerprint="")
+    config = TrainCausalLm(
+        global_batch_size=batch,
+        steps=None if epochs else steps,
+        epochs=epochs,
+        micro_batch_size=micro,
+    )
+    feeds = [Feed(config, data, 3, DataShard(index=r, count=ranks), CPU) for r in range(ranks)]
+    order: list[int] = []
+    for step in range(feeds[0].total_steps):
+        for feed in feeds:
+            for piece, _ in feed.microbatches(step * batch):
+                order += [int(i) for i in piece.labels.flatten() if i >= 0]
+    return order
+
+
+@given(
+    batch=st.integers(1, 24),
+    ranks=st.integers(1, 5),
+    micro=st.integers(1, 7),
+    size=st.integers(1, 60),
+)
+def test_sample_order_does_not_depend_on_the_split(
+    batch: int, ranks: int, micro: int, size: int
+) -> None:
+    order = SampleOrder(3, size)
+    expected = [order[position] for position in range(4 * batch)]
+    assert seen(4, batch, ranks, micro, size, None) == expected
+
+
+@given(batch=st.integers(1, 24), ranks=st.integers(1, 4), size=st.integers(1, 60))
+def test_epochs_show_every_sample_equally_often(batch: int, ranks: int, size: int) -> None:
+    order = seen(0, batch, ranks, 3, size, 2.0)
+    assert sorted(order) == sorted([*range(size), *range(size)])
+
+
+def test_last_flag_and_targets_of_a_step() -> None:
+    data = Data(train=ToySamples(20, 50, 0), heldout=None, pad_id=9, fingerprint="")
+    config = TrainCausalLm(global_batch_size=7, steps=1, micro_batch_size=2)
+    counted = 0
+    for rank in range(2):
+        feed = Feed(config, data, 0, DataShard(index=rank, count=2), CPU)
+        pieces = list(feed.microbatches(0))
+        assert [last for _, last in pieces] == [False, True]
+        counted += sum(int((piece.labels != -100).sum()) for piece, _ in pieces)
+    assert counted == feed.targets(0)
+
+
+def test_collate_pads_on_the_right_and_fills_an_empty_micro_batch() -> None:
+    short = Sample(input_ids=np.array([1, 2]), labels=np.array([2, 3]))
+    long = Sample(input_ids=np.array([4, 5, 6]), labels=np.array([-100, 6, 7]))
+    batch = collate([short, long], 0, CPU)
+    assert batch.input_ids.tolist() == [[1, 2, 0], [4, 5, 6]]
+    assert batch.labels.tolist() == [[2, 3, -100], [-100, 6, 7]]
+    empty = collate([], 8, CPU)
+    assert empty.input_ids.tolist() == [[8]]
+    assert empty.labels.tolist() == [[-100]]

@@ -1,0 +1,99 @@
+"""Settings of train.causal_lm, and failures of the loop that a user can meet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.dist import Dist
+from pipeline.errors import StageError
+from pipeline.stage import PlanView
+from stages.checkpoint.dcp import DcpCheckpoint
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
+from stages.train.causal_lm import TrainCausalLm
+from stages.wrap.ddp import Ddp
+from tests.parity.body import tiny_source
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+
+
+def problems(procs: int = 4, **fields: Any) -> list[str]:
+    view = PlanView(name="t", seed=0, procs=procs, device="cpu", slots={})
+    return [f"{p.key}: {p.message}" for p in TrainCausalLm(**fields).check(view)]
+
+
+def test_exactly_one_of_steps_and_epochs() -> None:
+    assert problems(global_batch_size=8) == ["steps: give exactly one of steps and epochs"]
+    assert problems(global_batch_size=8, steps=1, epochs=1.0)
+    assert problems(global_batch_size=8, steps=1) == []
+
+
+def test_contradicting_batch_sizes_show_the_arithmetic() -> None:
+    given = {"global_batch_size": 32, "steps": 1, "micro_batch_size": 2, "accumulation": 3}
+    assert "2 x 3 x 4 = 24" in problems(**given)[0]
+    assert problems(**{**given, "global_batch_size": 24}) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "expected"),
+    [
+        ({"micro_batch_size": 3}, 2, 3),
+        ({"accumulation": 4}, 2, 4),
+        ({"accumulation": 3}, 2, 6),
+        ({}, 2, 16),
+        ({}, 5, 7),
+    ],
+)
+def test_micro_batch_is_given_or_derived(fields: Any, ranks: int, expected: int) -> None:
+    assert TrainCausalLm(global_batch_size=32, steps=1, **fields).microbatch_size(ranks) == expected
+
+
+def diverge(dist: Dist, folder: str) -> str:
+    ctx = context(dist, folder)
+    plan = AdamW(lr=1e-3).run(ctx)
+    engine = Ddp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp32").run(ctx), plan)
+    with torch.no_grad():
+        next(engine.model.parameters())[:] = float("nan")
+    checkpoints = DcpCheckpoint().run(ctx, engine)
+    loop = TrainCausalLm(global_batch_size=4, steps=3)
+    try:
+        loop.run(ctx, engine, toy_data(), plan, checkpoints)
+    except StageError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_non_finite_gradient_stops_the_run_and_saves_nothing(tmp_path: Path) -> None:
+    said = run_ranks(diverge, 1, str(tmp_path))[0]
+    assert said.startswith("step 1: the gradient norm is nan")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def narrow(dist: Dist, folder: str, compute: Any) -> list[Any]:
+    """fp16 with a loss scale that overflows at once: skipped steps, falling scale."""
+    ctx = context(dist, folder)
+    plan = AdamW(lr=1e-3).run(ctx)
+    policy = PrecisionPolicy(compute=compute, initial_loss_scale=2.0**30)
+    engine = Ddp().run(ctx, tiny_source(ctx), policy.run(ctx), plan)
+    loop = TrainCausalLm(global_batch_size=4, steps=20, log_every=20)
+    trained = loop.run(ctx, engine, toy_data(), plan, DcpCheckpoint().run(ctx, engine))
+    lines = [json.loads(line) for line in (ctx.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    return [[s["applied"], s["loss_scale"]] for s in steps] + [trained.progress.skipped]
+
+
+def test_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None:
+    *steps, skipped = run_ranks(narrow, 1, str(tmp_path), "fp16")[0]
+    applied = [step[0] for step in steps]
+    assert applied[0] is False
+    assert applied[-1] is True
+    assert skipped == applied.count(False)
+    scale = 2.0**30
+    for was_applied, at_scale in steps:
+        assert at_scale == scale
+        scale = at_scale if was_applied else at_scale / 2

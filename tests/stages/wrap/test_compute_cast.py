@@ -1,0 +1,58 @@
+"""cast_on_use: forward and backward in the compute dtype, parameters and gradients in master."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stages.wrap.compute_cast import cast_on_use, compute_dtypes
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+def cast_by_hand(tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    parameters = list(model().parameters())
+    embedding, weight, bias, scale, shift = (p.to(torch.bfloat16) for p in parameters)
+    hidden = nn.functional.embedding(tokens, embedding) @ weight.T + bias
+    output = nn.functional.layer_norm(hidden, (4,), scale, shift)
+    output.sum().backward()
+    return output, [p.grad for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_outputs_and_gradients_are_those_of_cast_parameters(recompute: bool) -> None:
+    tokens = torch.tensor([1, 5, 2])
+    module = model()
+    cast_on_use(module, torch.bfloat16)
+    output = checkpoint(module, tokens, use_reentrant=False) if recompute else module(tokens)
+    output.sum().backward()
+    expected, gradients = cast_by_hand(tokens)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=0.02)
+
+
+def test_nothing_is_left_on_the_module_even_after_an_error() -> None:
+    module = nn.Linear(4, 4)
+    cast_on_use(module, torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        module(torch.ones(3))
+    assert "weight" not in module.__dict__
+    assert module.weight.dtype == torch.float32
+    assert list(module.state_dict()) == ["weight", "bias"]
+
+
+def test_installed_casts_can_be_told() -> None:
+    module = model()
+    assert compute_dtypes(module) == []
+    cast_on_use(module, torch.float32)
+    assert compute_dtypes(module) == []
+    cast_on_use(module, torch.bfloat16)
+    assert compute_dtypes(module) == ["bf16"]
