@@ -21,7 +21,8 @@ NO_TARGET = -100
 
 
 class Durable(ABC):
-    """An artifact that survives its process: the journal keeps `record()`, resume calls `restore()`."""
+    """An artifact that survives its process: the journal keeps `record()`, resume calls
+    `restore()`."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
@@ -38,7 +39,8 @@ class TensorReader(ABC):
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Names as in the model's state dict. Tied tensors may be listed once or under every name."""
+        """Names as in the model's state dict. Tied tensors may be listed once or under every
+        name."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -74,7 +76,8 @@ class ModelSource(ABC):
 
     @abstractmethod
     def rebuild_buffers(self, model: nn.Module) -> None:
-        """Recompute in place, on their device, buffers that no checkpoint stores (rotary tables)."""
+        """Recompute in place, on their device, buffers that no checkpoint stores (rotary
+        tables)."""
 
     @abstractmethod
     def tokenizer(self) -> Any:
@@ -100,9 +103,9 @@ class ModelSource(ABC):
 class Precision:
     """Dtypes with one meaning under every strategy.
 
-    master: the dtype the optimizer updates. compute: parameters, activations and inputs of forward and
-    backward. reduce: gradients while they are reduced over ranks. buffer: floating buffers; None keeps
-    what the model declares. The loss and the gradient norm are always fp32.
+    master: the dtype the optimizer updates. compute: parameters, activations and inputs of forward
+    and backward. reduce: gradients while they are reduced over ranks. buffer: floating buffers;
+    None keeps what the model declares. The loss and the gradient norm are always fp32.
     """
 
     master: DtypeName
@@ -158,7 +161,8 @@ class Data:
 
 
 class NamedParameter(NamedTuple):
-    """A parameter with its name and its full shape, which a partitioned parameter itself cannot tell."""
+    """A parameter with its name and its full shape, which a partitioned parameter itself cannot
+    tell."""
 
     name: str
     parameter: nn.Parameter

@@ -26,7 +26,8 @@ class StepReport:
     """What one optimizer step did.
 
     `grad_norm` is the L2 norm of the whole model's gradient before clipping, over all ranks.
-    `applied` is False when the step was skipped (fp16 overflow). `loss_scale` is 1.0 without scaling.
+    `applied` is False when the step was skipped (fp16 overflow). `loss_scale` is 1.0 without
+    scaling.
     """
 
     grad_norm: float
@@ -39,14 +40,14 @@ class Engine(ABC):
 
     Rules that every engine keeps:
 
-    - `backward(loss)` takes the local sum over target tokens, times `shard.count`, over the number of
-      target tokens in the whole optimizer step on all ranks. The strategy averages over ranks, so the
-      gradient is that of the mean over all target tokens, however they are split.
+    - `backward(loss)` takes the local sum over target tokens, times `shard.count`, over the number
+      of target tokens in the whole optimizer step on all ranks. The strategy averages over ranks,
+      so the gradient is that of the mean over all target tokens, however they are split.
     - Every micro-batch runs forward and backward inside `microbatch(last=...)`; `last` is True for
       the final micro-batch of an optimizer step, and the same on all ranks.
-    - `step(lr_scale=...)` sets every group's learning rate to its base rate times `lr_scale`, clips by
-      the global norm, steps, and clears gradients. The schedule is thus a pure function of the step and
-      no part of the engine's state.
+    - `step(lr_scale=...)` sets every group's learning rate to its base rate times `lr_scale`,
+      clips by the global norm, steps, and clears gradients. The schedule is thus a pure function
+      of the step and no part of the engine's state.
     """
 
     model: nn.Module

@@ -9,7 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """A place in a file a person wrote. `line` and `column` count from 1; 0 means the whole file."""
+    """A place in a file a person wrote. `line` and `column` count from 1; 0 means the whole
+    file."""
 
     file: str
     line: int = 0
@@ -23,8 +24,8 @@ class Location:
 class Problem:
     """One mistake: where it is, what is wrong, what to do.
 
-    A stage's `check` yields problems with `key` relative to its own fields (`files`, `group.lr`) and
-    leaves `location` out; the plan fills in the slot and the place.
+    A stage's `check` yields problems with `key` relative to its own fields (`files`, `group.lr`)
+    and leaves `location` out; the plan fills in the slot and the place.
     """
 
     message: str
@@ -77,7 +78,9 @@ class StageError(PipeError):
 class DataError(StageError):
     """A data file holds something that cannot be trained on; names the file and the row."""
 
-    def __init__(self, message: str, *, file: str | Path, row: int | None = None, hint: str = "") -> None:
+    def __init__(
+        self, message: str, *, file: str | Path, row: int | None = None, hint: str = ""
+    ) -> None:
         place = f"{file}:{row}" if row is not None else str(file)
         super().__init__(f"{place}: {message}", hint=hint)
 

@@ -30,7 +30,8 @@ def _annotations(stage: type) -> dict[str, Any]:
         return typing.get_type_hints(run)
     except Exception as error:
         raise PluginError(
-            f"{stage.__module__}.{stage.__qualname__}.run: its annotations cannot be resolved: {error}",
+            f"{stage.__module__}.{stage.__qualname__}.run: "
+            f"its annotations cannot be resolved: {error}",
             hint="import artifact types outside TYPE_CHECKING",
         ) from error
 

@@ -1,10 +1,11 @@
 """What a stage is, and what it is given when it runs.
 
-A stage is a frozen, keyword-only dataclass with a docstring. Its fields are its whole configuration;
-each field is documented by the string under it and bounded through `typing.Annotated` with pydantic's
-constraints. `run(self, ctx, ...)` is annotated with the artifacts it needs and the one it gives. An
-optional `check(self, plan)` yields problems that only show in the company of other slots or of the
-machine; it never raises and imports nothing heavy. Importing a stage's module imports no torch.
+A stage is a frozen, keyword-only dataclass with a docstring. Its fields are its whole
+configuration; each field is documented by the string under it and bounded through
+`typing.Annotated` with pydantic's constraints. `run(self, ctx, ...)` is annotated with the
+artifacts it needs and the one it gives. An optional `check(self, plan)` yields problems that only
+show in the company of other slots or of the machine; it never raises and imports nothing heavy.
+Importing a stage's module imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Stage(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanView:
-    """What a stage's `check` may look at: the whole recipe, validated, and how it will be launched."""
+    """What a stage's `check` may look at: the whole recipe, validated, and how it will be
+    launched."""
 
     name: str
     seed: int

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 from pipeline.errors import Problem
 from pipeline.marks import Path, dotted
 from pipeline.recipe.nodes import Node, plain, walk
+from pipeline.recipe.references import MAX_EXPANSIONS, Call, Text, expansions, read
 from pipeline.suggest import closest
 
 _HIDDEN = "\\${hidden}"
 """Resolves to text that holds `${`, also where another value refers to it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One `${name:args}`."""
-
-    name: str
-    args: tuple[str, ...]
 
 
 def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
@@ -39,21 +31,33 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
     leaves = [(path, node) for path, node in walk(root) if _interpolated(node)]
     if not leaves:
         return data, []
+    texts = {path: read(str(node.value)) for path, node in leaves}
+    if expansions({path: text.references for path, text in texts.items()}) > MAX_EXPANSIONS:
+        message = f"interpolations expand to more than {MAX_EXPANSIONS}"
+        return _blank(data, leaves), [Problem(message=message, location=leaves[-1][1].at)]
     allowed = _listed(root)
     problems: list[Problem] = []
     sound: list[tuple[Path, Node]] = []
     for path, node in leaves:
-        found, calls = _inspect(str(node.value), allowed, hide_env=hide_env)
-        problems.extend(
-            Problem(message=message, key=dotted(path), location=node.at) for message in found
-        )
+        found = _refusals(texts[path], allowed, hide_env=hide_env)
+        problems += [_problem(message, "", path, node) for message in found]
         if found:
             _put(data, path, None)
-        elif hide_env and calls:
-            _put(data, path, _HIDDEN)
-        if not found:
+        else:
             sound.append((path, node))
+            if hide_env and texts[path].calls:
+                _put(data, path, _HIDDEN)
     return data, problems + _fill(data, sound, root)
+
+
+def _problem(message: str, hint: str, path: Path, node: Node) -> Problem:
+    return Problem(message=message, hint=hint, key=dotted(path), location=node.at)
+
+
+def _blank(data: Any, leaves: list[tuple[Path, Node]]) -> Any:
+    for path, _ in leaves:
+        _put(data, path, None)
+    return data
 
 
 def _interpolated(node: Node) -> bool:
@@ -66,31 +70,15 @@ def _listed(root: Node) -> set[str]:
     return {entry.value for entry in entries if isinstance(entry.value, str)}
 
 
-def _inspect(
-    text: str, allowed: Collection[str], *, hide_env: bool
-) -> tuple[list[str], list[_Call]]:
-    """What is wrong with an interpolation before it is run, and the functions it calls."""
-    from omegaconf.errors import GrammarParseError
-    from omegaconf.grammar_parser import parse
-
-    try:
-        calls = list(_calls(parse(text)))
-    except (GrammarParseError, RecursionError):
-        return [f"`{text}` is not a valid interpolation"], []
-    reasons = (_refusal(call, allowed, hide_env=hide_env) for call in calls)
-    return [reason for reason in reasons if reason], calls
+def _refusals(text: Text, allowed: Collection[str], *, hide_env: bool) -> list[str]:
+    """What is wrong with an interpolation before it is run."""
+    if text.fault:
+        return [text.fault]
+    reasons = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)
+    return [reason for reason in reasons if reason]
 
 
-def _calls(tree: Any) -> Iterator[_Call]:
-    if type(tree).__name__ == "InterpolationResolverContext":
-        sequence = tree.sequence()
-        args = tuple(element.getText() for element in sequence.element()) if sequence else ()
-        yield _Call(name=tree.resolverName().getText(), args=args)
-    for child in getattr(tree, "children", None) or ():
-        yield from _calls(child)
-
-
-def _refusal(call: _Call, allowed: Collection[str], *, hide_env: bool) -> str | None:
+def _refusal(call: Call, allowed: Collection[str], *, hide_env: bool) -> str | None:
     if call.name != "oc.env":
         return f"`{call.name}` is not allowed in an interpolation (only `oc.env` is)"
     if not call.args:
@@ -122,8 +110,7 @@ def _fill(data: Any, leaves: list[tuple[Path, Node]], root: Node) -> list[Proble
         except (OmegaConfBaseException, RecursionError) as error:
             value = None
             message, hint = _explain(error, root)
-            problem = Problem(message=message, hint=hint, key=dotted(path), location=node.at)
-            problems.append(problem)
+            problems.append(_problem(message, hint, path, node))
         _put(data, path, value)
     return problems
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeline.stage import Context
 from stages.checkpoint.steps import StepCheckpoints, read_json, write_json
@@ -36,14 +37,14 @@ class DcpCheckpoints(StepCheckpoints):
         self._engine = engine
 
     def write(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=folder)
+        save(self._state(), checkpoint_id=folder)
         if self._ctx.dist.is_main and self._engine.scaler is not None:
             write_json(folder / "scaler.json", self._engine.scaler.state_dict())
 
     def read(self, folder: Path) -> None:
         engine = self._engine
         state = self._state()
-        dcp.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
         set_model_state_dict(engine.model, state["model"], options=OPTIONS)
         set_optimizer_state_dict(
             engine.model, engine.optimizer, state["optimizer"], options=OPTIONS

@@ -75,7 +75,7 @@ class StepCheckpoints(Checkpoints):
                 "progress": vars(progress),
             }
             write_json(partial / PROGRESS, record)
-            os.replace(partial, final)
+            partial.replace(final)
             sync_folder(self._root)
             self._forget_old()
         dist.barrier()

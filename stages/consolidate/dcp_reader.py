@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipeline.artifacts import Weights
 from pipeline.errors import CheckpointError
@@ -49,11 +50,11 @@ class DcpWeights(Weights):
         with warnings.catch_warnings():
             # Reading in one process is the intent; torch warns whenever it is asked to.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load({PREFIX + name: full}, storage_reader=self._reader, no_dist=True)
+            load({PREFIX + name: full}, storage_reader=self._reader, no_dist=True)
         return full
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads the metadata once, not once a tensor."""
 
     @functools.cached_property

@@ -57,7 +57,8 @@ class AdamW:
     """Clip the gradient of the whole model to this L2 norm; null does not clip."""
 
     kernel: Kernel = "auto"
-    """torch implementation: fused, foreach, or one tensor at a time; auto takes fused where it runs."""
+    """torch implementation: fused, foreach, or one tensor at a time; auto takes fused where it
+    runs."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if self.warmup_steps and self.warmup_ratio:
@@ -106,7 +107,7 @@ def _build(
 ) -> Optimizer:
     import torch
 
-    flags: dict[str, bool] = {"fused": kernel == "fused", "foreach": kernel == "foreach"}
+    flags: dict[str, Any] = {"fused": kernel == "fused", "foreach": kernel == "foreach"}
     if kernel == "auto":
         flags = {"fused": True}
     try:

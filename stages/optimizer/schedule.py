@@ -13,8 +13,9 @@ def lr_scale(
 ) -> float:
     """Factor on the base learning rate for zero-based `step` of `total`.
 
-    Rises linearly over `warmup` steps, (step + 1) / warmup, reaching 1; then stays, or falls linearly
-    or by half a cosine (Loshchilov & Hutter 2017, SGDR, eq. 5) to `final_scale` at the last step.
+    Rises linearly over `warmup` steps, (step + 1) / warmup, reaching 1; then stays, or falls
+    linearly or by half a cosine (Loshchilov & Hutter 2017, SGDR, eq. 5) to `final_scale` at the
+    last step.
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -27,9 +27,7 @@ def rank_share(count: int, shard: DataShard) -> tuple[int, int]:
     return start, start + base + (shard.index < extra)
 
 
-def microbatches(
-    count: int, shard: DataShard, micro_batch_size: int
-) -> list[tuple[int, int]]:
+def microbatches(count: int, shard: DataShard, micro_batch_size: int) -> list[tuple[int, int]]:
     """Ranges of this rank's micro-batches within a batch of `count` samples.
 
     Every rank gets the same number of ranges, as collectives demand; ranges may be empty.

@@ -29,7 +29,8 @@ class Feed:
         self.total_steps = config.steps or -(-(self._end or 0) // self._batch)
 
     def count(self, position: int) -> int:
-        """Samples of the step that starts at `position`; fewer than a batch only at the very end."""
+        """Samples of the step that starts at `position`; fewer than a batch only at the very
+        end."""
         return self._batch if self._end is None else min(self._batch, self._end - position)
 
     def targets(self, position: int) -> int:

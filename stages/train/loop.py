@@ -56,7 +56,8 @@ def train_step(
     engine: Engine, feed: Feed, plan: OptimizerPlan, progress: Progress
 ) -> tuple[torch.Tensor, StepReport]:
     """One optimizer step: accumulate, clip and apply, advance. Returns this rank's part of the mean
-    loss, still on the device, and the engine's report. Raises StageError on a non-finite gradient."""
+    loss, still on the device, and the engine's report. Raises StageError on a non-finite
+    gradient."""
     targets = feed.targets(progress.samples)
     if targets == 0:
         raise StageError(f"step {progress.step + 1}: no target token in the whole batch")

@@ -1,7 +1,7 @@
 """How parameters come to life: declared empty, then filled tensor by tensor from the source.
 
-Rank 0 reads; every other rank is sent each tensor, so that no file is read twice and no process ever
-holds the model twice.
+Rank 0 reads; every other rank is sent each tensor, so that no file is read twice and no process
+ever holds the model twice.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def fill(
     module: nn.Module,
     model: ModelSource,
     dist: Dist,
-    place: Callable[[Tensor, Tensor], None],
+    place: Callable[[Tensor, Tensor], object],
 ) -> None:
     """Fill every stored tensor of `module` from the source (collective).
 
-    `place(target, value)` puts the full `value`, on the run's device and in the target's dtype, into
-    the part of it that this rank owns. Raises StageError on a tensor of another shape.
+    `place(target, value)` puts the full `value`, on the run's device and in the target's dtype,
+    into the part of it that this rank owns. Raises StageError on a tensor of another shape.
     """
     with source_reader(model, dist) as reader, torch.no_grad():
         for name, target in stored_tensors(module):
@@ -105,7 +105,8 @@ def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
 
 
 def materialise(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
-    """Give every meta parameter real, uninitialised storage on `device`, keeping ties; move buffers.
+    """Give every meta parameter real, uninitialised storage on `device`, keeping ties; move
+    buffers.
 
     Tied parameters stay one object, which `nn.Module.to_empty` does not promise.
     """

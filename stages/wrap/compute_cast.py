@@ -1,9 +1,10 @@
-"""Run a module's forward and backward in the compute dtype while its parameters stay in master dtype.
+"""Run a module's forward and backward in the compute dtype while its parameters stay in master
+dtype.
 
-Every module sees its own parameters cast, as sharding strategies do when they gather; gradients come
-back through the cast in master dtype. Unlike autocast no operator keeps another dtype, so a policy
-means the same with and without sharding. Works under activation checkpointing: the cast is repeated
-whenever a module's forward is.
+Every module sees its own parameters cast, as sharding strategies do when they gather; gradients
+come back through the cast in master dtype. Unlike autocast no operator keeps another dtype, so a
+policy means the same with and without sharding. Works under activation checkpointing: the cast is
+repeated whenever a module's forward is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 
 def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
-    """Install the cast on every module of `model` that owns a floating parameter of another dtype."""
+    """Install the cast on every module of `model` that owns a floating parameter of another
+    dtype."""
     for module in model.modules():
         if any(_differs(parameter, dtype) for parameter in module.parameters(recurse=False)):
             module.register_forward_pre_hook(_Shadow(dtype))
@@ -27,8 +29,8 @@ def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _Shadow:
-    """Forward pre-hook: attributes found in `__dict__` come before `_parameters`, so the cast tensors
-    are what the module's forward reads."""
+    """Forward pre-hook: attributes found in `__dict__` come before `_parameters`, so the cast
+    tensors are what the module's forward reads."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -26,7 +26,8 @@ class Ddp:
     """Promise that every step uses the same parameters in the same order."""
 
     find_unused_parameters: bool = False
-    """Search the graph every step for parameters without gradient; slow, for models that need it."""
+    """Search the graph every step for parameters without gradient; slow, for models that need
+    it."""
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

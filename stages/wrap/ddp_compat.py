@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 
-def no_buffer_sync() -> dict[str, bool]:
+def no_buffer_sync() -> dict[str, Any]:
     """Arguments that keep buffers from being broadcast at every forward.
 
     They are the same everywhere from birth, and no causal language model updates one in forward.

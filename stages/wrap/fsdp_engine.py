@@ -103,7 +103,7 @@ def _place(target: Tensor, value: Tensor) -> None:
 
 
 def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
-    sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for place, unit in enumerate(sharded):
         if config.forward_prefetch:
             unit.set_modules_to_forward_prefetch(sharded[place + 1 :][: config.forward_prefetch])

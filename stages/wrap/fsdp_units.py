@@ -65,6 +65,6 @@ def _owners(module: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
 
 
 def _closed(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
-    """Whether no weight of `unit` is tied to one outside of it; torch gathers a weight in one unit."""
+    """Whether no weight of `unit` is tied to one outside; torch gathers a weight in one unit."""
     inside = set(unit.modules())
     return all(owners[parameter] <= inside for parameter in unit.parameters())

@@ -31,7 +31,8 @@ def tiny_source(ctx: Any, **overrides: Any) -> Any:
 
 
 def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Train as `case` says; returns what rank 0 logged. Weights go to `folder`/final.safetensors."""
+    """Train as `case` says; returns what rank 0 logged. Weights go to
+    `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
     precision = PrecisionPolicy(compute=case.get("compute", "fp32"), reduce="fp32").run(ctx)
     plan = AdamW(

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from pipeline.artifacts import Data, ModelSource
 from pipeline.order import SampleOrder

@@ -403,6 +403,24 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         (),
         ["r.yaml:13:12: train.steps: the interpolation leads back to itself"],
     ),
+    "a reference in a reference": (
+        changed("steps: 5", "steps: ${stages.${name}}"),
+        (),
+        ["r.yaml:13:12: train.steps: a reference inside of a reference is not allowed"],
+    ),
+    "references that double with every line": (
+        GOOD
+        + "  last:\n    use: wrap.blue\n    x0: a\n"
+        + "".join(f"    x{n}: ${{.x{n - 1}}}${{.x{n - 1}}}\n" for n in range(1, 31)),
+        (),
+        [
+            "r.yaml:46:10: interpolations expand to more than 1000",
+            *(
+                f"r.yaml:{16 + n}:5: last.x{n}: unknown field (known here: bucket)"
+                for n in range(31)
+            ),
+        ],
+    ),
     "broken interpolation": (
         changed("steps: 5", "steps: ${"),
         (),

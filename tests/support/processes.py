@@ -83,12 +83,11 @@ def _rank(
     torch.set_num_threads(1)
     try:
         store = torch.distributed.FileStore(f"{folder}/store", world_size)
-        torch.distributed.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size
-        )
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         dist = Dist(
             rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size,
-            device=torch.device("cpu"), store=torch.distributed.distributed_c10d._get_default_store(),
+            device=torch.device("cpu"),
+            store=torch.distributed.distributed_c10d._get_default_store(),
         )  # fmt: skip
         result = function(dist, *args)
         Path(folder, f"result-{rank}.json").write_text(json.dumps(result))

@@ -31,7 +31,8 @@ def context(dist: Dist, run_dir: str | Path, seed: int = 7) -> Context:
 
 
 class ToySamples(Samples):
-    """Random tokens of uneven lengths, about a third of the labels masked; some samples have none."""
+    """Random tokens of uneven lengths, about a third of the labels masked; some samples have
+    none."""
 
     def __init__(self, size: int, vocab: int, seed: int) -> None:
         generator = np.random.default_rng(seed)

@@ -37,7 +37,9 @@ class Numbered(ToySamples):
         self._samples = [Sample(input_ids=t[None], labels=t[None]) for t in token]
 
 
-def seen(steps: int, batch: int, ranks: int, micro: int, size: int, epochs: float | None) -> list[int]:
+def seen(
+    steps: int, batch: int, ranks: int, micro: int, size: int, epochs: float | None
+) -> list[int]:
     """Every sample that a training of this shape sees, step by step, in rank order."""
     data = Data(train=Numbered(size), heldout=None, pad_id=0, fingerprint="")
     config = TrainCausalLm(
