@@ -1,1 +1,5 @@
-"""The framework: recipes, stages, plans and runs. It imports no stage and names no strategy."""
+"""The framework: recipes, stages, plans and runs. It imports no stage and names no strategy.
+
+Authors of stages import from `pipeline.artifacts`, `pipeline.engine`, `pipeline.stage`,
+`pipeline.errors` and `pipeline.testing`.
+"""
