@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.dist import Dist
+from stages.wrap.zero.options import OptimizerOffload
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.reference import reference
 from tests.support.processes import run_ranks
@@ -40,9 +41,16 @@ TORCH_CASES = {
         case("wrap.fsdp", "dcp", units="size", unit_size=1000, forward_prefetch=1), (2,),
     ),
 }  # fmt: skip
+OFFLOAD = {"stage": 3, "offload_optimizer": OptimizerOffload(device="cpu")}
+ZERO_CASES = {
+    "zero1": (case("wrap.zero", "deepspeed", stage=1), (1, 2)),
+    "zero2": (case("wrap.zero", "deepspeed", UNEVEN, stage=2), (1, 2, 3)),
+    "zero3": (case("wrap.zero", "deepspeed", stage=3), (1, 2, 3)),
+    "zero3 cpu_offload": (case("wrap.zero", "deepspeed", **OFFLOAD), (1, 2)),
+}
 CASES = [
     pytest.param(config, ranks, id=f"{name} on {ranks}")
-    for name, (config, worlds) in TORCH_CASES.items()
+    for name, (config, worlds) in {**TORCH_CASES, **ZERO_CASES}.items()
     for ranks in worlds
 ]
 
