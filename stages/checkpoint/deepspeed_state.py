@@ -16,7 +16,7 @@ TAG = "state"
 
 
 class DeepSpeedCheckpoints(StepCheckpoints):
-    """Whatever `DeepSpeedEngine.save_checkpoint` writes, restored by `load_checkpoint` bit for bit."""
+    """Files of `DeepSpeedEngine.save_checkpoint`; resuming from them is exact to the bit."""
 
     format = "deepspeed"
 

@@ -92,13 +92,13 @@ def _load_all(folder: Path, pattern: str) -> list[Mapping[str, Any]]:
     return [load_saved(file) for file in files]
 
 
-def _whole_frozen(state: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]) -> dict[str, Slices]:
+def _whole_frozen(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
+) -> dict[str, Slices]:
     """Stages 1 and 2: parameters without a master, which every rank holds whole."""
-    mastered = {name for group in groups for name in group}
-    left = state["module"].keys() - mastered - set(state["buffer_names"])
-    return {
-        name: _one(state["module"][name]) for name in left - state["shared_params"].keys()
-    }
+    known = {name for group in groups for name in group}
+    known |= {*state["buffer_names"], *state["shared_params"]}
+    return {name: _one(value) for name, value in state["module"].items() if name not in known}
 
 
 def _one(tensor: Tensor) -> Slices:

@@ -25,7 +25,14 @@ def attest(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> None:
     ]
     if ctx.dist.is_main:
         (ctx.run_dir / "engine.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-    shown = ", ".join(f"{key}={value}" for key, value in facts.items())
-    ctx.log.info("engine: %s", shown)
+    ctx.log.info("running: %s", ", ".join(f"{key} {_shown(facts[key])}" for key in facts))
     if differences:
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return " x ".join(f"{key}:{size}" for key, size in value.items())
+    if isinstance(value, list):
+        return "+".join(map(str, value)) or "none"
+    return f"{value:,}" if type(value) is int else str(value)

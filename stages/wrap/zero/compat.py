@@ -99,7 +99,9 @@ def accumulation_dtype(optimizer: Any) -> torch.dtype | None:
         # Stages 1 and 2 sum on the host, in the parameters' dtype whatever was asked for.
         held: torch.dtype = optimizer.dtype
         return held
-    name = "grad_acc_dtype" if hasattr(optimizer, "grad_acc_dtype") else "gradient_accumulation_dtype"
+    name = (
+        "grad_acc_dtype" if hasattr(optimizer, "grad_acc_dtype") else "gradient_accumulation_dtype"
+    )
     dtype: torch.dtype | None = getattr(optimizer, name, None)
     return dtype
 
@@ -152,17 +154,17 @@ def quiet(log: logging.Logger) -> Iterator[None]:
             log.debug("deepspeed: %s", line)
 
 
-def set_master(optimizer: Any, parameter: torch.nn.Parameter, value: Tensor) -> None:
+def set_master(optimizer: Any, parameter: Any, value: Tensor) -> None:
     """Write the full fp32 `value` into this rank's part of a parameter's master weight."""
     if hasattr(parameter, "ds_id"):
-        length = parameter.partition_numel()
+        length = parameter.ds_tensor.numel()
         start = optimizer._get_param_partition_rank(parameter) * length
         part = value.new_zeros(length)
         mine = value.flatten()[start : start + length]
         part[: mine.numel()] = mine
         optimizer.set_local_hp_param(part, parameter)
         return
-    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    mapping = parameter._hp_mapping
     if mapping is not None:
         start = mapping.lp_fragment_address.start
         fragment = mapping.get_hp_fragment()

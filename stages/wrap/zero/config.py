@@ -27,9 +27,7 @@ STAGE_3_FIELDS = {
 """Fields that mean something at stage 3 only -> DeepSpeed's name."""
 
 
-def generate(
-    stage: Zero, precision: Precision, *, max_grad_norm: float | None
-) -> dict[str, Any]:
+def generate(stage: Zero, precision: Precision, *, max_grad_norm: float | None) -> dict[str, Any]:
     """The whole configuration, JSON; `stage.extra` merged in (already checked for collisions)."""
     return merge(decided(stage, precision, max_grad_norm=max_grad_norm), stage.extra)
 
@@ -101,7 +99,11 @@ def overlaps(stage: Zero) -> bool:
 
 
 def _offload_optimizer(offload: OptimizerOffload) -> dict[str, Any]:
-    block = {"device": offload.device, "pin_memory": offload.pin_memory, "ratio": offload.ratio}
+    block: dict[str, Any] = {
+        "device": offload.device,
+        "pin_memory": offload.pin_memory,
+        "ratio": offload.ratio,
+    }
     if offload.device == "nvme":
         block |= {
             "nvme_path": offload.path,

@@ -21,9 +21,7 @@ class LiveZeroEngine(ZeroEngine):
     """DeepSpeed's engine behind the common port. Accumulation is unmanaged: gradients are summed
     over micro-batches and applied by one `step`."""
 
-    def __init__(
-        self, live: Any, dist: Dist, precision: Precision, plan: OptimizerPlan
-    ) -> None:
+    def __init__(self, live: Any, dist: Dist, precision: Precision, plan: OptimizerPlan) -> None:
         self.deepspeed = live
         self.model = live
         self.device = dist.device

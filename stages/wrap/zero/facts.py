@@ -10,7 +10,6 @@ import torch.distributed
 from stages.wrap.birth import dtype_names
 from stages.wrap.zero import compat
 
-
 PADDING = 64
 """Elements that a parameter or group may be padded by, more than any alignment in use."""
 
@@ -55,5 +54,8 @@ def _is_partitioned(live: Any, masters: int) -> bool:
     """Whether this rank's masters are its share of the trainable elements (plus padding)."""
     world = torch.distributed.get_world_size(live.optimizer.dp_process_group)
     trainable = [p for p in live.module.parameters() if p.requires_grad]
-    elements = sum(getattr(p, "ds_numel", p.numel()) for p in trainable)
-    return masters * world >= elements and (masters - PADDING * (len(trainable) + 1)) * world <= elements
+    elements = int(sum(getattr(p, "ds_numel", p.numel()) for p in trainable))
+    return (
+        masters * world >= elements
+        and (masters - PADDING * (len(trainable) + 1)) * world <= elements
+    )

@@ -37,7 +37,7 @@ class OptimizerOffload:
     """With nvme: write the previous tile while the current one is updated."""
 
     ratio: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Share of the optimizer's sub-groups that is offloaded (below 1 at stage 3 only, to cpu only)."""
+    """Share of the optimizer's sub-groups that is offloaded; below 1 at stage 3 with cpu only."""
 
 
 @dataclass(frozen=True, kw_only=True)

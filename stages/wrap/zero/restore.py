@@ -75,4 +75,6 @@ def _placed(value: Any, length: int, *, swapped: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     # A swapped moment was saved empty: an empty shell of its size is filled by the swap-in.
-    return torch.empty(length, dtype=value.dtype) if swapped and not value.numel() else value.clone()
+    return (
+        torch.empty(length, dtype=value.dtype) if swapped and not value.numel() else value.clone()
+    )

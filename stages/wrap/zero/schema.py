@@ -1,4 +1,4 @@
-"""Which configuration keys the installed DeepSpeed knows, read from its source without importing it.
+"""Which configuration keys the installed DeepSpeed knows, read from its source.
 
 DeepSpeed silently ignores an unknown top-level key. Importing it to ask takes seconds and brings
 torch along, too much for a check, so its configuration modules are parsed instead.
@@ -109,7 +109,9 @@ def _keys_read(function: Function, name: str, sources: Sources, *, seen: set[str
         for key in _keys_at(node, name):
             yield from _literals(key, function, sources)
         if isinstance(node, ast.Call) and _is_passed(node, name):
-            called = sources.functions.get(node.func.id) if isinstance(node.func, ast.Name) else None
+            called = (
+                sources.functions.get(node.func.id) if isinstance(node.func, ast.Name) else None
+            )
             if called is not None and called.name not in seen:
                 yield from _keys_read(called, _first_parameter(called), sources, seen=seen)
 
@@ -153,7 +155,9 @@ def _is_passed(call: ast.Call, name: str) -> bool:
 
 def _first_parameter(function: Function) -> str:
     if isinstance(function, ast.ClassDef):
-        inits = [n for n in function.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        inits = [
+            n for n in function.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"
+        ]
         return inits[0].args.args[1].arg if inits else ""
     return function.args.args[0].arg
 

@@ -53,7 +53,7 @@ class Zero:
     """Copy gradients into one buffer as they come, which avoids fragmentation."""
 
     round_robin_gradients: bool | None = None
-    """Stages 1 and 2: spread each gradient over ranks more finely, for parallel copies to the host."""
+    """Stages 1 and 2: spread each gradient over ranks finely, for parallel copies to the host."""
 
     prefetch_bucket_size: Annotated[int, Ge(0)] | None = None
     """Stage 3: parameter elements to gather ahead of use."""
@@ -74,8 +74,8 @@ class Zero:
     """Disk access settings of NVMe offload."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed configuration, as DeepSpeed names it (nested blocks too). A key that a field
-    above or the recipe's other slots already decide, or that DeepSpeed does not know, is refused."""
+    """Further DeepSpeed configuration, named as DeepSpeed does (nested blocks too). A key that a
+    field above or another slot already decides, or that DeepSpeed does not know, is refused."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.wrap.zero.checks import problems

@@ -1,0 +1,20 @@
+"""For authors of stages: what a stage must keep to, checked, and what its tests need to run it.
+
+    from pipeline.testing import assert_conforms, context
+
+    def test_conforms():
+        assert_conforms(Sgd, valid={"lr": 0.1}, invalid=[("lr", {"lr": -1.0})])
+
+    def test_run(tmp_path):
+        plan = Sgd(lr=0.1).run(context(tmp_path))
+
+Works under any test runner; importing it imports neither one nor torch.
+"""
+
+from __future__ import annotations
+
+from pipeline.testing.conformance import assert_conforms, check_stage
+from pipeline.testing.configs import plan_view, problems
+from pipeline.testing.context import context
+
+__all__ = ["assert_conforms", "check_stage", "context", "plan_view", "problems"]
