@@ -289,3 +289,11 @@ def torch_dtype(name: str) -> torch.dtype:
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The DtypeName of a torch dtype; torch's own name for those that a recipe cannot ask for."""
+    import torch
+
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pipeline import jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,30 +21,18 @@ class Finished:
 
 
 class Journal:
-    """Append-only; one writer (rank 0, or the launching process)."""
+    """Append-only. Whoever holds the run's lock writes, and rank 0 while the ranks run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event and force it to disk."""
-        line = json.dumps({"time": time.time(), "event": event, **facts})
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        jsonl.append(self.path, {"time": time.time(), "event": event, **facts}, sync=True)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Events in order; a line that a crash cut short is passed over."""
-        if not self.path.exists():
-            return
-        for line in self.path.read_text("utf-8").splitlines():
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(event, dict):
-                yield event
+        return (event for event in jsonl.read(self.path) if "event" in event)
 
     def finished(self) -> dict[str, Finished]:
         """The latest finish of every slot."""
@@ -53,9 +41,15 @@ class Journal:
                 slot=event["slot"], digest=event["digest"], record=event.get("record")
             )
             for event in self.events()
-            if event.get("event") == "slot finished"
+            if event["event"] == "slot finished"
         }
 
-    def last(self) -> dict[str, Any] | None:
-        """The newest event."""
-        return next(iter(reversed(list(self.events()))), None)
+    def running(self) -> str | None:
+        """The slot that started last in the newest start of the run; None before the first."""
+        slot = None
+        for event in self.events():
+            if event["event"] == "run started":
+                slot = None
+            elif event["event"] == "slot started":
+                slot = event["slot"]
+        return slot

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from pipeline import jsonl
 
 
 class Metrics:
@@ -16,32 +17,16 @@ class Metrics:
         self.path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; it is on disk (not in a buffer of ours) when this returns."""
-        if self.path is None:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append one record; it is not in a buffer of ours when this returns."""
+        if self.path is not None:
+            jsonl.append(self.path, record)
 
     def rewind(self, step: int) -> None:
         """Drop records later than `step`, and a line that a crash cut short, so that a resumed run
         leaves neither gaps nor duplicates."""
         if self.path is None or not self.path.exists():
             return
-        kept = [record for record in records(self.path) if record.get("step", 0) <= step]
+        kept = [record for record in jsonl.read(self.path) if record.get("step", 0) <= step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         os.replace(temporary, self.path)
-
-
-def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, in order; a line that a crash cut short is passed over."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict):
-                yield record

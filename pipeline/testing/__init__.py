@@ -13,8 +13,8 @@ Works under any test runner; importing it imports neither one nor torch.
 
 from __future__ import annotations
 
-from pipeline.testing.conformance import assert_conforms, check_stage
 from pipeline.testing.configs import plan_view, problems
+from pipeline.testing.conformance import assert_conforms, check_stage
 from pipeline.testing.context import context
 
 __all__ = ["assert_conforms", "check_stage", "context", "plan_view", "problems"]

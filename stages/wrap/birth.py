@@ -14,7 +14,14 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from pipeline.artifacts import ModelSource, NamedParameter, Precision, TensorReader, torch_dtype
+from pipeline.artifacts import (
+    ModelSource,
+    NamedParameter,
+    Precision,
+    TensorReader,
+    dtype_name,
+    torch_dtype,
+)
 from pipeline.errors import StageError
 
 if TYPE_CHECKING:
@@ -124,7 +131,5 @@ def materialise(module: nn.Module, device: torch.device, *, buffer_device: torch
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
-    """The distinct floating dtypes among `tensors`, as in a recipe (`fp32`, `bf16`, `fp16`)."""
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return sorted(names.get(dtype, str(dtype).removeprefix("torch.")) for dtype in found)
+    """The distinct floating dtypes among `tensors`, as in a recipe."""
+    return sorted({dtype_name(t.dtype) for t in tensors if t.is_floating_point()})

@@ -20,7 +20,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
     dtype."""
     for module in model.modules():
         if any(_differs(parameter, dtype) for parameter in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_Shadow(dtype))
+            module.register_forward_pre_hook(Shadow(dtype))
             module.register_forward_hook(_unshadow, always_call=True)
 
 
@@ -28,7 +28,7 @@ def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.is_floating_point() and tensor.dtype != dtype
 
 
-class _Shadow:
+class Shadow:
     """Forward pre-hook: attributes found in `__dict__` come before `_parameters`, so the cast
     tensors are what the module's forward reads."""
 
@@ -46,8 +46,7 @@ def _unshadow(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         module.__dict__.pop(name, None)
 
 
-def compute_dtypes(model: nn.Module) -> list[str]:
-    """The dtypes that installed casts really produce, as in a recipe; empty without any."""
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+def installed_casts(model: nn.Module) -> list[Shadow]:
+    """The casts that really are on the model's modules."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return sorted({short[hook.dtype] for hook in hooks if isinstance(hook, _Shadow)})
+    return [hook for hook in hooks if isinstance(hook, Shadow)]

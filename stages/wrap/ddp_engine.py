@@ -8,13 +8,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
 from pipeline.engine import DataShard, StepReport
 from pipeline.stage import Context
 from stages.wrap.birth import (
@@ -25,16 +21,15 @@ from stages.wrap.birth import (
     materialise,
     named_parameters,
 )
-from stages.wrap.compute_cast import cast_on_use, compute_dtypes
+from stages.wrap.compute_cast import cast_on_use, installed_casts
 from stages.wrap.ddp_compat import no_buffer_sync
+from stages.wrap.ddp_reduce import ReduceIn
 from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
 from stages.wrap.torch_engine import TorchEngine
 from stages.wrap.witness import attest
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
-
-REDUCE_HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
 def build(
@@ -65,8 +60,10 @@ def _replicate(
         find_unused_parameters=config.find_unused_parameters,
         **no_buffer_sync(),
     )
-    if precision.reduce != precision.master and precision.reduce in REDUCE_HOOKS:
-        replicated.register_comm_hook(None, REDUCE_HOOKS[precision.reduce])
+    if precision.reduce != precision.master:
+        replicated.register_comm_hook(
+            replicated.process_group, ReduceIn(torch_dtype(precision.reduce))
+        )
     return replicated
 
 
@@ -77,13 +74,8 @@ def _expected(ctx: Context, precision: Precision) -> dict[str, Any]:
         "device": ctx.dist.device.type,
         "master": [precision.master],
         "compute": [precision.compute],
-        "reduce": _reduced_in(precision),
+        "reduce": [precision.reduce],
     }
-
-
-def _reduced_in(precision: Precision) -> str:
-    # Gradients arrive in master dtype; torch's hooks only narrow them.
-    return precision.reduce if precision.reduce in REDUCE_HOOKS else precision.master
 
 
 class DdpEngine(TorchEngine):
@@ -118,8 +110,8 @@ class DdpEngine(TorchEngine):
 
     def facts(self) -> Mapping[str, Any]:
         module = self.model.module
-        hooks = [hook for hook, _ in self.model._comm_hooks]
-        narrowed = [name for name, hook in REDUCE_HOOKS.items() if hook in hooks]
+        hooks = [hook for hook, _ in self.model._comm_hooks if isinstance(hook, ReduceIn)]
+        casts = {dtype_name(cast.dtype) for cast in installed_casts(module)}
         master = dtype_names(module.parameters())
         return {
             "engine": type(self.model).__name__,
@@ -128,8 +120,8 @@ class DdpEngine(TorchEngine):
             "world_size": self.model.process_group.size(),
             "device": next(module.parameters()).device.type,
             "master": master,
-            "compute": compute_dtypes(module) or master,
-            "reduce": narrowed[0] if narrowed else "+".join(master),
+            "compute": sorted(casts) or master,
+            "reduce": [dtype_name(hook.dtype) for hook in hooks] or master,
             "buffers": dtype_names(module.buffers()),
             "parameters": sum(p.numel() for p in module.parameters()),
             "loss_scaling": self.scaler is not None,

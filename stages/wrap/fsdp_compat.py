@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from pipeline.artifacts import dtype_name
 
 
 def sharding_facts(model: nn.Module) -> dict[str, Any]:
@@ -24,8 +23,8 @@ def sharding_facts(model: nn.Module) -> dict[str, Any]:
         "units": len(modules),
         "reshard_after_forward": sorted({g.post_forward_mesh_info is not None for g in below})
         or [False],
-        "compute": sorted({SHORT[g.mp_policy.param_dtype] for g in groups}),
-        "reduce": sorted({SHORT[g.mp_policy.reduce_dtype] for g in groups}),
+        "compute": sorted({dtype_name(g.mp_policy.param_dtype) for g in groups}),
+        "reduce": sorted({dtype_name(g.mp_policy.reduce_dtype) for g in groups}),
         "cpu_offload": all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups),
     }
 

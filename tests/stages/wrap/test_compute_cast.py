@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stages.wrap.compute_cast import cast_on_use, compute_dtypes
+from stages.wrap.compute_cast import cast_on_use, installed_casts
 
 
 def model() -> nn.Module:
@@ -51,8 +51,8 @@ def test_nothing_is_left_on_the_module_even_after_an_error() -> None:
 
 def test_installed_casts_can_be_told() -> None:
     module = model()
-    assert compute_dtypes(module) == []
+    assert installed_casts(module) == []
     cast_on_use(module, torch.float32)
-    assert compute_dtypes(module) == []
+    assert installed_casts(module) == []
     cast_on_use(module, torch.bfloat16)
-    assert compute_dtypes(module) == ["bf16"]
+    assert [cast.dtype for cast in installed_casts(module)] == [torch.bfloat16] * 3

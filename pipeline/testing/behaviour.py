@@ -1,0 +1,99 @@
+"""What a stage does with good and with bad fields, against what every stage must do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from pipeline.annotations import dataclasses_in, field_types
+from pipeline.errors import Problem
+from pipeline.field_table import plain_value
+from pipeline.testing.configs import checked, make
+
+
+def acceptance(stage: type, valid: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the stage, `valid` being good fields for it."""
+    made, found = make(stage, valid)
+    if made is None:
+        yield f"valid fields are refused: {_listed(found)}"
+        return
+    found = yield from _checked(made)
+    if found:
+        yield f"check refuses valid fields: {_listed(found)}"
+    if not any(each.key == "no_such_field" for each in make(stage, _misspelt(valid))[1]):
+        yield "an unknown field is not refused"
+    unstable = list(_unstable(made))
+    yield from unstable or _round_trip(stage, made)
+
+
+def refusal(stage: type, key: str, invalid: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the stage, `invalid` having a mistake at `key`."""
+    made, found = make(stage, invalid)
+    if made is not None:
+        found = yield from _checked(made)
+    if not found:
+        yield f"invalid fields are accepted: {dict(invalid)!r}"
+    elif all(problem.key != key for problem in found):
+        yield f"{dict(invalid)!r} has no problem at `{key}`, but: {_listed(found)}"
+
+
+def _checked(made: Any) -> Generator[str, None, list[Problem]]:
+    """Yields what is wrong with the check; returns the problems that it finds."""
+    try:
+        found: list[Any] = list(checked(made))
+    except Exception as error:
+        yield f"check raised {type(error).__name__} instead of yielding a Problem: {error}"
+        return []
+    for each in found:
+        if not isinstance(each, Problem):
+            yield f"check yields {type(each).__name__} instead of Problem"
+        elif each.key and not _names_field(type(made), each.key.split(".")):
+            yield f"check yields a problem whose key is no field: `{each.key}`"
+    return [each for each in found if isinstance(each, Problem)]
+
+
+def _names_field(stage: type, parts: list[str]) -> bool:
+    """Whether a dotted key leads to a field, as far down as there are dataclasses."""
+    owners = [stage]
+    for part in parts:
+        types = [field_types(owner)[part] for owner in owners if part in field_types(owner)]
+        if not types:
+            return part.isdecimal()
+        owners = [below for each in types for below in dataclasses_in(each)]
+        if not owners:
+            return True
+    return True
+
+
+def _unstable(made: Any) -> Iterator[str]:
+    """The journal knows a finished stage again by the JSON of its values."""
+    try:
+        json.dumps(dataclasses.asdict(made), sort_keys=True, default=_path_text)
+    except Exception as error:
+        yield f"its values have no stable JSON form: {error}"
+
+
+def _path_text(value: Any) -> str:
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"{value!r}; use numbers, text, paths, tuples and mappings of them")
+
+
+def _round_trip(stage: type, made: Any) -> Iterator[str]:
+    """`pipe show` writes the values out, and they must mean the same again."""
+    again, found = make(stage, plain_value(made))
+    if again is None:
+        yield f"its values are refused when written out in full: {_listed(found)}"
+    elif again != made:
+        yield "is not equal to a stage of the same values"
+
+
+def _misspelt(valid: Mapping[str, Any]) -> dict[str, Any]:
+    return {**valid, "no_such_field": 1}
+
+
+def _listed(found: list[Problem]) -> str:
+    return "; ".join(str(dataclasses.replace(each, location=None)) for each in found)

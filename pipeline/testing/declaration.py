@@ -1,0 +1,120 @@
+"""What a stage's class declares, against what every stage must declare."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.annotations import dataclasses_in, field_types, init_fields
+from pipeline.artifacts import (
+    Checkpoints,
+    Data,
+    ExportedModel,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+    TrainedRun,
+    Weights,
+)
+from pipeline.engine import Engine
+from pipeline.field_table import plain_value
+from pipeline.fields import adapter, default_of, field_docs
+from pipeline.registry import kind_of
+from pipeline.signature import gives, needs
+from pipeline.stage import Context
+from pipeline.testing.configs import make
+
+KINDS: dict[str, type] = {
+    "model": ModelSource,
+    "adapter": ModelSource,
+    "precision": Precision,
+    "data": Data,
+    "optimizer": OptimizerPlan,
+    "wrap": Engine,
+    "checkpoint": Checkpoints,
+    "train": TrainedRun,
+    "consolidate": Weights,
+    "export": ExportedModel,
+}
+"""What stages of the known kinds give. A new kind may give anything."""
+
+
+def name_violations(stage: type, name: str) -> Iterator[str]:
+    """A name is `kind.name`; stages of one kind are offered in each other's place."""
+    kind, _, rest = name.partition(".")
+    if not all(part.isidentifier() and part.islower() for part in (kind, rest)):
+        yield f"its name `{name}` is not kind.name in lower-case letters, digits and underscores"
+    given, wanted = gives(stage), KINDS.get(kind)
+    if wanted is not None and (given is None or not issubclass(given, wanted)):
+        shown = given.__name__ if given else "nothing"
+        fitting = [other for other, kind in KINDS.items() if given and issubclass(given, kind)]
+        hint = f" (call it {' or '.join(f'{other}.{rest}' for other in fitting)})"
+        yield (
+            f"is called `{name}`, but {kind_of(name)} stages give {wanted.__name__}, and it gives "
+            f"{shown}{hint if fitting else ''}"
+        )
+
+
+def run_violations(stage: Any) -> Iterator[str]:
+    """`run(self, ctx: Context, ...)` takes artifacts by name and says what it gives."""
+    hints = typing.get_type_hints(stage.run)
+    parameters = list(inspect.signature(stage.run).parameters.values())
+    if len(parameters) < 2 or hints.get(parameters[1].name) is not Context:
+        yield "run: the first parameter after `self` is not annotated with Context"
+    if "return" not in hints:
+        yield "run: the return annotation is missing (write `-> None` if it gives nothing)"
+    for parameter in parameters[2:]:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            yield f"run: `{parameter.name}` cannot be given by name"
+    taken = [(f"`{need.parameter}`", need.type) for need in needs(stage)]
+    for what, kind in [*taken, ("what it gives", gives(stage))]:
+        if kind is not None and kind.__module__ == "builtins":
+            yield f"run: {what} is of the type {kind.__name__}, which says nothing of its role"
+
+
+def field_violations(stage: type) -> Iterator[str]:
+    """Every field, at any depth, is documented, understood, and accepts its own default."""
+    unfit = list(_undocumented(stage)) + list(_unwritable_defaults(stage))
+    try:
+        adapter(stage).json_schema()
+    except Exception as error:
+        unfit.append(f"fields: there is no JSON Schema of them: {error}")
+    yield from unfit or _refused_defaults(stage)
+
+
+def _undocumented(stage: type, prefix: str = "") -> Iterator[str]:
+    docs = field_docs(stage)
+    for field in init_fields(stage):
+        if field.name not in docs:
+            yield f"field `{prefix}{field.name}` has no string under it that says what it is"
+        for below in dataclasses_in(field_types(stage)[field.name]):
+            yield from _undocumented(below, f"{prefix}{field.name}.")
+
+
+def _unwritable_defaults(stage: type) -> Iterator[str]:
+    for name, default in _defaults(stage).items():
+        try:
+            json.dumps(default)
+        except TypeError as error:
+            yield f"the default of field `{name}` cannot be written in a recipe: {error}"
+
+
+def _refused_defaults(stage: type) -> Iterator[str]:
+    """Python does not hold a default to its field's bounds; a recipe that writes it out would."""
+    defaults = _defaults(stage)
+    for problem in make(stage, defaults)[1]:
+        if problem.key.partition(".")[0] in defaults:
+            yield f"the default of field `{problem.key}` is refused: {problem.message}"
+
+
+def _defaults(stage: type) -> dict[str, Any]:
+    found = {field.name: default_of(field) for field in init_fields(stage)}
+    return {
+        name: plain_value(default)
+        for name, default in found.items()
+        if default is not dataclasses.MISSING
+    }

@@ -1,0 +1,73 @@
+"""Every recipe that we ship passes the check; families differ in their strategy only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from pipeline.plan import plan_file
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+FAMILIES = {
+    "smollm": ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme"),
+    "llama8b": ("ddp", "fsdp", "zero2"),
+    "llama70b": ("fsdp", "zero3", "zero3_offload"),
+}
+OF_THE_STRATEGY = {"wrap", "checkpoint", "consolidate"}
+
+
+def test_all_promised_recipes_are_there() -> None:
+    names = {f"{family}_{member}" for family, members in FAMILIES.items() for member in members}
+    assert {path.stem for path in RECIPES} == names | {"quickstart"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
+    plan = plan_file(path, (), here=False)
+    assert plan.recipe.name == path.stem
+    assert [step.slot for step in plan.steps] == [
+        "model", "precision", "data", "optimizer", "wrap", "checkpoint", "train", "consolidate",
+        "export",
+    ]  # fmt: skip
+
+
+def settings(path: Path) -> dict[str, Any]:
+    plan = plan_file(path, (), here=False)
+    return {step.slot: (step.use, dataclasses.asdict(step.stage)) for step in plan.steps}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_differs_in_its_strategy_slots_only(family: str) -> None:
+    first, *others = (settings(FOLDER / f"{family}_{name}.yaml") for name in FAMILIES[family])
+    for other in others:
+        assert other.keys() == first.keys()
+        different = {slot for slot in first if other[slot] != first[slot]}
+        assert "wrap" in different
+        assert different <= OF_THE_STRATEGY
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_saves_as_often_whatever_the_format(family: str) -> None:
+    saved = {
+        (s["checkpoint"][1]["every"], s["checkpoint"][1]["keep"])
+        for s in (settings(FOLDER / f"{family}_{name}.yaml") for name in FAMILIES[family])
+    }
+    assert len(saved) == 1
+
+
+def test_recipes_validate_against_the_schema_for_editors() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "pipeline", "schema"], capture_output=True, text=True, check=True
+    )
+    schema = json.loads(said.stdout)
+    for path in RECIPES:
+        jsonschema.validate(yaml.safe_load(path.read_text("utf-8")), schema)

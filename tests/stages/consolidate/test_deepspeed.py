@@ -1,0 +1,132 @@
+"""Full tensors out of every kind of ZeRO checkpoint equal the masters that were live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from pipeline.artifacts import Progress, TrainedRun
+from pipeline.dist import Dist
+from pipeline.errors import CheckpointError
+from stages.consolidate.deepspeed import ConsolidateDeepSpeed
+from stages.consolidate.deepspeed_reader import Slices, _cut, _from_shards
+from stages.wrap.zero import Aio, OptimizerOffload
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+from tests.support.zero import Case, plain, run_case
+from tests.stages.checkpoint.test_deepspeed import has_libaio
+
+CASES = {
+    "1": Case(zero={"stage": 1}),
+    "1 bf16": Case(zero={"stage": 1}, compute="bf16"),
+    "2 round robin": Case(zero={"stage": 2, "round_robin_gradients": True}),
+    "2 offload": Case(zero={"stage": 2, "offload_optimizer": OptimizerOffload()}),
+    "3 bf16": Case(zero={"stage": 3}, compute="bf16"),
+    "3 sub-groups": Case(zero={"stage": 3, "sub_group_size": 500}),
+    "3 untied": Case(zero={"stage": 3}, model={"tie_word_embeddings": False}),
+}  # fmt: skip
+
+
+def consolidated(folder: Path, case: Case, *, ranks: int = 2) -> Any:
+    import dataclasses
+
+    run_ranks(run_case, ranks, str(folder), dataclasses.replace(case, save=True, last=2))
+    return opened(folder / "checkpoints/step-00000002")
+
+
+def opened(checkpoint: Path) -> Any:
+    ctx = context(Dist(device=torch.device("cpu")), checkpoint.parent)
+    trained = TrainedRun(checkpoint=checkpoint, progress=Progress(step=2), metrics={})
+    return ConsolidateDeepSpeed().run(ctx, trained)
+
+
+def assert_equal_to_live_masters(weights: Any, folder: Path) -> None:
+    masters = load_file(folder / "masters.safetensors")
+    assert masters
+    for name, master in masters.items():
+        assert weights.shape(name) == tuple(master.shape)
+        assert torch.equal(weights.read(name), master), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_are_the_live_masters(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    weights = consolidated(tmp_path, case)
+    assert_equal_to_live_masters(weights, tmp_path)
+    tied = case.model.get("tie_word_embeddings", True)
+    embedding, head = weights.read("model.embed_tokens.weight"), weights.read("lm_head.weight")
+    assert torch.equal(embedding, head) == tied
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_world_sizes(stage: int, ranks: int, tmp_path: Path) -> None:
+    case = Case(zero={"stage": stage}, samples=6)
+    assert_equal_to_live_masters(consolidated(tmp_path, case, ranks=ranks), tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_tensors_come_out_as_they_went_in(stage: int, tmp_path: Path) -> None:
+    case = Case(zero={"stage": stage}, frozen="mlp")
+    weights = consolidated(tmp_path, case)
+    assert_equal_to_live_masters(weights, tmp_path)
+    origin = plain(tmp_path, Case(zero={}, last=0))[2]
+    assert set(weights.names()) == {*origin, "lm_head.weight"}
+    frozen = [name for name in origin if "mlp" in name]
+    assert len(frozen) == 9
+    for name in frozen:
+        assert torch.equal(weights.read(name), origin[name])
+
+
+@pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
+def test_masters_on_disk(tmp_path: Path) -> None:
+    offload = OptimizerOffload(device="nvme", path=str(tmp_path / "swap"))
+    zero = {"stage": 3, "offload_optimizer": offload, "aio": Aio(), "sub_group_size": 300_000}
+    model = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    weights = consolidated(tmp_path, Case(zero=zero, model=model))
+    assert_equal_to_live_masters(weights, tmp_path)
+
+
+def test_a_missing_tensor_or_folder_is_named(tmp_path: Path) -> None:
+    weights = consolidated(tmp_path, Case(zero={"stage": 2}), ranks=1)
+    with pytest.raises(CheckpointError, match=r"holds no tensor nothing\.weight"):
+        weights.read("nothing.weight")
+    with pytest.raises(CheckpointError, match=r"no \*_model_states\.pt"):
+        opened(tmp_path / "elsewhere")
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.data())
+def test_cutting_a_range_out_of_parts(lengths: list[int], data: st.DataObject) -> None:
+    whole = torch.arange(sum(lengths), dtype=torch.float32)
+    parts = list(whole.split(lengths))
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    cut = [part[a:b] for part, a, b in _cut(parts, start, stop)]
+    assert torch.equal(torch.cat([torch.empty(0), *cut]), whole[start:stop])
+
+
+shapes = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+@given(shapes, st.integers(1, 4))
+def test_joining_the_shards_of_a_sub_group(sizes: list[list[int]], ranks: int) -> None:
+    full = {str(i): torch.rand(size) for i, size in enumerate(sizes)}
+    pieces: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for tensor in full.values():
+        length = -(-tensor.numel() // ranks)
+        padded = torch.zeros(length * ranks)
+        padded[: tensor.numel()] = tensor.flatten()
+        for rank, piece in enumerate(padded.split(length)):
+            pieces[rank].append(piece)
+    group = {name: tuple(tensor.shape) for name, tensor in full.items()}
+    joined = _from_shards([group], [[torch.cat(piece)] for piece in pieces])
+    for name, tensor in full.items():
+        found = joined[name]
+        assert isinstance(found, Slices)
+        assert torch.equal(found.read(), tensor)

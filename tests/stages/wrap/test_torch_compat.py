@@ -1,0 +1,62 @@
+"""What torch keeps private and we read: fails when a version of torch has changed it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.dist import Dist
+from pipeline.errors import EngineMismatch
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
+from stages.wrap.ddp import Ddp
+from stages.wrap.ddp_compat import no_buffer_sync
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.witness import attest
+from tests.parity.body import tiny_source
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+
+
+def facts_of(dist: Dist, folder: str, wrap: Any, reduce: Any) -> dict[str, Any]:
+    ctx = context(dist, folder)
+    policy = PrecisionPolicy(compute="bf16", reduce=reduce, buffer="bf16")
+    engine = wrap.run(ctx, tiny_source(ctx), policy.run(ctx), AdamW().run(ctx))
+    return dict(engine.facts())
+
+
+def test_fsdp_facts_are_read_off_torch_state(tmp_path: Any) -> None:
+    facts = run_ranks(facts_of, 2, str(tmp_path), Fsdp(sharding="shard_grad_op"), "bf16")[0]
+    assert facts["reshard_after_forward"] == [False]
+    assert facts["units"] == 4
+    assert (facts["master"], facts["compute"], facts["reduce"]) == (["fp32"], ["bf16"], ["bf16"])
+    assert facts["buffers"] == ["bf16"]
+    assert facts["sharded_parameters"] < facts["parameters"]
+
+
+def test_ddp_facts_show_the_hook_that_narrows_gradients(tmp_path: Any) -> None:
+    facts = run_ranks(facts_of, 2, str(tmp_path), Ddp(), "bf16")[0]
+    assert (facts["master"], facts["compute"], facts["reduce"]) == (["fp32"], ["bf16"], ["bf16"])
+    assert facts["buffers"] == ["bf16"]
+
+
+def test_ddp_knows_its_buffer_argument() -> None:
+    assert no_buffer_sync().keys() <= inspect.signature(DistributedDataParallel).parameters.keys()
+
+
+def refuse(dist: Dist, folder: str) -> str:
+    ctx = context(dist, folder)
+    precision = PrecisionPolicy(compute="fp32").run(ctx)
+    engine = Fsdp().run(ctx, tiny_source(ctx), precision, AdamW().run(ctx))
+    with pytest.raises(EngineMismatch) as caught:
+        attest(ctx, engine, {"engine": "DistributedDataParallel", "world_size": 2})
+    return str(caught.value)
+
+
+def test_another_engine_than_asked_for_is_refused(tmp_path: Any) -> None:
+    said = run_ranks(refuse, 1, str(tmp_path))[0]
+    assert "engine: asked for 'DistributedDataParallel', found 'fully_shard'" in said
+    assert "world_size: asked for 2, found 1" in said

@@ -1,0 +1,134 @@
+"""Live ZeRO engines on ranks: the numbers of a plain loop, and what the engine says it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.artifacts import LossScaling
+from stages.wrap.zero import OptimizerOffload, ParameterOffload
+from tests.support.processes import run_ranks
+from tests.support.zero import Case, plain, run_case
+
+CPU = OptimizerOffload(device="cpu")
+CASES = {
+    "1": {"stage": 1},
+    "1 offload": {"stage": 1, "offload_optimizer": CPU},
+    "2": {"stage": 2, "overlap_comm": True},
+    "2 offload torch": {
+        "stage": 2, "offload_optimizer": CPU, "optimizer_implementation": "torch",
+        "round_robin_gradients": True,
+    },
+    "3": {"stage": 3},
+    "3 nothing persists": {"stage": 3, "param_persistence_threshold": 0, "sub_group_size": 500},
+    "3 offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": ParameterOffload()},
+    "3 offload torch": {
+        "stage": 3, "offload_optimizer": CPU, "optimizer_implementation": "torch",
+    },
+}  # fmt: skip
+
+
+def train(folder: Path, case: Case, ranks: int = 2) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(run_case, ranks, str(folder), case)[0]
+    return result
+
+
+def each(result: dict[str, Any], key: str) -> list[Any]:
+    return [step[key] for step in result["steps"]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    case = Case(zero=CASES[name])
+    result = train(tmp_path, case)
+    losses, norms, weights = plain(tmp_path, case)
+    assert each(result, "loss") == pytest.approx(losses, rel=1e-5)
+    assert each(result, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert each(result, "applied") == [True] * 4
+    final = load_file(tmp_path / "masters.safetensors")
+    assert final.keys() == weights.keys()
+    for key, weight in weights.items():
+        torch.testing.assert_close(final[key], weight, rtol=0, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_without_clipping_reports_the_norm(stage: int, tmp_path: Path) -> None:
+    case = Case(zero={"stage": stage}, clip=None, last=2)
+    result = train(tmp_path, case, ranks=1)
+    losses, norms, _ = plain(tmp_path, case)
+    assert each(result, "loss") == pytest.approx(losses, rel=1e-5)
+    assert each(result, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert result["facts"]["max_grad_norm"] is None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_facts_come_from_the_live_objects(stage: int, tmp_path: Path) -> None:
+    facts = train(tmp_path, Case(zero={"stage": stage}, compute="bf16", last=1))["facts"]
+    classes = {
+        1: "BF16_Optimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3",
+    }  # fmt: skip
+    assert facts["zero_optimizer"] == classes[stage]
+    assert facts["zero_stage"] == stage
+    assert facts["optimizer"] == "AdamW"
+    assert (facts["master"], facts["compute"], facts["reduce"]) == (["fp32"], ["bf16"], "fp32")
+    assert facts["buffers"] == ["fp32"]
+    assert facts["gradient_accumulation"] == "fp32"
+    half = facts["parameters"] / 2
+    assert facts["kept_masters"] == pytest.approx(half, rel=0.02)
+    kept = half if stage == 3 else facts["parameters"]
+    assert facts["kept_parameters"] == pytest.approx(kept, rel=0.02)
+    written = json.loads((tmp_path / "deepspeed.json").read_text())
+    assert written["zero_optimization"]["stage"] == stage
+    assert json.loads((tmp_path / "engine.json").read_text())["zero_stage"] == stage
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_keep_what_the_compute_dtype_rounds_off(stage: int, tmp_path: Path) -> None:
+    case = Case(zero={"stage": stage}, compute="bf16", last=0)
+    train(tmp_path, case)
+    weights = plain(tmp_path, case)[2]
+    for name, master in load_file(tmp_path / "masters.safetensors").items():
+        assert torch.equal(master, weights[name]), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_parameters_stay_and_the_rest_trains(stage: int, tmp_path: Path) -> None:
+    case = Case(zero={"stage": stage}, frozen="mlp", last=2)
+    result = train(tmp_path, case)
+    losses, norms, weights = plain(tmp_path, case)
+    assert each(result, "loss") == pytest.approx(losses, rel=1e-5)
+    assert each(result, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    trained = load_file(tmp_path / "masters.safetensors")
+    assert trained.keys() == {name for name in weights if "mlp" not in name}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_overflow_skips_the_step_and_halves_the_scale(stage: int, tmp_path: Path) -> None:
+    scaling = LossScaling(initial_scale=1024.0, growth_interval=1000)
+    case = Case(zero={"stage": stage}, compute="fp16", loss_scaling=scaling, explode_at=1)
+    result = train(tmp_path, case)
+    assert each(result, "applied") == [True, False, True, True]
+    assert each(result, "loss_scale") == [1024.0, 1024.0, 512.0, 512.0]
+    assert math.isinf(each(result, "grad_norm")[1])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_growing_the_scale_does_not_change_the_update(stage: int, tmp_path: Path) -> None:
+    def run(interval: int) -> dict[str, Any]:
+        scaling = LossScaling(initial_scale=256.0, growth_interval=interval)
+        case = Case(zero={"stage": stage}, compute="fp16", loss_scaling=scaling)
+        return train(tmp_path / str(interval), case)
+
+    growing, constant = run(1), run(1000)
+    assert each(growing, "loss_scale") == [256.0, 512.0, 1024.0, 2048.0]
+    assert each(constant, "loss_scale") == [256.0] * 4
+    assert each(growing, "grad_norm") == pytest.approx(each(constant, "grad_norm"), rel=5e-3)
+    ours = load_file(tmp_path / "1/masters.safetensors")
+    for name, weight in load_file(tmp_path / "1000/masters.safetensors").items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=2e-4, msg=name)

@@ -1,0 +1,195 @@
+"""The DeepSpeed configuration that a recipe gives, and the mistakes told before a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts import LossScaling, Precision
+from pipeline.stage import PlanView
+from stages.precision.policy import PrecisionPolicy
+from stages.wrap.zero import Aio, OptimizerOffload, ParameterOffload, Zero
+from stages.wrap.zero.config import generate, merge
+from stages.wrap.zero.schema import top_level_keys, zero_keys
+
+NVME = OptimizerOffload(device="nvme", path="/scratch")
+
+
+def policy(**overrides: Any) -> Precision:
+    fields = {
+        "master": "fp32", "compute": "fp32", "reduce": "fp32", "buffer": None,
+        "loss_scaling": None,
+    }  # fmt: skip
+    return Precision(**{**fields, **overrides})
+
+
+def config(stage: Zero, **overrides: Any) -> dict[str, Any]:
+    return generate(stage, policy(**overrides), max_grad_norm=1.0)
+
+
+def found(stage: Zero, *, device: str = "cuda", precision: Any = None) -> dict[str, str]:
+    """Key -> the whole problem, as shown."""
+    slots = {"precision": precision or PrecisionPolicy(), "wrap": stage}
+    plan = PlanView(name="run", seed=0, procs=2, device=device, slots=slots)
+    return {problem.key: str(problem) for problem in stage.check(plan)}
+
+
+def test_defaults_leave_batches_to_the_loop_and_dtypes_to_the_policy() -> None:
+    made = config(Zero())
+    assert made["gradient_accumulation_steps"] == 1
+    assert made["managed_gradient_accumulation"] is False
+    assert made["gradient_clipping"] == 1.0
+    assert made["communication_data_type"] == "fp32"
+    assert made["zero_optimization"]["stage"] == 2
+    assert made["zero_optimization"]["compute_grad_norm"] is True
+    assert not made.keys() & {"bf16", "fp16", "aio", "optimizer", "scheduler"}
+
+
+def test_precision_blocks() -> None:
+    assert config(Zero(), compute="bf16")["bf16"] == {"enabled": True}
+    scaling = LossScaling(initial_scale=2.0**12, growth_interval=500)
+    fp16 = config(Zero(), compute="fp16", loss_scaling=scaling)["fp16"]
+    assert fp16["enabled"] is True
+    assert fp16["initial_scale_power"] == 12
+    assert (fp16["loss_scale"], fp16["hysteresis"], fp16["min_loss_scale"]) == (0, 1, 1)
+    assert config(Zero(), reduce="bf16")["communication_data_type"] == "bf16"
+
+
+def test_stage_3_offloaded_to_disk() -> None:
+    stage = Zero(
+        stage=3, offload_optimizer=NVME, aio=Aio(queue_depth=32), sub_group_size=7,
+        offload_param=ParameterOffload(device="nvme", path="/scratch", buffer_count=6),
+        prefetch_bucket_size=0, param_persistence_threshold=9,
+    )  # fmt: skip
+    made = config(stage)
+    zero = made["zero_optimization"]
+    assert zero["stage3_prefetch_bucket_size"] == 0
+    assert zero["stage3_param_persistence_threshold"] == 9
+    assert zero["sub_group_size"] == 7
+    assert zero["offload_optimizer"]["nvme_path"] == "/scratch"
+    assert zero["offload_param"]["buffer_count"] == 6
+    assert zero["overlap_comm"] is True
+    assert made["aio"]["queue_depth"] == 32
+    assert "allgather_bucket_size" not in zero
+
+
+def test_every_generated_key_is_one_that_the_installed_deepspeed_reads() -> None:
+    stage = Zero(stage=3, offload_optimizer=NVME, offload_param=ParameterOffload(), aio=Aio())
+    for made in (config(stage, compute="bf16"), config(Zero(round_robin_gradients=True))):
+        # Read through a default argument, which the source scan does not follow.
+        assert made.keys() - top_level_keys() == {"communication_data_type"}
+        assert made["zero_optimization"].keys() <= zero_keys().keys()
+
+
+def test_extra_is_merged_into_blocks() -> None:
+    extra = {"zero_optimization": {"memory_efficient_linear": False}, "dump_state": True}
+    made = config(Zero(extra=extra))
+    assert made["zero_optimization"]["memory_efficient_linear"] is False
+    assert made["zero_optimization"]["stage"] == 2
+    assert made["dump_state"] is True
+    assert found(Zero(extra=extra)) == {}
+
+
+json_values = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+)
+blocks = st.dictionaries(st.sampled_from("abc"), json_values, max_size=3)
+
+
+@given(blocks, blocks)
+def test_merge_keeps_what_the_other_does_not_touch(base: Any, extra: Any) -> None:
+    merged = merge(base, extra)
+    assert merged.keys() == base.keys() | extra.keys()
+    for key in merged:
+        if key not in extra:
+            assert merged[key] == base[key]
+        elif not (isinstance(extra[key], dict) and isinstance(base.get(key), dict)):
+            assert merged[key] == extra[key]
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "said"),
+    [
+        ({"gradient_clipping": 1}, "extra.gradient_clipping", "the optimizer slot decides"),
+        ({"bf16": {"enabled": True}}, "extra.bf16", "the precision slot decides"),
+        ({"train_batch_size": 8}, "extra.train_batch_size", "the train stage decides"),
+        ({"dumpstate": True}, "extra.dumpstate", "did you mean dump_state?"),
+        ({"dump_state": "auto"}, "extra.dump_state", "ignores the value auto"),
+        ({"zero_optimization": 3}, "extra.zero_optimization", "is not a mapping"),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": 1}},
+            "extra.zero_optimization.stage3_prefetch_bucket_size",
+            "write the field prefetch_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"memory_eficient_linear": False}},
+            "extra.zero_optimization.memory_eficient_linear",
+            "did you mean memory_efficient_linear?",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"nvme_path": "/a"}}},
+            "extra.zero_optimization.offload_optimizer.nvme_path",
+            "write the field offload_optimizer.path",
+        ),
+        (
+            {"zero_optimization": {"leaf_module": {"clases": []}}},
+            "extra.zero_optimization.leaf_module.clases",
+            "did you mean classes?",
+        ),
+    ],
+)
+def test_extra_keys_that_are_refused(extra: Any, key: str, said: str) -> None:
+    problems = found(Zero(extra=extra))
+    assert list(problems) == [key]
+    assert said in problems[key]
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [
+        (Zero(stage=2, offload_param=ParameterOffload(), offload_optimizer=OptimizerOffload()),
+         {"offload_param"}),
+        (Zero(stage=3, offload_param=ParameterOffload()), {"offload_param"}),
+        (Zero(stage=1, prefetch_bucket_size=5, sub_group_size=9),
+         {"prefetch_bucket_size", "sub_group_size"}),
+        (Zero(stage=1, overlap_comm=True), {"overlap_comm"}),
+        (Zero(stage=3, round_robin_gradients=False), {"round_robin_gradients"}),
+        (Zero(stage=2, offload_optimizer=NVME), {"offload_optimizer.device"}),
+        (Zero(stage=3, offload_optimizer=OptimizerOffload(device="nvme")),
+         {"offload_optimizer.path"}),
+        (Zero(stage=3, offload_optimizer=OptimizerOffload(path="/a")), {"offload_optimizer.path"}),
+        (Zero(stage=2, offload_optimizer=OptimizerOffload(ratio=0.5)), {"offload_optimizer.ratio"}),
+        (Zero(aio=Aio()), {"aio"}),
+        (Zero(stage=3, offload_optimizer=NVME), set()),
+        (Zero(), set()),
+    ],
+)  # fmt: skip
+def test_combinations_that_make_no_sense(stage: Zero, keys: set[str]) -> None:
+    assert found(stage).keys() == keys
+
+
+def test_narrow_masters_are_refused_unless_deepspeed_can() -> None:
+    narrow = PrecisionPolicy(compute="bf16", master="bf16")
+    assert "CPU Adam" in found(Zero(), precision=narrow)["offload_optimizer"]
+    offloaded = Zero(offload_optimizer=OptimizerOffload())
+    assert found(offloaded, precision=narrow) == {}
+    made = config(offloaded, master="bf16", compute="bf16")
+    assert made["bf16"]["bf16_master_weights_and_grads"] is True
+
+
+def test_checking_imports_neither_torch_nor_deepspeed() -> None:
+    program = (
+        "import sys\n"
+        "from pipeline.stage import PlanView\n"
+        "from stages.wrap.zero import Zero\n"
+        "stage = Zero(extra={'dumpstate': 1})\n"
+        "plan = PlanView(name='', seed=0, procs=1, device='cpu', slots={'wrap': stage})\n"
+        "assert [p.key for p in stage.check(plan)] == ['extra.dumpstate']\n"
+        "assert not {'torch', 'deepspeed', 'transformers'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,40 @@
+"""Third-party packages for tests: written by hand as installed, or taken from a document."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def install(
+    folder: Path, distribution: str, module: str, source: str, points: Mapping[str, str]
+) -> None:
+    """Put a module and its metadata, as an installer would leave them, into `folder`, which is to be
+    on the path. `points` are stage names and the classes they lead to."""
+    (folder / f"{module}.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n", encoding="utf-8"
+    )
+    lines = [f"{name} = {module}:{attribute}" for name, attribute in points.items()]
+    (info / "entry_points.txt").write_text(
+        "\n".join(["[pipe.stages]", *lines, ""]), encoding="utf-8"
+    )
+
+
+def files_in(document: Path) -> dict[str, str]:
+    """The code blocks of a Markdown file that are marked as files, by name."""
+    found = FENCE.findall(document.read_text("utf-8"))
+    return {name: text for _, name, text in found if name}
+
+
+def sessions_in(document: Path) -> dict[str, str]:
+    """The console blocks of a Markdown file: command -> what it prints."""
+    found = FENCE.findall(document.read_text("utf-8"))
+    blocks = [text.removeprefix("$ ").partition("\n") for kind, _, text in found if kind == "console"]
+    return {command: output for command, _, output in blocks}

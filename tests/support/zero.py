@@ -1,0 +1,158 @@
+"""What each rank runs in the ZeRO tests: a few steps on fixed tokens, and the same in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.artifacts import LossScaling, ModelSource, Precision, Progress
+from pipeline.dist import Dist
+from pipeline.engine import Engine
+from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
+from stages.model.hf import HfModel
+from stages.optimizer.adamw import AdamW
+from stages.wrap.birth import named_parameters
+from stages.wrap.zero import Zero
+from tests.support.runs import TINY, context
+
+LR, DECAY, CLIP, SAMPLES, LENGTH = 1e-3, 0.1, 0.5, 4, 13
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run; plain data, so that it travels to the ranks."""
+
+    zero: dict[str, Any]
+    compute: str = "fp32"
+    loss_scaling: LossScaling | None = None
+    clip: float | None = CLIP
+    first: int = 0
+    last: int = 4
+    save: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    frozen: str = ""
+    """Parameters whose names hold this are not trained."""
+    explode_at: int = -1
+    """Step whose loss overflows fp16."""
+
+
+def source(ctx: Any, case: Case) -> ModelSource:
+    """The tiny random model; freezes parameters by name as it builds."""
+    made = HfModel(config={**TINY, **case.model}, init="random").run(ctx)
+    build: Callable[[], Any] = made.build
+
+    def build_frozen() -> Any:
+        module = build()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not (case.frozen and case.frozen in name))
+        return module
+
+    made.build = build_frozen  # type: ignore[method-assign]
+    return made
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, uneven numbers of targets; a pure function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, TINY["vocab_size"], (SAMPLES, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for row, length in enumerate(torch.randint(2, LENGTH, (SAMPLES,), generator=generator)):
+        labels[row, length:] = -100
+    return tokens[:, :-1], labels
+
+
+def summed_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def precision(case: Case) -> Precision:
+    return Precision(
+        master="fp32", compute=case.compute, reduce="fp32", buffer=None,
+        loss_scaling=case.loss_scaling,
+    )  # fmt: skip
+
+
+def plan(ctx: Any, case: Case) -> Any:
+    return AdamW(lr=LR, weight_decay=DECAY, max_grad_norm=case.clip).run(ctx)
+
+
+def run_case(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
+    """Train; returns what every step reported and the engine's facts. Full fp32 masters go to
+    `folder`/masters.safetensors."""
+    ctx = context(dist, folder)
+    finals: list[Callable[[], object]] = []
+    ctx.on_exit = finals.append
+    engine = Zero(**case.zero).run(ctx, source(ctx, case), precision(case), plan(ctx, case))
+    checkpoints = DeepSpeedCheckpoint().run(ctx, engine)
+    restored = checkpoints.restore()
+    assert (restored.step if restored else 0) == case.first
+    steps = [one_step(engine, step, case) for step in range(case.first, case.last)]
+    if case.save:
+        checkpoints.save(Progress(step=case.last))
+    facts = dict(engine.facts())
+    save_masters(engine, Path(folder) / "masters.safetensors", write=dist.is_main)
+    for call in reversed(finals):
+        call()
+    return {"steps": steps, "facts": facts}
+
+
+def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
+    """One optimizer step, a sample per micro-batch and rank."""
+    tokens, labels = batch(step)
+    targets = int((labels != -100).sum())
+    total = torch.zeros(())
+    rounds = SAMPLES // engine.shard.count
+    for turn in range(rounds):
+        row = slice(turn * engine.shard.count + engine.shard.index, None, SAMPLES)
+        with engine.microbatch(last=turn == rounds - 1):
+            loss = summed_loss(engine.model, tokens[row], labels[row])
+            scale = 1e6 if step == case.explode_at else 1.0
+            engine.backward(loss * engine.shard.count / targets * scale)
+        total += loss.detach() / targets
+    torch.distributed.all_reduce(total)
+    report = engine.step(lr_scale=1 - 0.1 * step)
+    return {"loss": float(total), **vars(report)}
+
+
+def save_masters(engine: Any, file: Path, *, write: bool) -> None:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = engine.deepspeed.module.named_parameters()
+    masters = {n: safe_get_full_fp32_param(p) for n, p in named if p.requires_grad}
+    if write:
+        save_file(masters, file)
+
+
+def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same without any engine: losses, gradient norms, final weights."""
+    ctx = context(Dist(device=torch.device("cpu")), folder)
+    made = source(ctx, case)
+    model = made.build()
+    reader = made.weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(reader.read(name))
+    the_plan = plan(ctx, case)
+    optimizer = the_plan.build(the_plan.groups(named_parameters(model)))
+    losses, norms = [], []
+    for step in range(case.first, case.last):
+        tokens, labels = batch(step)
+        loss = summed_loss(model, tokens, labels) / int((labels != -100).sum())
+        loss.backward()
+        limit = float("inf") if case.clip is None else case.clip
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (1 - 0.1 * step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
