@@ -7,12 +7,14 @@ import datetime
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from pipeline.launch.environment import is_worker
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 LONG_WAIT = datetime.timedelta(hours=24)
 """For waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer ends
@@ -33,42 +35,47 @@ class Dist:
     device: torch.device
     store: Store | None = None
     """Key-value store of the run; None exactly when there is one process and no group."""
+    _spent: list[str] = field(default_factory=list, init=False, repr=False)
+    """Keys that rank 0 may delete once every rank has come to a later call."""
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that writes shared files and speaks on screen."""
         return self.rank == 0
 
-    def _next_key(self, what: str) -> str:
-        return f"pipe/{what}/{next(_CALLS)}"
-
     def barrier(self) -> None:
-        """Wait for all ranks, however long that takes; uses the store, so no collective times out."""
+        """Wait for all ranks, however long that takes; uses the store, so no collective times
+        out."""
         if self.store is None or self.world_size == 1:
             return
-        key = self._next_key("barrier")
+        key = _next_key("barrier")
+        opened = f"{key}/open"
         if self.store.add(key, 1) == self.world_size:
-            self.store.set(f"{key}/open", b"1")
-        self.store.wait([f"{key}/open"], LONG_WAIT)
+            self.store.set(opened, "1")
+        self.store.wait([opened], LONG_WAIT)
+        self._forget()
+        self._spent += [key, opened]
 
     def share(self, value: str | None) -> str:
         """Rank 0's text, on every rank. Other ranks pass None."""
         if self.store is None or self.world_size == 1:
             assert value is not None
             return value
-        key = self._next_key("share")
+        key = _next_key("share")
+        self._spent.append(key)
         if self.is_main:
             assert value is not None
-            self.store.set(key, value.encode())
+            self.store.set(key, value)
             return value
-        self.store.wait([key], LONG_WAIT)
-        return bytes(self.store.get(key)).decode()
+        return receive(self.store, key)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[bool]:
-        """Rank 0 runs the body first, the others after it has finished; yields whether this is rank 0.
+        """Rank 0 runs the body first, the others after it has finished; yields whether this is
+        rank 0.
 
-        For work whose result is a file: rank 0 makes it, the others find it.
+        For work whose result is a file: rank 0 makes it, the others find it. When rank 0 raises,
+        the others wait until its end is noticed and the launcher stops them.
         """
         if not self.is_main:
             self.barrier()
@@ -76,35 +83,65 @@ class Dist:
         if self.is_main:
             self.barrier()
 
+    def _forget(self) -> None:
+        """Delete the keys of earlier calls: all ranks have left those, as they are all here."""
+        if self.is_main and self.store is not None:
+            for key in self._spent:
+                self.store.delete_key(key)
+        self._spent.clear()
 
-def environment_dist(*, device: str) -> Dist:
-    """Join the process group that the launcher's environment describes (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; the torchrun contract).
 
-    `device` is `cpu` or `cuda`. A group is started for one process too, because strategies need one.
+def _next_key(what: str) -> str:
+    return f"pipe/{what}/{next(_CALLS)}"
+
+
+def receive(store: Store, key: str) -> str:
+    """The text under `key`, as soon as another rank has set it."""
+    store.wait([key], LONG_WAIT)
+    return bytes(store.get(key)).decode()
+
+
+def environment_store() -> Store | None:
+    """Meet the ranks that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT; the torchrun contract); None when there is no launcher."""
+    from torch.distributed.rendezvous import rendezvous
+
+    if not is_worker():
+        return None
+    store, _, _ = next(rendezvous("env://"))
+    return store  # type: ignore[no-any-return]
+
+
+def environment_dist(store: Store | None, *, device: str) -> Dist:
+    """Start the process group of the ranks that meet in `store`, from `environment_store`.
+
+    `device` is `cpu` or `cuda`. A group is started for one process too, because strategies need
+    one.
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
-    rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(os.environ.get("RANK", "0")) if store is not None else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if store is not None else 0
+    world_size = int(os.environ["WORLD_SIZE"]) if store is not None else 1
+    place, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-        place = torch.device("cuda", local_rank)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        place = torch.device("cpu")
-        backend = "gloo"
-    if not dist.is_initialized():
-        if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, device_id=place if device == "cuda" else None)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        place, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    common = store if store is not None else dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", common),
+        rank=rank,
+        world_size=world_size,
+        device_id=place if device == "cuda" else None,
+    )
     return Dist(
         rank=rank,
-        world_size=dist.get_world_size(),
+        world_size=world_size,
         local_rank=local_rank,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if store is not None else 1,
         device=place,
-        store=dist.distributed_c10d._get_default_store(),
+        store=common,
     )

@@ -101,5 +101,13 @@ class RunFailed(PipeError):
     """A worker process failed; carries the first failing rank's error as its message."""
 
 
+class RunStopped(PipeError):
+    """A signal asked the run to end; the exit code is what a shell makes of the signal."""
+
+    def __init__(self, signal_number: int, message: str, *, hint: str = "") -> None:
+        self.exit_code = 128 + signal_number
+        super().__init__(message, hint=hint)
+
+
 class RunLocked(UsageError):
     """Another live process works in this run folder."""

@@ -53,3 +53,8 @@ class Journal:
             elif event["event"] == "slot started":
                 slot = event["slot"]
         return slot
+
+    def ended_well(self) -> bool:
+        """Whether the newest event is the end of a run in which every stage finished."""
+        events = list(self.events())
+        return bool(events) and events[-1]["event"] == "run finished"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,4 +29,9 @@ class Metrics:
         kept = [record for record in jsonl.read(self.path) if record.get("step", 0) <= step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, in order; a line that a crash cut short is passed over."""
+    return jsonl.read(path)

@@ -119,7 +119,7 @@ def _draft(
             Problem(message="a recipe needs at least one stage", key="stages", location=location)
         )
     if here:
-        problems += _impossible_here(recipe)
+        problems += _impossible_here(recipe, procs)
     steps = tuple(
         Step(
             slot=link.slot,
@@ -179,12 +179,19 @@ def _decide(launch: Launch, gpus: int) -> tuple[str, int]:
     return device, launch.procs or (max(gpus, 1) if device == "cuda" else 1)
 
 
-def _impossible_here(recipe: Recipe) -> list[Problem]:
-    if recipe.launch.device != "cuda" or gpu_count():
+def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
+    launch, gpus = recipe.launch, gpu_count()
+    if launch.device == "cuda" and not gpus:
+        key, message = "device", "this machine has no CUDA device"
+        hint = "use launch.device=cpu or auto"
+    elif procs is None and gpus and launch.device != "cpu" and (launch.procs or 1) > gpus:
+        key, message = "procs", f"{launch.procs} processes, but this machine has {gpus} GPUs"
+        hint = "start it on every node: torchrun --nnodes NODES --nproc-per-node GPUS "
+        hint += "--rdzv-backend c10d --rdzv-endpoint HOST -m pipeline run RECIPE"
+    else:
         return []
-    message, hint = "this machine has no CUDA device", "use launch.device=cpu or auto"
-    location = recipe.marks.value(("launch", "device"))
-    return [Problem(message=message, key="launch.device", hint=hint, location=location)]
+    location = recipe.marks.value(("launch", key))
+    return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
 
 
 def _checked(slot: str, stage: Any, view: PlanView, marks: Marks) -> list[Problem]:

@@ -6,7 +6,7 @@ engine.json      what really ran
 journal.jsonl    stages started, finished, failed
 metrics.jsonl    one record a step
 logs/            rank-N.log
-failures/        rank-N.json of the newest failure
+failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
 checkpoints/     step-NNNNNNNN
 export/          the exported model
 """
@@ -21,8 +21,10 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from pipeline.errors import RunLocked, UsageError
 
@@ -30,12 +32,14 @@ RECIPE = "recipe.yaml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 LOCK = "lock"
+LOCK_SECONDS = 1.0
+"""How long to ask for the lock before another process is believed to hold it for good."""
 
 PACKAGES = ("pipetrain", "torch", "transformers", "deepspeed", "accelerate", "safetensors", "numpy")
 
 
 def create(root: Path, name: str) -> Path:
-    """A new folder `root/NAME-TIME`, readable by its owner only. Raises UsageError if it cannot be."""
+    """A new folder `root/NAME-TIME`, readable by its owner only; UsageError if it cannot be."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 100):
         suffix = "" if attempt == 1 else f"-{attempt}"
@@ -74,19 +78,37 @@ def existing(folder: Path) -> Path:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the run's lock. The system frees it when its owner dies, however it dies.
 
-    Raises RunLocked while another live process holds it.
+    Raises RunLocked while another live process holds it, UsageError if there can be no lock.
     """
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    try:
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write in {folder}: {error.strerror}") from error
+    with file:
+        if not _acquired(file):
             file.seek(0)
             owner = file.read().strip() or "another process"
-            raise RunLocked(f"{folder} is in use by {owner}") from None
+            raise RunLocked(f"{folder} is in use by {owner}")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
         yield
+
+
+def _acquired(file: TextIO) -> bool:
+    # A dying owner, and `pipe ls` looking, hold the lock for a moment.
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            raise UsageError(f"cannot lock {file.name}: {error.strerror}") from error
+        else:
+            return True
 
 
 def is_locked(folder: Path) -> bool:
@@ -106,7 +128,7 @@ def write_recipe(folder: Path, text: str) -> None:
     """Put the merged recipe in place; a crash leaves the old one or the new one."""
     temporary = folder / f"{RECIPE}.tmp"
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, folder / RECIPE)
+    temporary.replace(folder / RECIPE)
 
 
 def write_environment(folder: Path) -> None:

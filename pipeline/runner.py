@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
-import json
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Durable
 from pipeline.errors import StageError
-from pipeline.journal import Finished, Journal
+from pipeline.journal import Journal
 from pipeline.stage import Context
+from pipeline.todo import Todo, decide, digests, restored
 
 if TYPE_CHECKING:
     from pipeline.plan import Plan, Step
@@ -31,87 +29,57 @@ class Runner:
         self.digests = digests(plan)
 
     def run(self) -> None:
-        """Run what is not done. Raises whatever a stage raises; live artifacts are closed then too."""
-        todo = self._decide()
-        if not todo:
-            self.ctx.log.info("nothing to do: every stage has finished")
-        try:
-            for step in self.plan.steps:
-                if step.slot in todo:
-                    self._run_step(step)
-                self._drop_read(step.slot)
-        finally:
-            for slot in list(self.artifacts):
-                self._drop(slot)
+        """Run what is not done. Raises whatever a stage raises; `ctx.slot` tells which one.
 
-    def _decide(self) -> set[str]:
-        """Slots to run: shared by rank 0, because only it may see a journal that is being written."""
+        After a failure live artifacts stay until `close`, so that it can be reported first.
+        """
+        todo = self._todo()
+        for step in self.plan.steps:
+            if step.slot in todo.restore:
+                self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
+        for step in self.plan.steps:
+            if step.slot in todo.run:
+                self._run_step(step)
+            self._drop_read(step.slot)
+
+    def close(self) -> None:
+        """Release the artifacts that are left, the newest first."""
+        for slot in reversed(list(self.artifacts)):
+            self._drop(slot)
+
+    def _todo(self) -> Todo:
+        """Rank 0's decision: only it may read a journal that is being written."""
         text = None
         if self.ctx.dist.is_main:
-            done = {
-                slot: finished.record
-                for slot, finished in self.journal.finished().items()
-                if self._still_valid(slot, finished)
-            }
-            text = json.dumps(done)
-        done = json.loads(self.ctx.dist.share(text))
-        todo = self._todo(set(done))
-        for step in self.plan.steps:
-            record = done.get(step.slot)
-            if step.slot not in todo and record is not None:
-                self.artifacts[step.slot] = step.gives.restore(record)
-        return todo
-
-    def _still_valid(self, slot: str, finished: Finished) -> bool:
-        """A finish counts if the slot and all before it are as they were, and its result is there."""
-        step = next((step for step in self.plan.steps if step.slot == slot), None)
-        if step is None or finished.digest != self.digests[slot]:
-            return False
-        if finished.record is None:
-            return True
-        try:
-            step.gives.restore(finished.record)
-        except StageError as error:
-            self.ctx.log.warning("slot `%s` runs again: %s", slot, error)
-            return False
-        return True
-
-    def _todo(self, done: set[str]) -> set[str]:
-        """Unfinished slots, and finished ones whose result an unfinished one reads and no disk holds."""
-        todo: set[str] = set()
-        for step in reversed(self.plan.steps):
-            if step.slot in done:
-                durable = step.gives is None or issubclass(step.gives, Durable)
-                readers = (s for s in self.plan.steps if step.slot in s.inputs.values())
-                if durable or not any(reader.slot in todo for reader in readers):
-                    continue
-            todo.add(step.slot)
-        return todo
+            text = decide(self.plan, self.journal, self.ctx.log).dump()
+        return Todo.load(self.ctx.dist.share(text))
 
     def _run_step(self, step: Step) -> None:
-        ctx = dataclasses.replace(self.ctx, slot=step.slot)
         self.ctx.slot = step.slot
         self._note("slot started", step)
-        ctx.log.info("%s: %s", step.slot, step.use)
+        self.ctx.log.info("%s: %s", step.slot, step.use)
         began = time.perf_counter()
-        inputs = {
-            parameter: None if slot is None else self.artifacts[slot]
-            for parameter, slot in step.inputs.items()
-        }
-        artifact = step.stage.run(ctx, **inputs)
-        del inputs
-        if step.gives is not None and not isinstance(artifact, step.gives):
-            raise StageError(
-                f"{step.use} gave {type(artifact).__name__} instead of {step.gives.__name__}"
-            )
-        if artifact is not None:
-            self.artifacts[step.slot] = artifact
-        record = artifact.record() if isinstance(artifact, Durable) else None
+        record = self._give(step)
         self.ctx.dist.barrier()
         self._note(
             "slot finished", step, digest=self.digests[step.slot], record=record,
             seconds=round(time.perf_counter() - began, 3),
         )  # fmt: skip
+
+    def _give(self, step: Step) -> dict[str, Any] | None:
+        """Run the stage and keep what it gives; the record of a durable artifact."""
+        inputs = {
+            parameter: None if slot is None else self.artifacts[slot]
+            for parameter, slot in step.inputs.items()
+        }
+        artifact = step.stage.run(dataclasses.replace(self.ctx), **inputs)
+        if step.gives is not None and not isinstance(artifact, step.gives):
+            raise StageError(
+                f"{step.use} gave {type(artifact).__name__} instead of {step.gives.__name__}"
+            )
+        if step.gives is not None:
+            self.artifacts[step.slot] = artifact
+        return artifact.record() if isinstance(artifact, Durable) else None
 
     def _note(self, event: str, step: Step, **facts: Any) -> None:
         if self.ctx.dist.is_main:
@@ -129,21 +97,3 @@ class Runner:
             close()
         del artifact, close
         gc.collect()
-
-
-def digests(plan: Plan) -> dict[str, str]:
-    """For each slot a digest over its settings, the seed, and the slots it depends on."""
-    found: dict[str, str] = {}
-    for step in plan.steps:
-        sources = {
-            parameter: found[slot] for parameter, slot in step.inputs.items() if slot is not None
-        }
-        facts: Mapping[str, Any] = {
-            "use": step.use,
-            "settings": dataclasses.asdict(step.stage),
-            "seed": plan.recipe.seed,
-            "inputs": sources,
-        }
-        text = json.dumps(facts, sort_keys=True, default=str)
-        found[step.slot] = hashlib.sha256(text.encode()).hexdigest()
-    return found

@@ -1,124 +1,112 @@
-"""One rank of a run: `python -m pipeline.worker RUN_DIR` under the launcher's environment."""
+"""One rank of a run: `python -m pipeline.worker RUN_DIR LAUNCHER_PID` under the launcher's
+environment."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import logging
+import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline import failure, rundir
-from pipeline.dist import Dist, environment_dist
+from pipeline.dist import Dist, environment_dist, environment_store
 from pipeline.journal import Journal
+from pipeline.launch.children import die_with
+from pipeline.launch.environment import worker_rank, worker_world_size
+from pipeline.launch.signals import default_signals
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan, make_plan
+from pipeline.ranklog import log_file, rank_log
 from pipeline.recipe import load_recipe
 from pipeline.runner import Runner
 from pipeline.stage import Context
 
-PR_SET_PDEATHSIG = 1
+if TYPE_CHECKING:
+    import logging
+
+    from torch.distributed.distributed_c10d import Store
+
+CLEANUP_SECONDS = 5
+"""How long a failed rank may take to release what it holds: closing collectively can wait for
+ranks that will never come."""
 
 
 def main(argv: list[str]) -> int:
     """Entry point of a launched rank; the exit code is 1 after a failure that has been recorded."""
-    die_with_parent()
-    run_dir = Path(argv[0])
+    run_dir, launcher = Path(argv[0]), int(argv[1])
+    die_with(launcher)
+    default_signals()
+    faulthandler.enable(_open_log(run_dir))
     try:
         run_rank(run_dir)
-    except Exception:
+    except BaseException:
         return 1
     return 0
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its launcher dies, so that no rank is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def run_rank(run_dir: Path, store: Store | None = None) -> None:
+    """Run the folder's recipe on this rank. A failure is recorded in the folder, then raised.
 
-
-def run_rank(run_dir: Path) -> None:
-    """Run the folder's recipe on this rank. A failure is recorded in the folder, then raised."""
-    rank = int(os.environ.get("RANK", "0"))
-    current: list[Context] = []
-    try:
-        with contextlib.ExitStack() as stack:
-            plan = make_plan(load_recipe(run_dir / rundir.RECIPE), here=True)
-            log = stack.enter_context(rank_log(run_dir, rank))
-            dist = stack.enter_context(process_group(plan))
-            ctx = Context(
-                run_dir=run_dir,
-                seed=plan.recipe.seed,
-                dist=dist,
-                log=log,
-                metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
-                on_exit=stack.callback,
+    `store` is where the ranks have met, if they have.
+    """
+    rank = worker_rank()
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(rank_log(run_dir, rank))
+        current: list[Context] = []
+        try:
+            plan = make_plan(
+                load_recipe(run_dir / rundir.RECIPE), here=True, procs=worker_world_size()
             )
+            dist = stack.enter_context(process_group(plan, store))
+            ctx = context(plan, run_dir, dist, log)
+            ctx.on_exit = stack.callback
             current.append(ctx)
-            Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL)).run()
-    except BaseException as error:
-        slot = current[0].slot if current else "start"
-        failure.record(run_dir, rank, slot, error)
-        logging.getLogger("pipe").debug("failed", exc_info=True)
-        raise
+            runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
+            stack.callback(runner.close)
+            runner.run()
+        except BaseException as error:
+            failure.record(run_dir, rank, current[0].slot if current else "", error)
+            log.debug("failed", exc_info=True)
+            if worker_world_size() is not None:
+                faulthandler.dump_traceback_later(
+                    CLEANUP_SECONDS, exit=True, file=_open_log(run_dir)
+                )
+            raise
+
+
+def context(plan: Plan, run_dir: Path, dist: Dist, log: logging.Logger) -> Context:
+    """What stages are given on this rank."""
+    return Context(
+        run_dir=run_dir,
+        seed=plan.recipe.seed,
+        dist=dist,
+        log=log,
+        metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
+    )
 
 
 @contextlib.contextmanager
-def process_group(plan: Plan) -> Iterator[Dist]:
+def process_group(plan: Plan, store: Store | None) -> Iterator[Dist]:
     """This rank's process group for the time of the run."""
     import torch
     import torch.distributed
 
     if plan.recipe.launch.threads is not None:
         torch.set_num_threads(plan.recipe.launch.threads)
-    dist = environment_dist(device=plan.view.device)
+    dist = environment_dist(store or environment_store(), device=plan.view.device)
     try:
         yield dist
     finally:
         torch.distributed.destroy_process_group()
 
 
-@contextlib.contextmanager
-def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
-    """The run's logger: rank 0 speaks on screen, every rank writes its own file.
-
-    Other ranks' raw output goes to their file too, so that one run has one voice.
-    """
-    folder = run_dir / "logs"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"rank-{rank:05d}.log"
-    log = logging.getLogger("pipe")
-    log.setLevel(logging.DEBUG)
-    log.propagate = False
-    to_file = logging.FileHandler(path, encoding="utf-8")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handlers: list[logging.Handler] = [to_file]
-    if rank == 0:
-        to_screen = logging.StreamHandler(sys.stdout)
-        to_screen.setLevel(logging.INFO)
-        handlers.append(to_screen)
-    else:
-        _redirect_output(path)
-    for handler in handlers:
-        log.addHandler(handler)
-    try:
-        yield log
-    finally:
-        for handler in handlers:
-            log.removeHandler(handler)
-            handler.close()
-
-
-def _redirect_output(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+def _open_log(run_dir: Path) -> int:
+    """A descriptor of this rank's log that stays open to the end of the process."""
+    path = log_file(run_dir, worker_rank())
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 if __name__ == "__main__":

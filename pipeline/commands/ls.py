@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -35,8 +36,9 @@ def _runs(root: Path) -> Iterator[dict[str, Any]]:
     from pipeline import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if (folder / rundir.RECIPE).is_file():
-            yield _describe(folder)
+        with contextlib.suppress(PermissionError):  # other people's runs are theirs
+            if (folder / rundir.RECIPE).is_file():
+                yield _describe(folder)
 
 
 def _describe(folder: Path) -> dict[str, Any]:
@@ -57,15 +59,19 @@ def _describe(folder: Path) -> dict[str, Any]:
 
 
 def _state(folder: Path, events: list[dict[str, Any]]) -> str:
-    from pipeline import rundir
+    from pipeline import failure, rundir
 
     if rundir.is_locked(folder):
         return "running"
-    ends = {"run finished": "finished", "run failed": "failed"}
-    return ends.get(events[-1]["event"], "stopped") if events else "stopped"
+    newest = events[-1]["event"] if events else None
+    if newest == "run finished":
+        return "finished"
+    # under another launcher, rank 0 may be stopped before it can say that another one failed
+    failed = newest == "run failed" or failure.first_rank(folder) is not None
+    return "failed" if failed else "stopped"
 
 
 def _last_step(path: Path) -> dict[str, Any]:
-    from pipeline.metrics import records
+    from pipeline.jsonl import read_tail
 
-    return next((r for r in reversed(list(records(path))) if "loss" in r), {})
+    return next((record for record in reversed(read_tail(path)) if "loss" in record), {})

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from pipeline.plan import Plan
 
 
 @click.command("resume")
@@ -16,10 +20,13 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
     OVERRIDES change the run's recipe for good; stages that they concern run again.
     """
     from pipeline import rundir
+    from pipeline.launch.environment import worker_world_size
     from pipeline.launch.start import start
-    from pipeline.plan import make_plan
-    from pipeline.recipe import load_recipe
+    from pipeline.plan import plan_file
 
-    folder = rundir.existing(run_dir)
-    loaded = load_recipe(folder / rundir.RECIPE, overrides)
-    start(loaded, make_plan(loaded, here=True), lambda: folder)
+    def prepare() -> tuple[Plan, Path]:
+        folder = rundir.existing(run_dir).resolve()
+        recipe = folder / rundir.RECIPE
+        return plan_file(recipe, overrides, here=True, procs=worker_world_size()), folder
+
+    start(prepare)

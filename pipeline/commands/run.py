@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from pipeline.plan import Plan
 
 
 @click.command("run")
@@ -24,16 +28,14 @@ def run(recipe: Path, overrides: tuple[str, ...], run_dir: Path | None, runs: Pa
     OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
     """
     from pipeline import rundir
+    from pipeline.launch.environment import worker_world_size
     from pipeline.launch.start import start
-    from pipeline.plan import make_plan
-    from pipeline.recipe import load_recipe
+    from pipeline.plan import plan_file
 
-    loaded = load_recipe(recipe, overrides)
-    plan = make_plan(loaded, here=True)
-
-    def find_folder() -> Path:
-        folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, loaded.name)
+    def prepare() -> tuple[Plan, Path]:
+        plan = plan_file(recipe, overrides, here=True, procs=worker_world_size())
+        folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, plan.recipe.name)
         click.echo(f"run folder: {folder}")
-        return folder
+        return plan, folder.resolve()
 
-    start(loaded, plan, find_folder)
+    start(prepare)

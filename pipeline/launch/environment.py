@@ -12,6 +12,11 @@ def is_worker() -> bool:
     return all(name in os.environ for name in CONTRACT)
 
 
+def worker_rank() -> int:
+    """This process's rank; 0 when it is no worker."""
+    return int(os.environ["RANK"]) if is_worker() else 0
+
+
 def worker_world_size() -> int | None:
     """Processes of the group that this rank belongs to; None outside of one."""
     return int(os.environ["WORLD_SIZE"]) if is_worker() else None

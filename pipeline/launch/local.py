@@ -5,15 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline import failure
+from pipeline import failure, rundir
 from pipeline.errors import RunFailed
+from pipeline.journal import Journal
+from pipeline.launch.children import none_left
 from pipeline.plan import Plan
 
-SHUTDOWN_SECONDS = "10"
-"""How long ranks get to end after the first failure, before they are killed."""
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+SHUTDOWN_SECONDS = 10
+"""How long ranks get to end when the run is stopped, before they are killed."""
 
 
 def launch(plan: Plan, run_dir: Path) -> None:
@@ -25,15 +32,18 @@ def launch(plan: Plan, run_dir: Path) -> None:
     if plan.view.procs == 1:
         _one(run_dir)
     else:
-        _many(plan.view.procs, run_dir)
+        with none_left():
+            _many(plan.view.procs, run_dir)
 
 
 def _set_threads(plan: Plan) -> None:
-    """Share the cores among local ranks unless the user decided otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        threads = plan.recipe.launch.threads or max(1, cores // plan.view.procs)
+    """Share the cores among the ranks unless the recipe or the environment has decided."""
+    threads = plan.recipe.launch.threads
+    if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // plan.view.procs))
 
 
 def _one(run_dir: Path) -> None:
@@ -41,33 +51,53 @@ def _one(run_dir: Path) -> None:
 
     try:
         run_rank(run_dir)
-    except Exception:
-        raise failure.first(run_dir, {}) from None
+    except (Exception, SystemExit):
+        raise failure.first(run_dir, []) from None
 
 
 def _many(procs: int, run_dir: Path) -> None:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
 
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    # The agent's own report of a failure is long and lacks the cause; ours follows.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
+    _silence_agent()
+    command = ("-m", "pipeline.worker", str(run_dir), str(os.getpid()))
+    with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
+        try:
+            elastic_launch(_config(procs, folder), sys.executable)(*command)
+        except ChildFailedError as error:
+            exits = [
+                failure.Exit(rank=rank, code=child.exitcode, time=child.timestamp)
+                for rank, child in error.failures.items()
+            ]
+            slot = Journal(run_dir / rundir.JOURNAL).running()
+            raise failure.first(run_dir, exits, slot) from None
+        except (RuntimeError, OSError, RendezvousError) as error:
+            raise RunFailed(f"the processes could not be started: {error}") from error
+
+
+def _config(procs: int, folder: str) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=procs,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # this machine's own name need not resolve
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(),
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        signals_to_handle="",  # ours stay in place; see launch/signals.py
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "pipeline.worker", str(run_dir))
-    except ChildFailedError as error:
-        codes = {rank: child.exitcode for rank, child in error.failures.items()}
-        raise failure.first(run_dir, codes) from None
-    except RuntimeError as error:
-        raise RunFailed(f"the processes could not be started: {error}") from error
+
+
+def _silence_agent() -> None:
+    """The agent's own report of a failure is long and lacks the cause; ours follows it."""
+    log = logging.getLogger("torch.distributed.elastic")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False

@@ -3,62 +3,163 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
 
 from pipeline import failure, rundir
-from pipeline.errors import PipeError
+from pipeline.errors import PipeError, RunStopped
 from pipeline.journal import Journal
-from pipeline.launch.environment import is_worker
+from pipeline.launch.environment import is_worker, worker_rank
+from pipeline.launch.signals import Interrupted, default_signals, interruptible
 from pipeline.plan import Plan
-from pipeline.recipe import Recipe
+from pipeline.todo import decide, results
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+Prepare = Callable[[], tuple[Plan, Path]]
+"""Makes the plan and makes or finds the run's folder; called once in the whole run."""
+
+FOLDER_KEY = "pipe/folder"
+"""Where rank 0 tells the others the run's folder; an empty text when there is nothing to do."""
 
 
-def start(recipe: Recipe, plan: Plan, find_folder: Callable[[], Path]) -> Path:
-    """Run `plan` to its end in the folder that `find_folder` makes or finds; return the folder.
+def start(prepare: Prepare) -> None:
+    """Run what is not done yet. Raises what `prepare` raises, RunLocked, RunFailed, RunStopped."""
+    if worker_rank() > 0:
+        _follow()
+        return
+    # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
+    with interruptible(force_after=3.0 if is_worker() else 20.0):
+        try:
+            if is_worker():
+                _lead(prepare)
+            else:
+                _start_here(prepare)
+        except Interrupted as interrupted:
+            number = interrupted.number
+            raise RunStopped(number, f"stopped by {number.name}") from None
 
-    `find_folder` is called once in the whole run. Raises RunFailed, RunLocked or UsageError.
-    """
-    if is_worker():
-        return _start_as_rank(recipe, plan, find_folder)
-    from pipeline.launch.local import launch
 
-    folder = find_folder().resolve()
-    with _opened(recipe, plan, folder):
-        launch(plan, folder)
-    return folder
+def _start_here(prepare: Prepare) -> None:
+    plan, folder = prepare()
+    with rundir.locked(folder):
+        if _is_done(plan, folder):
+            return
+        from pipeline.launch.local import launch
+
+        with _opened(plan, folder):
+            launch(plan, folder)
 
 
-def _start_as_rank(recipe: Recipe, plan: Plan, find_folder: Callable[[], Path]) -> Path:
-    from pipeline.dist import environment_dist
+def _lead(prepare: Prepare) -> None:
+    """Rank 0 under another launcher: it prepares, speaks and holds the lock."""
+    plan, folder = prepare()
+    with rundir.locked(folder):
+        store = _meet()
+        if _is_done(plan, folder):
+            _tell(store, "")
+            return
+        with _opened(plan, folder):
+            _tell(store, str(folder))
+            _run_as_rank(folder, store)
+
+
+def _follow() -> None:
+    """Another rank: it learns from rank 0 where the run is, and need not see the recipe."""
+    from pipeline.dist import receive
+
+    default_signals()
+    store = _meet()
+    folder = receive(store, FOLDER_KEY)
+    store.add(f"{FOLDER_KEY}/received", 1)
+    if folder:
+        _run_as_rank(Path(folder), store)
+
+
+def _meet() -> Store:
+    from pipeline.dist import environment_store
+    from pipeline.launch.children import die_with
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own death must not leave this rank behind
+        die_with(os.getppid())
+    store = environment_store()
+    assert store is not None
+    return store
+
+
+def _tell(store: Store, folder: str) -> None:
+    """Returns when every rank knows, as the store may end with this process."""
+    store.set(FOLDER_KEY, folder)
+    others = int(os.environ["WORLD_SIZE"]) - 1
+    while store.add(f"{FOLDER_KEY}/received", 0) < others:
+        time.sleep(0.05)
+
+
+def _run_as_rank(folder: Path, store: Store) -> None:
+    """A failure is told by the rank that failed first; the others leave with exit code 1."""
     from pipeline.worker import run_rank
 
-    dist = environment_dist(device=plan.view.device)
-    with contextlib.ExitStack() as stack:
-        shared = None
-        if dist.is_main:
-            shared = str(find_folder().resolve())
-            stack.enter_context(_opened(recipe, plan, Path(shared)))
-        folder = Path(dist.share(shared))
-        run_rank(folder)
-    return folder
+    try:
+        run_rank(folder, store)
+    except (Exception, SystemExit):
+        if failure.first_rank(folder) == worker_rank():
+            raise failure.first(folder, []) from None
+        sys.exit(1)
+
+
+def _is_done(plan: Plan, folder: Path) -> bool:
+    """Whether every stage has finished already; says so."""
+    journal = Journal(folder / rundir.JOURNAL)
+    if decide(plan, journal).run:
+        return False
+    if not journal.ended_well():
+        journal.write("run finished")
+    click.echo("nothing to do: every stage has finished")
+    _show_results(plan, folder)
+    return True
+
+
+def _show_results(plan: Plan, folder: Path) -> None:
+    places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
+    width = max(len(name) for name, _ in places)
+    for name, place in places:
+        click.echo(f"  {name:<{width}}  {place}")
 
 
 @contextlib.contextmanager
-def _opened(recipe: Recipe, plan: Plan, folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, record what starts and how it ends."""
+def _opened(plan: Plan, folder: Path) -> Iterator[None]:
+    """Record in the folder, whose lock is held, what starts and how it ends; tell a good end."""
     journal = Journal(folder / rundir.JOURNAL)
-    with rundir.locked(folder):
-        rundir.write_recipe(folder, recipe.dump())
-        rundir.write_environment(folder)
-        failure.clear(folder)
-        journal.write("run started", procs=plan.view.procs, device=plan.view.device)
-        try:
-            yield
-        except PipeError as error:
-            journal.write("run failed", problem=str(error))
-            raise
-        except BaseException as error:
-            journal.write("run stopped", problem=type(error).__name__)
-            raise
-        journal.write("run finished")
+    rundir.write_recipe(folder, plan.recipe.dump())
+    rundir.write_environment(folder)
+    failure.clear(folder)
+    journal.write("run started", procs=plan.view.procs, device=plan.view.device)
+    began = time.monotonic()
+    try:
+        yield
+    except PipeError as error:
+        journal.write("run failed", problem=str(error))
+        raise
+    except BaseException as error:
+        # torchrun stops rank 0 when another rank has failed, and that one tells why
+        if failure.first_rank(folder) is None:
+            journal.write("run stopped", problem=str(error) or type(error).__name__)
+        else:
+            journal.write("run failed", problem=str(failure.first(folder, [])))
+        raise
+    journal.write("run finished")
+    click.echo(f"finished in {_duration(time.monotonic() - began)}")
+    _show_results(plan, folder)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -72,47 +72,59 @@ def run_violations(stage: Any) -> Iterator[str]:
             yield f"run: `{parameter.name}` cannot be given by name"
     taken = [(f"`{need.parameter}`", need.type) for need in needs(stage)]
     for what, kind in [*taken, ("what it gives", gives(stage))]:
-        if kind is not None and kind.__module__ == "builtins":
+        if kind is not None and kind.__module__ in ("builtins", "typing"):
             yield f"run: {what} is of the type {kind.__name__}, which says nothing of its role"
 
 
 def field_violations(stage: type) -> Iterator[str]:
     """Every field, at any depth, is documented, understood, and accepts its own default."""
-    unfit = list(_undocumented(stage)) + list(_unwritable_defaults(stage))
+    unfit: list[str] = []
+    for prefix, kind in _with_inner(stage):
+        unfit += [*_undocumented(kind, prefix), *_unwritable_defaults(kind, prefix)]
     try:
         adapter(stage).json_schema()
     except Exception as error:
-        unfit.append(f"fields: there is no JSON Schema of them: {error}")
-    yield from unfit or _refused_defaults(stage)
+        unfit.append(f"there is no JSON Schema of its fields: {error}")
+    yield from unfit
+    if not unfit:
+        for prefix, kind in _with_inner(stage):
+            yield from _refused_defaults(kind, prefix)
 
 
-def _undocumented(stage: type, prefix: str = "") -> Iterator[str]:
-    docs = field_docs(stage)
-    for field in init_fields(stage):
+def _with_inner(stage: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """The class, and the dataclasses that its fields hold, with where they are."""
+    yield prefix, stage
+    for name, annotation in field_types(stage).items():
+        for below in dataclasses_in(annotation):
+            yield from _with_inner(below, f"{prefix}{name}.")
+
+
+def _undocumented(kind: type, prefix: str) -> Iterator[str]:
+    docs = field_docs(kind)
+    for field in init_fields(kind):
         if field.name not in docs:
             yield f"field `{prefix}{field.name}` has no string under it that says what it is"
-        for below in dataclasses_in(field_types(stage)[field.name]):
-            yield from _undocumented(below, f"{prefix}{field.name}.")
 
 
-def _unwritable_defaults(stage: type) -> Iterator[str]:
-    for name, default in _defaults(stage).items():
+def _unwritable_defaults(kind: type, prefix: str) -> Iterator[str]:
+    for name, default in _defaults(kind).items():
         try:
             json.dumps(default)
         except TypeError as error:
-            yield f"the default of field `{name}` cannot be written in a recipe: {error}"
+            yield f"the default of field `{prefix}{name}` cannot be written in a recipe: {error}"
 
 
-def _refused_defaults(stage: type) -> Iterator[str]:
+def _refused_defaults(kind: type, prefix: str) -> Iterator[str]:
     """Python does not hold a default to its field's bounds; a recipe that writes it out would."""
-    defaults = _defaults(stage)
-    for problem in make(stage, defaults)[1]:
+    defaults = _defaults(kind)
+    for problem in make(kind, defaults)[1]:
         if problem.key.partition(".")[0] in defaults:
-            yield f"the default of field `{problem.key}` is refused: {problem.message}"
+            yield f"the default of field `{prefix}{problem.key}` is refused: {problem.message}"
 
 
-def _defaults(stage: type) -> dict[str, Any]:
-    found = {field.name: default_of(field) for field in init_fields(stage)}
+def _defaults(kind: type) -> dict[str, Any]:
+    """Defaults as a recipe would write them, of the fields that have one."""
+    found = {field.name: default_of(field) for field in init_fields(kind)}
     return {
         name: plain_value(default)
         for name, default in found.items()

@@ -23,7 +23,7 @@ from stages.wrap.birth import (
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
 from stages.wrap.ddp_compat import no_buffer_sync
-from stages.wrap.ddp_reduce import ReduceIn
+from stages.wrap.ddp_reduce import ReduceIn, reduce_in
 from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
 from stages.wrap.torch_engine import TorchEngine
 from stages.wrap.witness import attest
@@ -61,9 +61,8 @@ def _replicate(
         **no_buffer_sync(),
     )
     if precision.reduce != precision.master:
-        replicated.register_comm_hook(
-            replicated.process_group, ReduceIn(torch_dtype(precision.reduce))
-        )
+        reduction = ReduceIn(torch_dtype(precision.reduce), replicated.process_group)
+        replicated.register_comm_hook(reduction, reduce_in)
     return replicated
 
 
@@ -110,7 +109,7 @@ class DdpEngine(TorchEngine):
 
     def facts(self) -> Mapping[str, Any]:
         module = self.model.module
-        hooks = [hook for hook, _ in self.model._comm_hooks if isinstance(hook, ReduceIn)]
+        reductions = [state for _, state in self.model._comm_hooks if isinstance(state, ReduceIn)]
         casts = {dtype_name(cast.dtype) for cast in installed_casts(module)}
         master = dtype_names(module.parameters())
         return {
@@ -121,7 +120,7 @@ class DdpEngine(TorchEngine):
             "device": next(module.parameters()).device.type,
             "master": master,
             "compute": sorted(casts) or master,
-            "reduce": [dtype_name(hook.dtype) for hook in hooks] or master,
+            "reduce": [dtype_name(state.dtype) for state in reductions] or master,
             "buffers": dtype_names(module.buffers()),
             "parameters": sum(p.numel() for p in module.parameters()),
             "loss_scaling": self.scaler is not None,

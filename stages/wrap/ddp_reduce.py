@@ -1,6 +1,7 @@
 """Average gradients over ranks in another dtype than they are kept in."""
 
 # No postponed annotations here: DDP compares the hook's annotations with its own classes.
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -10,26 +11,26 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 
+@dataclass(frozen=True)
 class ReduceIn:
+    """What the hook is registered with: the dtype to reduce in, among which processes."""
+
+    dtype: torch.dtype
+    group: torch.distributed.ProcessGroup
+
+
+def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
     """A DDP communication hook: cast a bucket, average it over all ranks, cast it back.
 
     torch's own hooks do the same for NCCL only.
     """
+    gradient = bucket.buffer()
+    # Dividing first keeps the sum in the range of fp16.
+    narrow = gradient.to(state.dtype).div_(state.group.size())
+    work = torch.distributed.all_reduce(narrow, group=state.group, async_op=True)
+    assert work is not None
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.__qualname__ = f"{type(self).__qualname__}({dtype})"  # DDP logs a hook by this name
+    def widen(future: Future[list[Tensor]]) -> Tensor:
+        return gradient.copy_(future.value()[0])
 
-    def __call__(
-        self, group: torch.distributed.ProcessGroup, bucket: GradBucket
-    ) -> Future[Tensor]:
-        gradient = bucket.buffer()
-        # Dividing first keeps the sum in the range of fp16.
-        narrow = gradient.to(self.dtype).div_(group.size())
-        work = torch.distributed.all_reduce(narrow, group=group, async_op=True)
-        assert work is not None
-
-        def widen(future: Future[list[Tensor]]) -> Tensor:
-            return gradient.copy_(future.value()[0])
-
-        return cast(Future[Tensor], work.get_future().then(widen))
+    return cast(Future[Tensor], work.get_future().then(widen))

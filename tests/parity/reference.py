@@ -15,9 +15,18 @@ LR, WARMUP, DECAY, CLIP = 1e-3, 2, 0.1, 0.5
 
 
 def reference(
-    source: ModelSource, data: Data, *, seed: int, steps: int, batch: int
+    source: ModelSource,
+    data: Data,
+    *,
+    seed: int,
+    steps: int,
+    batch: int,
+    compute: torch.dtype = torch.float32,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
-    """Per-step losses and gradient norms, final weights, held-out loss."""
+    """Per-step losses and gradient norms, final weights, held-out loss.
+
+    The forward pass runs on parameters cast to `compute`; everything else is fp32.
+    """
     torch.manual_seed(0)
     model = source.build()
     reader = source.weights()
@@ -36,7 +45,7 @@ def reference(
     for step in range(steps):
         samples = [data.train[order[step * batch + place]] for place in range(batch)]
         targets = sum(int((sample.labels != -100).sum()) for sample in samples)
-        loss = sum(_loss(model, sample) for sample in samples) / targets
+        loss = sum(_loss(model, sample, compute) for sample in samples) / targets
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         for group in optimizer.param_groups:
@@ -46,15 +55,17 @@ def reference(
         losses.append(float(loss.detach()))
     heldout = [data.heldout[index] for index in range(len(data.heldout))]
     with torch.no_grad():
-        total = float(sum(_loss(model, sample) for sample in heldout))
+        total = float(sum(_loss(model, sample, compute) for sample in heldout))
     mean = total / sum(int((sample.labels != -100).sum()) for sample in heldout)
     return losses, norms, {n: p.detach().clone() for n, p in parameters.items()}, mean
 
 
-def _loss(model: Any, sample: Any) -> torch.Tensor:
-    logits = model(input_ids=torch.from_numpy(sample.input_ids)[None]).logits[0]
+def _loss(model: Any, sample: Any, compute: torch.dtype) -> torch.Tensor:
+    cast = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
+    tokens = torch.from_numpy(sample.input_ids)[None]
+    logits = torch.func.functional_call(model, cast, kwargs={"input_ids": tokens}).logits[0]
     return F.cross_entropy(
-        logits, torch.from_numpy(sample.labels), ignore_index=-100, reduction="sum"
+        logits.float(), torch.from_numpy(sample.labels), ignore_index=-100, reduction="sum"
     )
 
 

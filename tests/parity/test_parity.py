@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.artifacts import torch_dtype
 from pipeline.dist import Dist
 from stages.wrap.zero.options import OptimizerOffload
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
@@ -55,18 +57,18 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    dist = Dist(device=torch.device("cpu"))
-    ctx = context(dist, tmp_path_factory.mktemp("reference"), SEED)
-    return reference(tiny_source(ctx), toy_data(), seed=SEED, steps=STEPS, batch=BATCH)
+@functools.cache
+def plain_loop(compute: torch.dtype = torch.float32) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        source = tiny_source(context(Dist(device=torch.device("cpu")), folder, SEED))
+    return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, compute=compute)
 
 
 @pytest.mark.parametrize(("config", "ranks"), CASES)
 def test_strategy_gives_the_numbers_of_a_plain_loop(
-    config: Any, ranks: int, expected: Any, tmp_path: Path
+    config: Any, ranks: int, tmp_path: Path
 ) -> None:
-    losses, norms, weights, heldout = expected
+    losses, norms, weights, heldout = plain_loop()
     result = run_ranks(train_case, ranks, str(tmp_path), config)[0]
     steps = [record for record in result["records"] if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
@@ -77,4 +79,26 @@ def test_strategy_gives_the_numbers_of_a_plain_loop(
     assert weights.keys() <= final.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(final[name], weight, rtol=0, atol=1e-4, msg=name)
-    logging.getLogger("pipe.test").debug("facts: %s", result["facts"])
+
+
+HALF = {
+    "ddp": case("wrap.ddp", "dcp"),
+    "fsdp": case("wrap.fsdp", "dcp"),
+    "zero1": case("wrap.zero", "deepspeed", stage=1),
+    "zero2": case("wrap.zero", "deepspeed", stage=2),
+    "zero3": case("wrap.zero", "deepspeed", stage=3),
+}
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", HALF)
+def test_a_precision_policy_means_the_same_under_every_strategy(
+    name: str, compute: str, tmp_path: Path
+) -> None:
+    """Autocast under one strategy and cast parameters under another would differ by 10 %."""
+    losses, norms, _, _ = plain_loop(torch_dtype(compute))
+    result = run_ranks(train_case, 2, str(tmp_path), {**HALF[name], "compute": compute})[0]
+    steps = [record for record in result["records"] if "loss" in record]
+    assert all(record["applied"] for record in steps)
+    assert [record["loss"] for record in steps] == pytest.approx(losses, rel=3e-4)
+    assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=3e-3)

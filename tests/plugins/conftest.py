@@ -31,7 +31,12 @@ class Environment:
         """`python ARGS` in it, without what pytest added to this process's environment."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(
-            [str(self.python), *args], cwd=cwd, env=kept, capture_output=True, text=True, check=False
+            [str(self.python), *args],
+            cwd=cwd,
+            env=kept,
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
     def pipe(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -107,14 +107,28 @@ def test_its_own_tests_pass(scratch: Environment, package: Path) -> None:
     assert "2 passed" in done.stdout
 
 
-def test_it_trains_by_its_rule(scratch: Environment, project: Path) -> None:
-    done = scratch.pipe("run", "sgd.yaml", "--run-dir", "run", cwd=project)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (
+            "wrap.use=wrap.zero",
+            "checkpoint.use=checkpoint.deepspeed",
+            "consolidate.use=consolidate.deepspeed",
+        ),
+    ],
+    ids=["replicated", "sharded"],
+)
+def test_it_trains_by_its_rule(
+    overrides: tuple[str, ...], scratch: Environment, project: Path
+) -> None:
+    done = scratch.pipe("run", "sgd.yaml", *overrides, "--run-dir", "run", cwd=project)
     assert done.returncode == 0, done.stderr
     facts = json.loads((project / "run" / "engine.json").read_text("utf-8"))
     assert facts["optimizer"] == "SGD"
     losses, weights = by_hand(project)
-    records = [json.loads(line) for line in (project / "run" / "metrics.jsonl").open()]
-    assert [r["loss"] for r in records if "loss" in r] == pytest.approx(losses, rel=1e-5)
+    lines = (project / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
     assert losses[0] == pytest.approx(math.log(CONFIG["vocab_size"]), abs=0.1)  # untrained
     exported = stored(project / "run" / "export")
     for name, tensor in exported.items():
@@ -143,9 +157,7 @@ def by_hand(project: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-def test_without_it_the_recipe_is_refused(
-    empty: Environment, wheel: Path, project: Path
-) -> None:
+def test_without_it_the_recipe_is_refused(empty: Environment, wheel: Path, project: Path) -> None:
     empty.pip("install", "--no-deps", "--no-index", str(wheel))
     assert empty.pipe("check", "sgd.yaml", cwd=project).returncode == 0
     empty.pip("uninstall", "--yes", "pipetrain-sgd")
@@ -153,5 +165,5 @@ def test_without_it_the_recipe_is_refused(
     assert gone.returncode == 2
     assert gone.stderr == (
         "sgd.yaml:5:10: optimizer.use: there is no stage `optimizer.sgd` "
-        "(optimizer stages: optimizer.adamw)\n"
+        "(did you mean `optimizer.adamw`? optimizer stages: optimizer.adamw)\n"
     )

@@ -13,8 +13,8 @@ FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.D
 def install(
     folder: Path, distribution: str, module: str, source: str, points: Mapping[str, str]
 ) -> None:
-    """Put a module and its metadata, as an installer would leave them, into `folder`, which is to be
-    on the path. `points` are stage names and the classes they lead to."""
+    """Put a module and its metadata, as an installer would leave them, into `folder`, which is
+    to be on the path. `points` are stage names and the classes they lead to."""
     (folder / f"{module}.py").write_text(textwrap.dedent(source), encoding="utf-8")
     info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -36,5 +36,7 @@ def files_in(document: Path) -> dict[str, str]:
 def sessions_in(document: Path) -> dict[str, str]:
     """The console blocks of a Markdown file: command -> what it prints."""
     found = FENCE.findall(document.read_text("utf-8"))
-    blocks = [text.removeprefix("$ ").partition("\n") for kind, _, text in found if kind == "console"]
+    blocks = [
+        text.removeprefix("$ ").partition("\n") for kind, _, text in found if kind == "console"
+    ]
     return {command: output for command, _, output in blocks}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipeline import testing
 from pipeline.artifacts import Data, Sample, Samples
 from pipeline.dist import Dist
-from pipeline.metrics import Metrics
 from pipeline.stage import Context
 
 TINY = {
@@ -24,10 +25,7 @@ def context(dist: Dist, run_dir: str | Path, seed: int = 7) -> Context:
     """A context whose log goes nowhere; metrics are written by rank 0."""
     log = logging.getLogger("pipe.test")
     log.setLevel(logging.CRITICAL)
-    folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "metrics.jsonl" if dist.is_main else None
-    return Context(run_dir=folder, seed=seed, dist=dist, log=log, metrics=Metrics(path))
+    return replace(testing.context(run_dir, seed=seed, dist=dist), log=log)
 
 
 class ToySamples(Samples):

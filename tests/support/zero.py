@@ -1,7 +1,8 @@
-"""What each rank runs in the ZeRO tests: a few steps on fixed tokens, and the same in a plain loop."""
+"""What each rank runs in the ZeRO tests: a few steps on fixed tokens; and the same, plainly."""
 
 from __future__ import annotations
 
+import ctypes.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from stages.wrap.birth import named_parameters
 from stages.wrap.zero import Zero
 from tests.support.runs import TINY, context
 
-LR, DECAY, CLIP, SAMPLES, LENGTH = 1e-3, 0.1, 0.5, 4, 13
+LR, DECAY, CLIP, LENGTH = 1e-3, 0.1, 0.5, 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,11 @@ class Case:
 
     zero: dict[str, Any]
     compute: str = "fp32"
+    master: str = "fp32"
     loss_scaling: LossScaling | None = None
     clip: float | None = CLIP
+    samples: int = 4
+    """Per step, over all ranks."""
     first: int = 0
     last: int = 4
     save: bool = False
@@ -59,12 +63,12 @@ def source(ctx: Any, case: Case) -> ModelSource:
     return made
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
     """Tokens and labels, uneven numbers of targets; a pure function of the step."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, TINY["vocab_size"], (SAMPLES, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, TINY["vocab_size"], (samples, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
-    for row, length in enumerate(torch.randint(2, LENGTH, (SAMPLES,), generator=generator)):
+    for row, length in enumerate(torch.randint(2, LENGTH, (samples,), generator=generator)):
         labels[row, length:] = -100
     return tokens[:, :-1], labels
 
@@ -76,7 +80,7 @@ def summed_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def precision(case: Case) -> Precision:
     return Precision(
-        master="fp32", compute=case.compute, reduce="fp32", buffer=None,
+        master=case.master, compute=case.compute, reduce="fp32", buffer=None,
         loss_scaling=case.loss_scaling,
     )  # fmt: skip
 
@@ -107,12 +111,12 @@ def run_case(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
 
 def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
     """One optimizer step, a sample per micro-batch and rank."""
-    tokens, labels = batch(step)
+    tokens, labels = batch(step, case.samples)
     targets = int((labels != -100).sum())
     total = torch.zeros(())
-    rounds = SAMPLES // engine.shard.count
+    rounds = case.samples // engine.shard.count
     for turn in range(rounds):
-        row = slice(turn * engine.shard.count + engine.shard.index, None, SAMPLES)
+        row = slice(turn * engine.shard.count + engine.shard.index, None, case.samples)
         with engine.microbatch(last=turn == rounds - 1):
             loss = summed_loss(engine.model, tokens[row], labels[row])
             scale = 1e6 if step == case.explode_at else 1.0
@@ -121,6 +125,11 @@ def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
     torch.distributed.all_reduce(total)
     report = engine.step(lr_scale=1 - 0.1 * step)
     return {"loss": float(total), **vars(report)}
+
+
+def has_libaio() -> bool:
+    """Whether NVMe offload can run here."""
+    return ctypes.util.find_library("aio") is not None
 
 
 def save_masters(engine: Any, file: Path, *, write: bool) -> None:
@@ -145,7 +154,7 @@ def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dic
     optimizer = the_plan.build(the_plan.groups(named_parameters(model)))
     losses, norms = [], []
     for step in range(case.first, case.last):
-        tokens, labels = batch(step)
+        tokens, labels = batch(step, case.samples)
         loss = summed_loss(model, tokens, labels) / int((labels != -100).sum())
         loss.backward()
         limit = float("inf") if case.clip is None else case.clip

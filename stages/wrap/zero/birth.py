@@ -86,15 +86,26 @@ def refine_masters(live: Any, model: ModelSource, ctx: Context) -> None:
     if compat.swaps_masters(live.optimizer):
         ctx.log.info("master weights start from the compute dtype (they are on disk)")
         return
+    sharded = compat.zero_stage(live.optimizer) == 3
+    fragments = {} if sharded else compat.master_fragments(live.optimizer)
     with birth.source_reader(model, ctx.dist) as reader, torch.no_grad():
         for name, parameter in live.module.named_parameters():
-            if parameter.requires_grad:
-                _refine_one(live.optimizer, name, parameter, reader, ctx.dist)
+            value = _rounded_off(name, parameter, reader, ctx.dist)
+            if value is None:
+                continue
+            if sharded:
+                compat.set_sharded_master(live.optimizer, parameter, value)
+            elif parameter in fragments:
+                fragment, start = fragments[parameter]
+                fragment.copy_(value.flatten()[start : start + fragment.numel()])
 
 
-def _refine_one(
-    optimizer: Any, name: str, parameter: nn.Parameter, reader: TensorReader | None, dist: Dist
-) -> None:
+def _rounded_off(
+    name: str, parameter: nn.Parameter, reader: TensorReader | None, dist: Dist
+) -> Tensor | None:
+    """The source's full fp32 value, on every rank; None where the parameter holds it exactly."""
+    if not parameter.requires_grad:
+        return None
     shape = getattr(parameter, "ds_shape", parameter.shape)
     value = torch.empty(shape, dtype=torch.float32, device=dist.device)
     rounded = torch.zeros((), dtype=torch.int32, device=dist.device)
@@ -104,7 +115,7 @@ def _refine_one(
     if dist.world_size > 1:
         torch.distributed.broadcast(rounded, src=0)
     if not rounded.item():
-        return
+        return None
     if dist.world_size > 1:
         torch.distributed.broadcast(value, src=0)
-    compat.set_master(optimizer, parameter, value)
+    return value

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -154,21 +155,36 @@ def quiet(log: logging.Logger) -> Iterator[None]:
             log.debug("deepspeed: %s", line)
 
 
-def set_master(optimizer: Any, parameter: Any, value: Tensor) -> None:
-    """Write the full fp32 `value` into this rank's part of a parameter's master weight."""
-    if hasattr(parameter, "ds_id"):
-        length = parameter.ds_tensor.numel()
-        start = optimizer._get_param_partition_rank(parameter) * length
-        part = value.new_zeros(length)
-        mine = value.flatten()[start : start + length]
-        part[: mine.numel()] = mine
-        optimizer.set_local_hp_param(part, parameter)
-        return
-    mapping = parameter._hp_mapping
-    if mapping is not None:
-        start = mapping.lp_fragment_address.start
-        fragment = mapping.get_hp_fragment()
-        fragment.copy_(value.flatten()[start : start + fragment.numel()])
+def master_fragments(optimizer: Any) -> Mapping[Any, tuple[Tensor, int]]:
+    """Stages 1 and 2: parameter -> (live view of this rank's part of its master, where that part
+    starts in the flattened parameter).
+
+    Not through `safe_set_full_fp32_param`: it mixes parameters up under round_robin_gradients.
+    """
+    groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
+    padding = getattr(optimizer, "round_robin_bit16_padding", None)
+    rank = torch.distributed.get_rank(optimizer.dp_process_group)
+    found = {}
+    for index, flat in enumerate(master_partitions(optimizer)):
+        first, start = rank * flat.numel(), 0
+        pads = padding[index] if padding else itertools.repeat(0)
+        for parameter, pad in zip(groups[index], pads, strict=False):
+            low = max(start, first)
+            high = min(start + parameter.numel(), first + flat.numel())
+            if low < high:
+                found[parameter] = (flat.detach()[low - first : high - first], low - start)
+            start += parameter.numel() + pad
+    return found
+
+
+def set_sharded_master(optimizer: Any, parameter: Any, value: Tensor) -> None:
+    """Stage 3: write the full fp32 `value` into this rank's part of a parameter's master."""
+    length = parameter.ds_tensor.numel()
+    start = optimizer._get_param_partition_rank(parameter) * length
+    mine = value.flatten()[start : start + length]
+    part = value.new_zeros(length)
+    part[: mine.numel()] = mine
+    optimizer.set_local_hp_param(part, parameter)
 
 
 def swaps_masters(optimizer: Any) -> bool:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.artifacts import LossScaling
 from stages.wrap.zero import Aio, OptimizerOffload
 from tests.support.processes import RankFailed, run_ranks
-from tests.support.zero import Case, run_case
+from tests.support.zero import Case, has_libaio, run_case
 
 CPU = {"stage": 3, "offload_optimizer": OptimizerOffload()}
 CASES = [
@@ -52,17 +53,9 @@ def test_continuation_is_bit_identical(case: Case, tmp_path: Path) -> None:
 
 
 def test_loss_scaling_continues(tmp_path: Path) -> None:
-    from pipeline.artifacts import LossScaling
-
     scaling = LossScaling(initial_scale=1024.0, growth_interval=2)
     case = Case(zero={"stage": 3}, compute="fp16", loss_scaling=scaling, explode_at=1, last=6)
     assert_continues_exactly(case, tmp_path)
-
-
-def has_libaio() -> bool:
-    import ctypes.util
-
-    return ctypes.util.find_library("aio") is not None
 
 
 @pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.artifacts import LossScaling
+from stages.consolidate.deepspeed_reader import DeepSpeedWeights
 from stages.wrap.zero import OptimizerOffload, ParameterOffload
 from tests.support.processes import run_ranks
 from tests.support.zero import Case, plain, run_case
@@ -23,7 +24,6 @@ CASES = {
     "2": {"stage": 2, "overlap_comm": True},
     "2 offload torch": {
         "stage": 2, "offload_optimizer": CPU, "optimizer_implementation": "torch",
-        "round_robin_gradients": True,
     },
     "3": {"stage": 3},
     "3 nothing persists": {"stage": 3, "param_persistence_threshold": 0, "sub_group_size": 500},
@@ -88,13 +88,23 @@ def test_facts_come_from_the_live_objects(stage: int, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "engine.json").read_text())["zero_stage"] == stage
 
 
+@pytest.mark.parametrize("round_robin", [None, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_masters_keep_what_the_compute_dtype_rounds_off(stage: int, tmp_path: Path) -> None:
-    case = Case(zero={"stage": stage}, compute="bf16", last=0)
+def test_masters_keep_what_the_compute_dtype_rounds_off(
+    stage: int, round_robin: bool | None, tmp_path: Path
+) -> None:
+    zero = {"stage": stage, "round_robin_gradients": round_robin if stage < 3 else None}
+    case = Case(zero=zero, compute="bf16", last=0, save=True)
     train(tmp_path, case)
-    weights = plain(tmp_path, case)[2]
-    for name, master in load_file(tmp_path / "masters.safetensors").items():
-        assert torch.equal(master, weights[name]), name
+    masters = DeepSpeedWeights(tmp_path / "checkpoints/step-00000000")
+    for name, weight in plain(tmp_path, case)[2].items():
+        assert torch.equal(masters.read(name), weight), name
+
+
+def test_bf16_masters_when_asked_for(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": CPU}
+    facts = train(tmp_path, Case(zero=zero, compute="bf16", master="bf16", last=2))["facts"]
+    assert (facts["master"], facts["compute"]) == (["bf16"], ["bf16"])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

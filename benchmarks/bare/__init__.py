@@ -1,0 +1,1 @@
+"""The same training, written by hand without the product: one file a strategy, one loop."""

@@ -1,0 +1,31 @@
+"""DistributedDataParallel by hand, under torch's autocast below fp32."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from bare.torch_step import Schedule, TrainStep, torch_step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.artifacts import torch_dtype
+from stages.wrap.ddp_compat import no_buffer_sync
+
+
+def make(model: nn.Module, device: torch.device, compute: str, schedule: Schedule) -> TrainStep:
+    """Replicate the model; the step."""
+    replicated = DistributedDataParallel(
+        model.to(device),
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **no_buffer_sync(),
+    )
+    dtype = torch_dtype(compute)
+
+    def autocast() -> contextlib.AbstractContextManager[object]:
+        if dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype)
+
+    return torch_step(replicated, schedule, autocast)

@@ -1,0 +1,73 @@
+"""The product's side: real stages, and `train.causal_lm`'s own step, feed and reporter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from overhead_data import map_tokens
+from overhead_job import CLIP, LR, SEED, STRATEGIES, Job
+
+from pipeline import rundir
+from pipeline.artifacts import Data, ModelSource, Progress
+from pipeline.dist import Dist
+from pipeline.engine import Engine
+from pipeline.metrics import Metrics
+from pipeline.registry import Registry
+from pipeline.stage import Context
+from stages.data.blocks import TokenBlocks
+from stages.model.hf import HfModel
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.feed import Feed
+from stages.train.loop import train_step
+from stages.train.report import Reporter
+
+
+def run_context(job: Job, dist: Dist, log: Any, on_exit: Any) -> Context:
+    """What `pipe run` would give the stages: metrics from rank 0, a log file per rank."""
+    folder = run_folder(job)
+    metrics = Metrics(folder / rundir.METRICS if dist.is_main else None)
+    return Context(
+        run_dir=folder, seed=SEED, dist=dist, log=log, metrics=metrics, on_exit=on_exit
+    )
+
+
+def run_folder(job: Job) -> Path:
+    """Our run's folder."""
+    return job.folder / "run"
+
+
+def source(job: Job, ctx: Context) -> ModelSource:
+    """The random model, equal for both loops."""
+    return HfModel(config=job.model, init="random").run(ctx)
+
+
+class OurLoop:
+    """The body of `stages.train.loop.train`, a block at a time."""
+
+    def __init__(self, job: Job, ctx: Context, model: ModelSource) -> None:
+        self._plan = AdamW(lr=LR, max_grad_norm=CLIP).run(ctx)
+        precision = PrecisionPolicy(compute=job.compute).run(ctx)  # type: ignore[arg-type]
+        strategy = STRATEGIES[job.strategy]
+        wrap = Registry.installed().load(strategy.wrap)(**strategy.fields)
+        self.engine: Engine = wrap.run(ctx, model, precision, self._plan)
+        config = TrainCausalLm(
+            global_batch_size=job.global_batch, micro_batch_size=job.micro_batch,
+            steps=job.total_steps, log_every=job.steps,
+        )  # fmt: skip
+        blocks = TokenBlocks(map_tokens(job.folder), job.length)
+        data = Data(train=blocks, heldout=None, pad_id=0, fingerprint="")
+        self._feed = Feed(config, data, ctx.seed, self.engine.shard, self.engine.device)
+        self._progress = Progress()
+        self._reporter = Reporter(
+            ctx, self.engine, config.log_every, self._feed.total_steps, self._progress
+        )
+
+    def run(self, steps: int) -> float:
+        """Train so many steps; the global loss of the last."""
+        for _ in range(steps):
+            self._reporter.add(*train_step(self.engine, self._feed, self._plan, self._progress))
+        assert self._reporter.loss is not None
+        return self._reporter.loss

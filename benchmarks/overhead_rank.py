@@ -1,0 +1,140 @@
+"""What each process of a measurement runs: both loops, in turns, all ranks in step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import logging
+import os
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from bare.loop import BareLoop
+from overhead_job import Job
+from overhead_ours import OurLoop, run_context, run_folder, source
+
+from pipeline.dist import Dist, environment_dist
+
+RESULT = "result.json"
+CALIBRATION_REPEATS = 3
+SIDE = {"cpu": 512, "cuda": 4096}
+"""Rows of the square fp32 matrices that are multiplied: a few milliseconds."""
+
+
+class Loop(Protocol):
+    """One of the two sides."""
+
+    def run(self, steps: int) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Some steps of one loop, between two calibrations. Times are seconds, of the slowest rank but
+    for `cpu`, which is rank 0's processor time."""
+
+    seconds: float
+    cpu: float
+    before: float
+    after: float
+    loss: float
+
+
+def main(job: Job, rank: int) -> None:
+    """Entry point of a process: join the group, measure, leave the result in the job's folder."""
+    os.dup2(2, 1)  # the table alone is on standard output
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(job.procs), LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(job.procs),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    run_folder(job).mkdir(exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        log = file_log(job, rank)
+        store = torch.distributed.FileStore(str(job.folder / "store"), job.procs)
+        dist = environment_dist(store, device=job.device)
+        ctx = run_context(job, dist, log, stack.callback)
+        model = source(job, ctx)
+        ours, bare = OurLoop(job, ctx, model), BareLoop(job, dist, model)
+        rounds = measure(job, dist, ours, bare)
+        if dist.is_main:
+            result = {"rounds": rounds, "engine": dict(ours.engine.facts())}
+            (job.folder / RESULT).write_text(json.dumps(result), "utf-8")
+        dist.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # library threads may abort a finished process
+
+
+def file_log(job: Job, rank: int) -> logging.Logger:
+    """A log with a file per rank, as a run has."""
+    log = logging.getLogger("pipe")
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    log.addHandler(logging.FileHandler(run_folder(job) / f"rank-{rank}.log"))
+    return log
+
+
+def measure(job: Job, dist: Dist, ours: Loop, bare: Loop) -> list[dict[str, Any]]:
+    """`job.rounds` pairs of blocks, {"ours": ..., "bare": ...}; who goes first alternates."""
+    sides = {"ours": ours, "bare": bare}
+    for loop in sides.values():
+        loop.run(job.steps)
+    gc.collect()
+    calibrate = calibration(dist)
+    before = calibrate()
+    rounds = []
+    for number in range(job.rounds):
+        pair = {}
+        for name in sorted(sides, reverse=bool(number % 2)):
+            seconds, cpu, loss = timed(sides[name], job.steps, dist)
+            after = calibrate()
+            pair[name] = asdict(
+                Block(seconds=seconds, cpu=cpu, before=before, after=after, loss=loss)
+            )
+            before = after
+        rounds.append(pair)
+    return rounds
+
+
+def timed(loop: Loop, steps: int, dist: Dist) -> tuple[float, float, float]:
+    """Seconds of the slowest rank, processor seconds of this one, and the loss."""
+    meet(dist)
+    began, cpu = time.perf_counter(), time.process_time()
+    loss = loop.run(steps)
+    meet(dist)
+    return time.perf_counter() - began, time.process_time() - cpu, loss
+
+
+def meet(dist: Dist) -> None:
+    """Wait until every rank and its device have come here."""
+    if dist.device.type == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def calibration(dist: Dist) -> functools.partial[float]:
+    """A call that says how fast the machine is now: seconds of a fixed matrix product."""
+    side = SIDE[dist.device.type]
+    matrix = torch.rand(side, side, device=dist.device)
+    return functools.partial(_calibrate, matrix, dist)
+
+
+def _calibrate(matrix: torch.Tensor, dist: Dist) -> float:
+    """The best of a few on each rank, the worst of the ranks, all computing at once."""
+    best = float("inf")
+    for _ in range(CALIBRATION_REPEATS):
+        meet(dist)
+        began = time.perf_counter()
+        matrix @ matrix
+        if dist.device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    worst = torch.tensor([best])
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
+    return worst.item()

@@ -1,0 +1,70 @@
+"""No process of a run outlives it: not its ranks, nor what they started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+REAP_SECONDS = 5.0
+
+
+def die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has.
+
+    The parent may have died before the request, so it is looked for afterwards.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def none_left() -> Iterator[None]:
+    """Kill what the body started in other sessions (ranks have their own) and left running.
+
+    Descendants whose parent died are found too: they become children of this process.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _kill_children()
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _kill_children() -> None:
+    # A child's own children become ours when it dies, so this repeats until there are none.
+    deadline = time.monotonic() + REAP_SECONDS
+    while (children := _children_elsewhere()) and time.monotonic() < deadline:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.02)
+
+
+def _children_elsewhere() -> list[int]:
+    """Children of this process that are not in its session."""
+    me, session = os.getpid(), os.getsid(0)
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # after the name in brackets: state, parent, process group, session
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == me and int(fields[3]) != session:
+                found.append(int(folder.name))
+    return found

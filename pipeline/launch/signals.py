@@ -1,0 +1,86 @@
+"""Signals that ask the run to end become an exception, so that ranks are stopped and journalled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end. No `except Exception` of a stage swallows it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
+        super().__init__(self.number.name)
+
+
+def default_signals() -> None:
+    """End at once on an ending signal, even inside a native call that would keep Python from it."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def interruptible(*, force_after: float) -> Iterator[None]:
+    """Raise Interrupted in the main thread on the first ending signal.
+
+    After it the others are ignored while the run is wound up, and a second Ctrl-C ends the process
+    at once. The process ends `force_after` seconds after the first in any case, as the main thread
+    may be in a native call that never returns. A signal that is ignored from the start (nohup)
+    stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _raise)
+    try:
+        with _forced_end(force_after):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _forced_end(seconds: float) -> Iterator[None]:
+    """Python's low-level handler writes a signal's number to a pipe, whatever the main thread does;
+    another thread reads it there."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    over = threading.Event()
+
+    def watch() -> None:
+        number = os.read(reader, 1)
+        while number and number[0] not in ENDING:  # a stage's own handler is for another signal
+            number = os.read(reader, 1)
+        if number and not over.wait(seconds):
+            os._exit(128 + number[0])
+
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="pipe-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise Interrupted(number)

@@ -1,0 +1,71 @@
+"""Every built-in stage is what `pipeline.testing` asks of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.registry import BUILT_IN, Registry
+from pipeline.testing import assert_conforms
+
+NAMES = [entry.name for entry in Registry.installed().entries() if entry.distribution == BUILT_IN]
+
+VALID: Mapping[str, Mapping[str, Any]] = {
+    "model.hf": {"config": {"model_type": "llama"}},
+    "data.text": {"files": "./text.txt", "heldout_fraction": 0.1},
+    "data.chat": {"files": ["./chat.jsonl"]},
+    "optimizer.adamw": {"betas": [0.9, 0.95], "max_grad_norm": None},
+    "train.causal_lm": {"global_batch_size": 8, "steps": 10},
+    "wrap.zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
+}
+"""Fields of a slot without mistakes, where none at all would be too few or too dull."""
+
+INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
+    "model.hf": [
+        ("path", {}),
+        ("config", {"path": "./model", "config": {"model_type": "llama"}}),
+        ("trust_remote_code", {"path": "./model", "trust_remote_code": 1}),
+    ],
+    "precision.policy": [("compute", {"compute": "fp8"}), ("master", {"master": "fp16"})],
+    "data.text": [
+        ("files", {"files": "./missing.txt"}),
+        ("sequence_length", {"files": "./text.txt", "sequence_length": 0}),
+    ],
+    "data.chat": [("files", {}), ("files", {"files": "./missing.jsonl"})],
+    "optimizer.adamw": [
+        ("lr", {"lr": 0}),
+        ("betas.1", {"betas": [0.9, 1.0]}),
+        ("warmup_ratio", {"warmup_steps": 3, "warmup_ratio": 0.1}),
+    ],
+    "wrap.ddp": [("bucket_cap_mb", {"bucket_cap_mb": 0})],
+    "wrap.fsdp": [("sharding", {"sharding": "full"})],
+    "wrap.zero": [("stage", {"stage": 4})],
+    "checkpoint.dcp": [("every", {"every": 0})],
+    "checkpoint.deepspeed": [("keep", {"keep": 0})],
+    "train.causal_lm": [
+        ("global_batch_size", {"steps": 1}),
+        ("steps", {"global_batch_size": 8}),
+        (
+            "global_batch_size",
+            {"global_batch_size": 8, "steps": 1, "micro_batch_size": 3, "accumulation": 2},
+        ),
+    ],
+    "export.safetensors": [("max_shard_size", {"max_shard_size": "5 bananas"})],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conforms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("a b c\n", encoding="utf-8")
+    Path("chat.jsonl").write_text("{}\n", encoding="utf-8")
+    stage = Registry.installed().load(name)
+    assert_conforms(stage, valid=VALID.get(name), invalid=INVALID.get(name, ()))
+
+
+def test_the_cases_are_about_stages_that_exist() -> None:
+    assert {*VALID, *INVALID} <= set(NAMES)
