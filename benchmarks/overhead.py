@@ -40,8 +40,12 @@ def listed(context: click.Context, parameter: click.Parameter, value: str) -> li
 @click.option("--procs", default="1,2", show_default=True, callback=listed)
 @click.option("--compute", default="bf16", show_default=True, callback=listed)
 @click.option("--rounds", default=20, show_default=True, help="Pairs of blocks.")
-@click.option("--steps", default=10, show_default=True, help="Steps of a block; one report in each.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: a GPU if there is one.")
+@click.option(
+    "--steps", default=10, show_default=True, help="Steps of a block, reported once."
+)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Default: a GPU if any."
+)
 @click.option("--model", type=click.Path(path_type=Path), help="Another config.json.")
 @click.option("--length", default=256, show_default=True, help="Tokens of a sample.")
 @click.option("--micro-batch", default=4, show_default=True, help="Samples of a step on a rank.")
@@ -97,25 +101,33 @@ def run(job: Job) -> dict[str, Any]:
         context.Process(target=overhead_rank.main, args=(job, rank), daemon=True)
         for rank in range(job.procs)
     ]
-    for process in processes:
-        process.start()
-    wait(processes)
+    run_to_end(processes)
     path = job.folder / overhead_rank.RESULT
     if any(process.exitcode for process in processes) or not path.exists():
-        raise click.ClickException(f"{job.label} failed; what its processes said is above")
+        raise click.ClickException(f"{job.label} failed:\n{spoken(job)}")
     result: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return result
 
 
-def wait(processes: list[Any]) -> None:
-    """Until all have ended, or one has failed; none is left."""
-    alive = list(processes)
+def spoken(job: Job) -> str:
+    """The end of what every process printed."""
+    import overhead_rank
+
+    files = sorted(job.folder.glob(f"{overhead_rank.SPOKEN}*"))
+    return "\n".join(f"{file.name}:\n{file.read_text('utf-8')[-3000:]}" for file in files)
+
+
+def run_to_end(processes: list[Any]) -> None:
+    """Start all; until they have ended, or one has failed. None is left."""
     try:
+        for process in processes:
+            process.start()
+        alive = list(processes)
         while alive and not any(process.exitcode for process in processes):
             multiprocessing.connection.wait([p.sentinel for p in alive])
             alive = [process for process in alive if process.is_alive()]
     finally:
-        for process in processes:
+        for process in filter(lambda started: started.pid, processes):
             process.kill()
             process.join()
 

@@ -29,9 +29,7 @@ def run_context(job: Job, dist: Dist, log: Any, on_exit: Any) -> Context:
     """What `pipe run` would give the stages: metrics from rank 0, a log file per rank."""
     folder = run_folder(job)
     metrics = Metrics(folder / rundir.METRICS if dist.is_main else None)
-    return Context(
-        run_dir=folder, seed=SEED, dist=dist, log=log, metrics=metrics, on_exit=on_exit
-    )
+    return Context(run_dir=folder, seed=SEED, dist=dist, log=log, metrics=metrics, on_exit=on_exit)
 
 
 def run_folder(job: Job) -> Path:

@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from overhead_ours import OurLoop, run_context, run_folder, source
 from pipeline.dist import Dist, environment_dist
 
 RESULT = "result.json"
+SPOKEN = "output-"
+"""Before a rank's number: what it prints."""
 CALIBRATION_REPEATS = 3
 SIDE = {"cpu": 512, "cuda": 4096}
 """Rows of the square fp32 matrices that are multiplied: a few milliseconds."""
@@ -47,7 +50,7 @@ class Block:
 
 def main(job: Job, rank: int) -> None:
     """Entry point of a process: join the group, measure, leave the result in the job's folder."""
-    os.dup2(2, 1)  # the table alone is on standard output
+    speak_into(job.folder / f"{SPOKEN}{rank}")
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(job.procs), LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(job.procs),
@@ -57,7 +60,8 @@ def main(job: Job, rank: int) -> None:
     run_folder(job).mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         log = file_log(job, rank)
-        store = torch.distributed.FileStore(str(job.folder / "store"), job.procs)
+        meeting = str(job.folder / "store")
+        store = torch.distributed.FileStore(meeting, job.procs)  # type: ignore[attr-defined]
         dist = environment_dist(store, device=job.device)
         ctx = run_context(job, dist, log, stack.callback)
         model = source(job, ctx)
@@ -69,6 +73,13 @@ def main(job: Job, rank: int) -> None:
         dist.barrier()
     torch.distributed.destroy_process_group()
     os._exit(0)  # library threads may abort a finished process
+
+
+def speak_into(path: Path) -> None:
+    """Send this process's output, and that of native code, to a file: libraries are talkative."""
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def file_log(job: Job, rank: int) -> logging.Logger:

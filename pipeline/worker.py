@@ -16,7 +16,7 @@ from pipeline.dist import Dist, environment_dist, environment_store
 from pipeline.journal import Journal
 from pipeline.launch.children import die_with
 from pipeline.launch.environment import worker_rank, worker_world_size
-from pipeline.launch.signals import default_signals
+from pipeline.launch.signals import Interrupted, default_signals
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan, make_plan
 from pipeline.ranklog import log_file, rank_log
@@ -67,6 +67,8 @@ def run_rank(run_dir: Path, store: Store | None = None) -> None:
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
             stack.callback(runner.close)
             runner.run()
+        except Interrupted:
+            raise
         except BaseException as error:
             failure.record(run_dir, rank, current[0].slot if current else "", error)
             log.debug("failed", exc_info=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from bare.torch_step import Schedule, TrainStep, torch_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bare.torch_step import Schedule, TrainStep, torch_step
 from pipeline.artifacts import torch_dtype
 from stages.wrap.ddp_compat import no_buffer_sync
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bare.torch_step import Schedule, TrainStep, torch_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from bare.torch_step import Schedule, TrainStep, torch_step
 from pipeline.artifacts import torch_dtype
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
-from bare.loop import mean_loss
 from overhead_job import CLIP, LR
 from torch import Tensor, nn
+
+from bare.loop import mean_loss
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]
 """(input ids, labels) -> this rank's mean loss, detached."""
@@ -28,7 +29,7 @@ def torch_step(
     def step(input_ids: Tensor, labels: Tensor) -> Tensor:
         with forward():
             loss = mean_loss(model, input_ids, labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         scheduler.step()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bare.loop import mean_loss
-from bare.torch_step import Schedule, TrainStep
 from overhead_job import CLIP, LR
 from torch import Tensor, nn
+
+from bare.loop import mean_loss
+from bare.torch_step import Schedule, TrainStep
 
 
 def configuration(stage: int, compute: str) -> dict[str, Any]:

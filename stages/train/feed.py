@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pipeline.artifacts import Data
@@ -11,6 +13,11 @@ from pipeline.engine import DataShard
 from pipeline.order import SampleOrder
 from stages.train.batches import MicroBatch, collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+STRETCH = 4096
 
 
 class Feed:
@@ -24,7 +31,7 @@ class Feed:
         self._device = device
         self._batch = config.global_batch_size
         self._micro = config.microbatch_size(shard.count)
-        self._order = SampleOrder(seed, len(data.train), shuffle=config.shuffle)
+        self._order = OrderStretch(SampleOrder(seed, len(data.train), shuffle=config.shuffle))
         self._end = None if config.epochs is None else round(config.epochs * len(data.train))
         self.total_steps = config.steps or -(-(self._end or 0) // self._batch)
 
@@ -49,3 +56,21 @@ class Feed:
             samples = [self._data.train[int(index)] for index in indices[start:end]]
             batch = collate(samples, self._data.pad_id, self._device)
             yield batch, place == len(ranges)
+
+
+class OrderStretch:
+    """An order's indices, computed STRETCH positions at a time: a short call to numpy takes about as
+    long as a long one, and every step asks twice for the same few."""
+
+    def __init__(self, order: SampleOrder) -> None:
+        self._order = order
+        self._start = 0
+        self._known: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """The samples at positions start ... start + count - 1; shape (count,)."""
+        skip = start - self._start
+        if skip < 0 or skip + count > len(self._known):
+            self._start, skip = start, 0
+            self._known = self._order.indices(start, max(count, STRETCH))
+        return self._known[skip : skip + count]

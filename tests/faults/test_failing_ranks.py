@@ -2,8 +2,116 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import signal
 
 import pytest
 
-from .conftest import Pipe
+from tests.support.pipe import Pipe
+
+DIED = {
+    "kill": "rank 1 was killed by SIGKILL (the system does this when memory runs out)",
+    "segv": "rank 1 was killed by SIGSEGV",
+    "exit": "rank 1 ended by itself with exit code 3",
+}
+
+
+def test_a_raising_rank(pipe: Pipe) -> None:
+    result = pipe.run(pipe.recipe(procs=2, train={"fault": "raise", "rank": 1}))
+    assert result.code == 1
+    lines = result.stderr.splitlines()
+    assert lines[-4] == "error: rank 1 failed in slot `train`: ValueError: boom"
+    assert lines[-3].startswith("  at ")
+    assert lines[-3].endswith(" in misbehave")
+    assert lines[-2] == f"  traceback: {pipe.run_dir}/failures/rank-00001.txt"
+    assert lines[-1] == f"  continue with: pipe resume '{pipe.run_dir}'"
+    assert len(lines) == 4
+    trace = (pipe.run_dir / "failures" / "rank-00001.txt").read_text()
+    assert trace.endswith("ValueError: boom\n")
+    log = (pipe.run_dir / "logs" / "rank-00001.log").read_text()
+    assert "raw output of rank 1" in log
+    assert "ValueError: boom" in log
+    assert "raw output of rank 0" in result.stdout
+    assert "rank 1" not in result.stdout
+    assert pipe.events()[-1]["event"] == "run failed"
+
+
+@pytest.mark.parametrize("fault", DIED)
+def test_a_dying_rank(pipe: Pipe, fault: str) -> None:
+    recipe = pipe.recipe(procs=2, train={"fault": fault, "rank": 1, "peers": "collective"})
+    result = pipe.run(recipe)
+    assert result.code == 1
+    assert result.stderr.splitlines()[-3:] == [
+        f"error: {DIED[fault]} in slot `train`",
+        f"  log: {pipe.run_dir}/logs/rank-00001.log",
+        f"  continue with: pipe resume '{pipe.run_dir}'",
+    ]
+    if fault == "segv":
+        assert "in misbehave" in (pipe.run_dir / "logs" / "rank-00001.log").read_text()
+
+
+def test_an_expected_error_shows_its_message_only(pipe: Pipe) -> None:
+    recipe = pipe.recipe(procs=1, train={"fault": "expected"})
+    result = pipe.run(recipe)
+    assert result.code == 1
+    assert result.stderr.splitlines() == [
+        "error: rank 0 failed in slot `train`: corpus.jsonl:7: no text (give it some)",
+        f"  continue with: pipe resume '{pipe.run_dir}'",
+    ]
+
+
+def test_a_stage_that_exits_has_not_finished(pipe: Pipe) -> None:
+    result = pipe.run(pipe.recipe(procs=2, train={"fault": "sys_exit"}))
+    assert result.code == 1
+    assert "error: rank 0 failed in slot `train`: SystemExit: 0\n" in result.stderr
+
+
+def test_a_rank_that_cannot_start(pipe: Pipe) -> None:
+    result = pipe.run(pipe.recipe(procs=2), FAULTY_IMPORT="1")
+    assert result.code == 1
+    first = result.stderr.splitlines()[0]
+    assert first.startswith("error: rank 1 failed before the first slot: ")
+    assert "ImportError: this rank lacks a library" in first
+
+
+def test_the_others_do_not_wait_for_a_main_that_raised(pipe: Pipe) -> None:
+    result = pipe.run(pipe.recipe(procs=2, train={"fault": "main_first"}))
+    assert result.code == 1
+    assert result.stderr.startswith(
+        "error: rank 0 failed in slot `train`: ValueError: rank 0 is first\n"
+    )
+
+
+def test_what_a_rank_started_ends_too(pipe: Pipe) -> None:
+    """Its parent is dead and it knows nothing of the run; the `pipe` fixture looks for it."""
+    result = pipe.run(pipe.recipe(procs=2, train={"fault": "child"}))
+    assert result.code == 1
+
+
+@pytest.mark.parametrize(
+    ("procs", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)]
+)
+def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) -> None:
+    recipe = pipe.recipe(procs=procs, train={"fault": "hang"})
+    process = pipe.start("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    pipe.wait_for((pipe.run_dir / "hanging").exists)
+    process.send_signal(number)
+    result = pipe.end(process, limit=15)
+    assert result.code == 128 + number
+    assert result.stderr == f"error: stopped by {number.name}\n"
+    last = pipe.events()[-1]
+    assert (last["event"], last["problem"]) == ("run stopped", number.name)
+
+
+def test_ranks_die_with_a_killed_launcher_and_the_run_can_be_resumed(pipe: Pipe) -> None:
+    recipe = pipe.recipe(procs=2, train={"fault": "hang"})
+    process = pipe.start("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    pipe.wait_for((pipe.run_dir / "hanging").exists)
+    other = pipe("resume", str(pipe.run_dir))
+    assert other.code == 2
+    assert f"is in use by process {process.pid} on " in other.stderr
+    process.kill()
+    pipe.end(process)
+    pipe.wait_for(lambda: not pipe.processes(), limit=5)
+    result = pipe("resume", str(pipe.run_dir), "train.fault=none")
+    assert result.code == 0, result.stderr
+    assert pipe.events()[-1]["event"] == "run finished"

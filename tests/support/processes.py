@@ -12,7 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers", "accelerate"]
+# Imported once by the server that ranks are forked from; otherwise every rank pays seconds for them.
+PRELOAD = [
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "accelerate",
+    "stages.wrap.ddp_engine",
+    "stages.wrap.fsdp_engine",
+    "stages.checkpoint.dcp_state",
+    "stages.train.loop",
+]
 HARD_LIMIT_SECONDS = 240
 
 

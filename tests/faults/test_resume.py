@@ -1,0 +1,49 @@
+"""What a resumed run repeats, and what it does not."""
+
+from __future__ import annotations
+
+import json
+
+from tests.support.pipe import Pipe
+
+
+def test_a_finished_train_is_not_repeated_to_redo_an_export(pipe: Pipe) -> None:
+    recipe = pipe.recipe(export={"fault": "raise"})
+    failed = pipe.run(recipe)
+    assert failed.code == 1
+    assert "error: rank 0 failed in slot `export`: ValueError: boom\n" in failed.stderr
+    # `report` has yet to read `declare`; it is closed after its last reader, or at the end
+    assert pipe.calls() == ["declare", "train", "export", "closed export"]
+    (pipe.run_dir / "repaired").touch()
+    (pipe.run_dir / "calls.txt").unlink()
+    resumed = pipe("resume", str(pipe.run_dir))
+    assert resumed.code == 0, resumed.stderr
+    assert pipe.calls() == ["declare", "export", "report", "closed report"]
+    assert (pipe.run_dir / "export.txt").read_text() == "trained exported"
+
+
+def test_what_nobody_reads_any_more_is_not_rebuilt(pipe: Pipe) -> None:
+    assert pipe.run(pipe.recipe()).code == 0
+    (pipe.run_dir / "calls.txt").unlink()
+    changed = pipe("resume", str(pipe.run_dir), "export.suffix=ed")
+    assert changed.code == 0, changed.stderr
+    assert pipe.calls() == ["export"]
+    assert (pipe.run_dir / "export.txt").read_text() == "trained exporteded"
+
+
+def test_a_finished_run_has_nothing_to_do_and_needs_no_torch(pipe: Pipe) -> None:
+    run = pipe.run(pipe.recipe())
+    assert run.code == 0, run.stderr
+    assert run.stdout.splitlines()[-4:] == [
+        run.stdout.splitlines()[-4],
+        f"  run folder  {pipe.run_dir}",
+        f"  train       {pipe.run_dir}/train.txt",
+        f"  export      {pipe.run_dir}/export.txt",
+    ]
+    assert run.stdout.splitlines()[-4].startswith("finished in 0 min ")
+    before = pipe.calls()
+    code = "import sys; sys.modules['torch'] = None; from pipeline.cli import main; main()"
+    again = pipe.end(pipe.start("-c", code, "resume", str(pipe.run_dir)))
+    assert again.code == 0, again.stderr
+    assert again.stdout.startswith("nothing to do: every stage has finished\n")
+    assert pipe.calls() == before

@@ -1,0 +1,74 @@
+"""`pipe run` as the ranks of another launcher."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+from tests.support.pipe import Outcome, Pipe
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+
+
+def start(pipe: Pipe, *arguments: str) -> subprocess.Popen[str]:
+    """`torchrun ... -m pipeline ARGUMENTS` on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    return pipe.start(*TORCHRUN, port, "-m", "pipeline", *arguments)
+
+
+def torchrun(pipe: Pipe, *arguments: str) -> Outcome:
+    return pipe.end(start(pipe, *arguments))
+
+
+def test_one_folder_one_voice_and_nothing_to_repeat(pipe: Pipe) -> None:
+    """The recipe asks for one process; the launcher decides."""
+    runs = pipe.folder / "runs"
+    result = torchrun(pipe, "run", str(pipe.recipe()), "--runs", str(runs))
+    assert result.code == 0, result.stderr
+    [folder] = runs.iterdir()
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if "raw output" in line] == ["raw output of rank 0"]
+    assert sum("finished in" in line for line in lines) == 1
+    journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    assert journal[0]["procs"] == 2
+    assert "raw output of rank 1" in (folder / "logs" / "rank-00001.log").read_text()
+
+    again = torchrun(pipe, "resume", str(folder))
+    assert again.code == 0, again.stderr
+    assert again.stdout.count("nothing to do") == 1
+    assert (folder / "calls.txt").read_text().split().count("train") == 1
+
+
+def test_a_recipe_with_mistakes_is_told_once(pipe: Pipe) -> None:
+    result = torchrun(pipe, "run", str(pipe.recipe(train={"ranks": 1})))
+    assert result.code == 1
+    assert result.stderr.count("ranks: unknown key") == 1
+    assert not (pipe.folder / "runs").exists()
+
+
+def test_the_rank_that_failed_first_tells(pipe: Pipe) -> None:
+    recipe = pipe.recipe(train={"fault": "raise", "rank": 1, "peers": "collective"})
+    result = torchrun(pipe, "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    assert result.code == 1
+    assert result.stderr.count("error: rank 1 failed in slot `train`: ValueError: boom\n") == 1
+    assert "rank 0 failed" not in result.stderr
+    last = pipe.events()[-1]
+    assert last["event"] == "run failed"
+    assert "ValueError: boom" in last["problem"]
+
+
+def test_ranks_die_with_a_killed_torchrun(pipe: Pipe) -> None:
+    recipe = pipe.recipe(train={"fault": "hang", "rank": 1})
+    process = start(pipe, "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    pipe.wait_for((pipe.run_dir / "hanging").exists)
+    process.send_signal(signal.SIGKILL)
+    pipe.end(process)
+    pipe.wait_for(lambda: not pipe.processes(), limit=5)
+    listed = pipe("ls", "--json", str(pipe.folder))
+    [run] = json.loads(listed.stdout)
+    assert (run["state"], run["slot"], Path(run["folder"])) == ("stopped", "train", pipe.run_dir)
