@@ -50,7 +50,7 @@ def needs(stage: type) -> tuple[Need, ...]:
         if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
             options = list(typing.get_args(annotation))
         kinds = [option for option in options if option is not type(None)]
-        if len(kinds) != 1 or not isinstance(kinds[0], type):
+        if len(kinds) != 1 or kinds[0] is Any or not isinstance(kinds[0], type):
             raise PluginError(
                 f"{stage.__module__}.{stage.__qualname__}.run: parameter `{parameter.name}` "
                 "is not annotated with one artifact class"
