@@ -40,12 +40,8 @@ def listed(context: click.Context, parameter: click.Parameter, value: str) -> li
 @click.option("--procs", default="1,2", show_default=True, callback=listed)
 @click.option("--compute", default="bf16", show_default=True, callback=listed)
 @click.option("--rounds", default=20, show_default=True, help="Pairs of blocks.")
-@click.option(
-    "--steps", default=10, show_default=True, help="Steps of a block, reported once."
-)
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="Default: a GPU if any."
-)
+@click.option("--steps", default=10, show_default=True, help="Steps of a block, reported once.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: a GPU if any.")
 @click.option("--model", type=click.Path(path_type=Path), help="Another config.json.")
 @click.option("--length", default=256, show_default=True, help="Tokens of a sample.")
 @click.option("--micro-batch", default=4, show_default=True, help="Samples of a step on a rank.")

@@ -17,7 +17,8 @@ from stages.train.causal_lm import TrainCausalLm
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-STRETCH = 4096
+STRETCH = 1024
+"""Positions of the order that are computed at once, at most an epoch."""
 
 
 class Feed:
@@ -59,8 +60,10 @@ class Feed:
 
 
 class OrderStretch:
-    """An order's indices, computed STRETCH positions at a time: a short call to numpy takes about as
-    long as a long one, and every step asks twice for the same few."""
+    """An order's indices, computed a stretch at a time.
+
+    Most of a short computation is numpy's cost per call, and every step asks twice for the same.
+    """
 
     def __init__(self, order: SampleOrder) -> None:
         self._order = order
@@ -72,5 +75,6 @@ class OrderStretch:
         skip = start - self._start
         if skip < 0 or skip + count > len(self._known):
             self._start, skip = start, 0
-            self._known = self._order.indices(start, max(count, STRETCH))
+            length = max(count, min(STRETCH, self._order.size))
+            self._known = self._order.indices(start, length)
         return self._known[skip : skip + count]

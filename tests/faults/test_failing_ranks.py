@@ -32,7 +32,9 @@ def test_a_raising_rank(pipe: Pipe) -> None:
     assert "ValueError: boom" in log
     assert "raw output of rank 0" in result.stdout
     assert "rank 1" not in result.stdout
-    assert pipe.events()[-1]["event"] == "run failed"
+    started, failed = pipe.events()[-2:]
+    assert (started["event"], failed["event"]) == ("slot started", "run failed")
+    assert failed["time"] - started["time"] < 15  # rank 0 waits for rank 1, and was stopped
 
 
 @pytest.mark.parametrize("fault", DIED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from tests.support.pipe import Pipe
 
 
@@ -12,13 +10,12 @@ def test_a_finished_train_is_not_repeated_to_redo_an_export(pipe: Pipe) -> None:
     failed = pipe.run(recipe)
     assert failed.code == 1
     assert "error: rank 0 failed in slot `export`: ValueError: boom\n" in failed.stderr
-    # `report` has yet to read `declare`; it is closed after its last reader, or at the end
-    assert pipe.calls() == ["declare", "train", "export", "closed export"]
+    assert pipe.calls() == ["declare", "train", "export", "closed declare"]
     (pipe.run_dir / "repaired").touch()
     (pipe.run_dir / "calls.txt").unlink()
     resumed = pipe("resume", str(pipe.run_dir))
     assert resumed.code == 0, resumed.stderr
-    assert pipe.calls() == ["declare", "export", "report", "closed report"]
+    assert pipe.calls() == ["declare", "export", "report", "closed declare"]
     assert (pipe.run_dir / "export.txt").read_text() == "trained exported"
 
 

@@ -47,7 +47,7 @@ def test_one_folder_one_voice_and_nothing_to_repeat(pipe: Pipe) -> None:
 def test_a_recipe_with_mistakes_is_told_once(pipe: Pipe) -> None:
     result = torchrun(pipe, "run", str(pipe.recipe(train={"ranks": 1})))
     assert result.code == 1
-    assert result.stderr.count("ranks: unknown key") == 1
+    assert result.stderr.count("train.ranks: unknown field") == 1
     assert not (pipe.folder / "runs").exists()
 
 

@@ -25,7 +25,8 @@ def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Every problem of `stage`, keys relative to it."""
     yield from _stage_problems(stage)
     yield from _optimizer_offload_problems(stage)
-    yield from _parameter_offload_problems(stage)
+    if stage.offload_param is not None:
+        yield from _device_problems("offload_param", stage.offload_param)
     if stage.aio is not None and not uses_nvme(stage):
         yield Problem(key="aio", message="only means something with an nvme offload")
     if stage.aio is not None and stage.aio.use_gds and plan.device != "cuda":
@@ -80,19 +81,6 @@ def _ratio_problems(stage: Zero, offload: OptimizerOffload) -> Iterator[Problem]
         yield Problem(key=key, message="below 1 needs device cpu")
     if stage.optimizer_implementation == "torch":
         yield Problem(key=key, message="below 1 needs optimizer_implementation auto or deepspeed")
-
-
-def _parameter_offload_problems(stage: Zero) -> Iterator[Problem]:
-    offload = stage.offload_param
-    if offload is None:
-        return
-    yield from _device_problems("offload_param", offload)
-    if stage.offload_optimizer is None:
-        yield Problem(
-            key="offload_param",
-            message="DeepSpeed offloads parameters only together with the optimizer",
-            hint="add offload_optimizer",
-        )
 
 
 def _device_problems(block: str, offload: OptimizerOffload | ParameterOffload) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from pipeline.artifacts import LossScaling
 from stages.consolidate.deepspeed_reader import DeepSpeedWeights
 from stages.wrap.zero import OptimizerOffload, ParameterOffload
 from tests.support.processes import run_ranks
-from tests.support.zero import Case, plain, run_case
+from tests.support.zero import Case, has_libaio, plain, run_case
 
 CPU = OptimizerOffload(device="cpu")
 CASES = {
@@ -28,6 +28,7 @@ CASES = {
     "3": {"stage": 3},
     "3 nothing persists": {"stage": 3, "param_persistence_threshold": 0, "sub_group_size": 500},
     "3 offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": ParameterOffload()},
+    "3 offload parameters": {"stage": 3, "offload_param": ParameterOffload()},
     "3 offload torch": {
         "stage": 3, "offload_optimizer": CPU, "optimizer_implementation": "torch",
     },
@@ -55,6 +56,33 @@ def test_numbers_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     assert final.keys() == weights.keys()
     for key, weight in weights.items():
         torch.testing.assert_close(final[key], weight, rtol=0, atol=1e-4, msg=key)
+
+
+@pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
+@pytest.mark.parametrize("parameters", [False, True])
+def test_numbers_with_state_on_disk(parameters: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "swap")
+    zero = {
+        "stage": 3,
+        "sub_group_size": 300_000,
+        "offload_optimizer": OptimizerOffload(device="nvme", path=path),
+    }
+    if parameters:
+        zero["offload_param"] = ParameterOffload(
+            device="nvme", path=path, buffer_size=400_000, buffer_count=40
+        )
+    model = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    case = Case(zero=zero, model=model, last=3)
+    result = train(tmp_path, case)
+    losses, norms, weights = plain(tmp_path, case)
+    assert each(result, "loss") == pytest.approx(losses, rel=1e-5)
+    assert each(result, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    facts = result["facts"]
+    assert facts["offload_optimizer"] == "nvme"
+    assert facts["offload_param"] == ("nvme" if parameters else None)
+    final = load_file(tmp_path / "masters.safetensors")
+    for name, weight in weights.items():
+        torch.testing.assert_close(final[name], weight, rtol=0, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -154,7 +154,8 @@ def test_extra_keys_that_are_refused(extra: Any, key: str, said: str) -> None:
     [
         (Zero(stage=2, offload_param=ParameterOffload(), offload_optimizer=OptimizerOffload()),
          {"offload_param"}),
-        (Zero(stage=3, offload_param=ParameterOffload()), {"offload_param"}),
+        (Zero(stage=3, offload_param=ParameterOffload(buffer_size=9)),
+         {"offload_param.buffer_size"}),
         (Zero(stage=1, prefetch_bucket_size=5, sub_group_size=9),
          {"prefetch_bucket_size", "sub_group_size"}),
         (Zero(stage=1, overlap_comm=True), {"overlap_comm"}),

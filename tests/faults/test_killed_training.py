@@ -1,0 +1,103 @@
+"""A real training killed at every stage boundary, and in the middle, ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.metrics import records
+from tests.support.processes import PRELOAD
+from tests.support.runs import TINY
+
+POINTS = ("before_wrap", "after_wrap", "after_train", "after_consolidate", "after_export")
+READ = "read 26"
+"""Each step reads four samples: this one is in step 7, one step after a checkpoint."""
+
+
+def recipe(folder: Path) -> Path:
+    """Nine steps of a tiny model; `point` slots stand at the stage boundaries."""
+    stages = {
+        "model": {"use": "model.hf", "config": TINY},
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {"use": "fault.data"},
+        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
+        "before_wrap": {"use": "fault.point"},
+        "wrap": {"use": "wrap.ddp"},
+        "after_wrap": {"use": "fault.point"},
+        "checkpoint": {"use": "checkpoint.dcp", "every": 2, "keep": 1},
+        "train": {"use": "train.causal_lm", "steps": 9, "global_batch_size": 4, "log_every": 3},
+        "after_train": {"use": "fault.point"},
+        "consolidate": {"use": "consolidate.dcp"},
+        "after_consolidate": {"use": "fault.point"},
+        "export": {"use": "export.safetensors"},
+        "after_export": {"use": "fault.point"},
+    }
+    path = folder / "recipe.yaml"
+    launch = {"procs": 1, "device": "cpu"}
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipe_in_child(plugin: Path) -> Callable[..., int]:
+    """`pipe ARGUMENTS` in a process that has torch loaded already; returns its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+
+    def call(*arguments: str, kill_at: str = "") -> int:
+        process = context.Process(target=_child, args=(str(plugin), arguments, kill_at))
+        process.start()
+        process.join(120)
+        assert process.exitcode is not None
+        return process.exitcode
+
+    return call
+
+
+def _child(plugin: str, arguments: tuple[str, ...], kill_at: str) -> None:
+    from pipeline.cli import main
+
+    sys.path.insert(0, plugin)
+    os.environ |= {"KILL_AT": kill_at, "OMP_NUM_THREADS": "1"}
+    main(arguments)
+
+
+@pytest.fixture(scope="module")
+def reference(
+    pipe_in_child: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bytes, list[float]]:
+    """Exported weights and losses of the run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert pipe_in_child("run", str(recipe(folder)), "--run-dir", str(folder / "run")) == 0
+    return outcome(folder / "run")
+
+
+def outcome(run: Path) -> tuple[bytes, list[float]]:
+    """Exported weights, and the loss of every step in the order of the file."""
+    found = [record for record in records(run / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in found] == list(range(1, 10))
+    return (run / "export" / "model.safetensors").read_bytes(), [r["loss"] for r in found]
+
+
+@pytest.mark.parametrize("kill_at", [*POINTS, READ])
+def test_same_weights_and_metrics(
+    tmp_path: Path,
+    pipe_in_child: Callable[..., int],
+    reference: tuple[bytes, list[float]],
+    kill_at: str,
+) -> None:
+    run = tmp_path / "run"
+    code = pipe_in_child("run", str(recipe(tmp_path)), "--run-dir", str(run), kill_at=kill_at)
+    assert code == -signal.SIGKILL
+    for file in ("journal.jsonl", "metrics.jsonl"):
+        with (run / file).open("a") as opened:
+            opened.write('{"step": 9, "loss": 1.0, "ev')  # as a kill in the middle of a write does
+    assert pipe_in_child("resume", str(run)) == 0
+    assert outcome(run) == reference

@@ -1,0 +1,106 @@
+"""Which of several ranks' failures is shown, and how."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline import failure
+from pipeline.errors import DataError
+from pipeline.failure import Exit
+
+
+def fail(run_dir: Path, rank: int, error: Exception, slot: str = "train") -> None:
+    try:
+        raise error
+    except Exception as raised:
+        failure.record(run_dir, rank, slot, raised)
+
+
+def told(run_dir: Path, *exits: tuple[int, int, float], slot: str | None = "wrap") -> list[str]:
+    ends = [Exit(rank=rank, code=code, time=time) for rank, code, time in exits]
+    return str(failure.first(run_dir, ends, slot)).splitlines()
+
+
+def test_the_earliest_report_is_shown_with_its_place(tmp_path: Path) -> None:
+    fail(tmp_path, 3, ValueError("first"))
+    fail(tmp_path, 0, RuntimeError("then"))
+    lines = told(tmp_path, (0, 1, 10.0), (3, 1, 10.0))
+    assert lines[0] == "rank 3 failed in slot `train`: ValueError: first"
+    assert lines[1].startswith(f"  at {__file__}:")
+    assert lines[1].endswith(" in fail")
+    assert lines[2:] == [
+        f"  traceback: {tmp_path}/failures/rank-00003.txt",
+        f"  continue with: pipe resume {tmp_path}",
+    ]
+    assert failure.first_rank(tmp_path) == 3
+    assert "ValueError: first" in Path(lines[2].split(": ")[1]).read_text()
+    failure.clear(tmp_path)
+    assert failure.first_rank(tmp_path) is None
+
+
+def test_a_mistake_of_the_user_needs_no_traceback(tmp_path: Path) -> None:
+    fail(tmp_path, 0, DataError("empty", file="a.txt", row=2), slot="")
+    assert told(tmp_path, (0, 1, 1.0)) == [
+        "rank 0 failed before the first slot: a.txt:2: empty",
+        f"  continue with: pipe resume {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-signal.SIGKILL, "was killed by SIGKILL (the system does this when memory runs out)"),
+        (-signal.SIGSEGV, "was killed by SIGSEGV"),
+        (-63, "was killed by signal 63"),
+        (3, "ended by itself with exit code 3"),
+    ],
+)
+def test_a_silent_death_comes_before_what_it_made_others_raise(
+    tmp_path: Path, code: int, words: str
+) -> None:
+    fail(tmp_path, 0, RuntimeError("connection closed by peer"))
+    lines = told(tmp_path, (0, 1, 10.0), (1, code, 10.0), (2, -signal.SIGTERM, 10.0))
+    assert lines == [
+        f"rank 1 {words} in slot `wrap`",
+        f"  log: {tmp_path}/logs/rank-00001.log",
+        f"  continue with: pipe resume {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize(("code", "seconds"), [(-signal.SIGABRT, 0), (-signal.SIGKILL, 30)])
+def test_what_the_launcher_or_a_lost_peer_brings_about_is_no_cause(
+    tmp_path: Path, code: int, seconds: int
+) -> None:
+    fail(tmp_path, 1, ValueError("cause"))
+    lines = told(tmp_path, (1, 1, 10.0), (0, code, 10.0 + seconds))
+    assert lines[0] == "rank 1 failed in slot `train`: ValueError: cause"
+
+
+def test_a_rank_that_aborts_after_its_own_report(tmp_path: Path) -> None:
+    fail(tmp_path, 1, ValueError("cause"))
+    assert "ValueError: cause" in told(tmp_path, (1, -signal.SIGSEGV, 10.0))[0]
+
+
+def test_terminated_from_outside(tmp_path: Path) -> None:
+    lines = told(tmp_path, (0, -signal.SIGTERM, 5.0), slot=None)
+    assert lines[0] == "rank 0 was killed by SIGTERM before the first slot"
+    assert told(tmp_path)[0] == "the run failed without saying why"
+
+
+def test_a_report_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
+    fail(tmp_path, 0, ValueError("x"))
+    path = tmp_path / "failures" / "rank-00000.json"
+    path.write_text(json.dumps(json.loads(path.read_text()))[:20])
+    assert told(tmp_path, (0, 1, 1.0))[0].startswith("rank 0 ended by itself with exit code 1")
+
+
+def test_messages_are_short(tmp_path: Path) -> None:
+    assert failure.describe(AssertionError()) == "AssertionError"
+    assert failure.describe(SystemExit(0)) == "SystemExit: 0"
+    long = failure.describe(RuntimeError("\n".join(f"frame {n}" for n in range(99))))
+    assert long.splitlines()[0] == "RuntimeError: frame 0"
+    assert long.splitlines()[11:] == ["frame 11", "..."]

@@ -1,0 +1,32 @@
+"""Metrics after a crash and a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.metrics import Metrics, records
+
+
+def test_rewind_leaves_one_record_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    for step in range(1, 6):
+        metrics.write({"step": step, "loss": 1.0 / step})
+    metrics.write({"step": 4, "eval_loss": 2.0})
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    metrics.rewind(4)
+    kept = [{"step": step, "loss": 1.0 / step} for step in range(1, 5)]
+    assert list(records(path)) == [*kept, {"step": 4, "eval_loss": 2.0}]
+    metrics.write({"step": 5, "loss": 9.0})
+    assert [r["step"] for r in records(path) if "loss" in r] == [1, 2, 3, 4, 5]
+    metrics.rewind(0)
+    assert path.read_text() == ""
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
+    metrics = Metrics(None)
+    metrics.write({"step": 1})
+    metrics.rewind(0)
+    Metrics(tmp_path / "new.jsonl").rewind(3)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,40 @@
+"""The order as the feed asks for it."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.order import SampleOrder
+from stages.train.feed import STRETCH, OrderStretch
+
+
+@settings(max_examples=20)
+@given(
+    size=st.integers(200, 9000),
+    calls=st.lists(
+        st.tuples(st.integers(0, 2 * STRETCH), st.integers(0, STRETCH + 9)), min_size=1, max_size=4
+    ),
+)
+def test_a_stretch_gives_what_the_order_gives_wherever_it_is_asked(
+    size: int, calls: list[tuple[int, int]]
+) -> None:
+    order = SampleOrder(3, size)
+    stretch = OrderStretch(order)
+    for start, count in calls:
+        assert stretch.indices(start, count).tolist() == order.indices(start, count).tolist()
+
+
+def test_steps_in_sequence_compute_the_order_once() -> None:
+    class Counting(SampleOrder):
+        calls = 0
+
+        def indices(self, start, count):  # type: ignore[no-untyped-def]
+            Counting.calls += 1
+            return super().indices(start, count)
+
+    stretch = OrderStretch(Counting(3, 2 * STRETCH))
+    for step in range(STRETCH // 8):
+        stretch.indices(step * 8, 8)
+        stretch.indices(step * 8, 8)
+    assert Counting.calls == 1
