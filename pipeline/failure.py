@@ -9,6 +9,7 @@ import json
 import shlex
 import shutil
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -43,9 +44,10 @@ def clear(run_dir: Path) -> None:
 
 
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
-    """Write what went wrong on this rank, with the time, for the launching process to read."""
-    folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
+    """Write what went wrong on this rank, with the time, for the launching process to read.
+
+    What cannot be written, on a full disk say, goes to standard error.
+    """
     facts = {
         "time": time.time(),
         "rank": rank,
@@ -55,8 +57,13 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         "place": _place(error),
     }
     trace = "".join(traceback.format_exception(error))
-    _traceback_file(run_dir, rank).write_text(trace, "utf-8")
-    (folder / f"rank-{rank:05d}.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    try:
+        (run_dir / FOLDER).mkdir(exist_ok=True)
+        _traceback_file(run_dir, rank).write_text(trace, "utf-8")
+        report = run_dir / FOLDER / f"rank-{rank:05d}.json"
+        report.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    except OSError:
+        print(trace, file=sys.stderr)
 
 
 def describe(error: BaseException) -> str:

@@ -53,8 +53,7 @@ def run_rank(run_dir: Path, store: Store | None = None) -> None:
     `store` is where the ranks have met, if they have.
     """
     rank = worker_rank()
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(rank_log(run_dir, rank))
+    with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         current: list[Context] = []
         try:
             plan = make_plan(
@@ -67,6 +66,7 @@ def run_rank(run_dir: Path, store: Store | None = None) -> None:
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
             stack.callback(runner.close)
             runner.run()
+            stack.close()  # here, so that what goes wrong in it is told as well
         except Interrupted:
             raise
         except BaseException as error:

@@ -51,7 +51,9 @@ def _one(run_dir: Path) -> None:
 
     try:
         run_rank(run_dir)
-    except (Exception, SystemExit):
+    except (Exception, SystemExit) as error:
+        if failure.first_rank(run_dir) is None:  # it could not be written down
+            raise RunFailed(failure.describe(error)) from error
         raise failure.first(run_dir, []) from None
 
 

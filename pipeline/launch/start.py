@@ -144,19 +144,23 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
-    except PipeError as error:
-        journal.write("run failed", problem=str(error))
-        raise
     except BaseException as error:
-        # torchrun stops rank 0 when another rank has failed, and that one tells why
-        if failure.first_rank(folder) is None:
-            journal.write("run stopped", problem=str(error) or type(error).__name__)
-        else:
-            journal.write("run failed", problem=str(failure.first(folder, [])))
+        with contextlib.suppress(OSError):  # a full disk may be what ended the run
+            _journal_end(journal, folder, error)
         raise
     journal.write("run finished")
     click.echo(f"finished in {_duration(time.monotonic() - began)}")
     _show_results(plan, folder)
+
+
+def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
+    if isinstance(error, PipeError):
+        journal.write("run failed", problem=str(error))
+    elif failure.first_rank(folder) is not None:
+        # torchrun stops rank 0 when another rank has failed, and that one has told why
+        journal.write("run failed", problem=str(failure.first(folder, [])))
+    else:
+        journal.write("run stopped", problem=str(error) or type(error).__name__)
 
 
 def _duration(seconds: float) -> str:

@@ -13,8 +13,7 @@ from pipeline.artifacts import dtype_name
 def sharding_facts(model: nn.Module) -> dict[str, Any]:
     """Units, dtypes and resharding as torch's own state objects hold them.
 
-    `reshard_after_forward` is that of the units below the root; torch itself never reshards the
-    root after forward, because backward needs it at once.
+    `reshard_after_forward` is that of the units below the root.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in modules for group in _groups(module)]

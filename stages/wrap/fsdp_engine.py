@@ -86,7 +86,8 @@ def _shard(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=config.pin_memory and mesh.device_type == "cuda")
-    reshard = config.sharding in ("full_shard", "hybrid_shard")
+    # None: every unit but the root, which backward needs at once.
+    reshard = None if config.sharding in ("full_shard", "hybrid_shard") else False
     for unit in (*units, module):
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -16,7 +17,17 @@ from pipeline.errors import DataError, ExportError
 from pipeline.stage import Context
 
 Fault = Literal[
-    "none", "raise", "expected", "kill", "segv", "exit", "sys_exit", "hang", "main_first", "child"
+    "none",
+    "raise",
+    "expected",
+    "kill",
+    "segv",
+    "exit",
+    "sys_exit",
+    "hang",
+    "main_first",
+    "child",
+    "cleanup",
 ]
 
 
@@ -153,6 +164,8 @@ def misbehave(fault: Fault, ctx: Context) -> None:
         os._exit(3)
     if fault == "sys_exit":
         sys.exit(0)
+    if fault == "cleanup":
+        ctx.on_exit(functools.partial(misbehave, "raise", ctx))
     if fault == "child":
         start_child(ctx)
         raise ValueError("boom")

@@ -67,6 +67,12 @@ def test_a_stage_that_exits_has_not_finished(pipe: Pipe) -> None:
     assert "error: rank 0 failed in slot `train`: SystemExit: 0\n" in result.stderr
 
 
+def test_a_failing_clean_up_is_a_failure(pipe: Pipe) -> None:
+    result = pipe.run(pipe.recipe(procs=1, train={"fault": "cleanup"}))
+    assert result.code == 1
+    assert "error: rank 0 failed in slot `report`: ValueError: boom\n" in result.stderr
+
+
 def test_a_rank_that_cannot_start(pipe: Pipe) -> None:
     result = pipe.run(pipe.recipe(procs=2), FAULTY_IMPORT="1")
     assert result.code == 1

@@ -104,3 +104,11 @@ def test_messages_are_short(tmp_path: Path) -> None:
     long = failure.describe(RuntimeError("\n".join(f"frame {n}" for n in range(99))))
     assert long.splitlines()[0] == "RuntimeError: frame 0"
     assert long.splitlines()[11:] == ["frame 11", "..."]
+
+
+def test_a_failure_that_cannot_be_written_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "failures").touch()
+    fail(tmp_path, 0, ValueError("disk"))
+    assert capsys.readouterr().err.endswith("ValueError: disk\n\n")

@@ -22,6 +22,7 @@ PRELOAD = [
     "stages.wrap.fsdp_engine",
     "stages.checkpoint.dcp_state",
     "stages.train.loop",
+    "deepspeed",
 ]
 HARD_LIMIT_SECONDS = 240
 
@@ -38,6 +39,7 @@ def run_ranks(
     `function` must be importable (module level). Raises RankFailed with the traceback of the ranks
     that failed; no process outlives the call.
     """
+    os.environ["DS_ACCELERATOR"] = "cpu"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
