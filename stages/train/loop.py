@@ -68,7 +68,7 @@ def train_step(
             engine.backward(loss * (engine.shard.count / targets))
         loss_sum += loss.detach()
     report = engine.step(lr_scale=plan.lr_scale(progress.step, feed.total_steps))
-    # An overflow under loss scaling is skipped and goes away; without a scale to lower, it will not.
+    # An overflow under loss scaling is skipped and goes away; without a scale to lower, it stays.
     if not math.isfinite(report.grad_norm) and (report.applied or report.loss_scale <= 1.0):
         raise StageError(
             f"step {progress.step + 1}: the gradient norm is {report.grad_norm}",

@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "need of anything": (
         ("model: ModelSource | None", "model: Any"),
-        "run: `model` is of the type Any, which says nothing of its role",
+        "run: parameter `model` is not annotated with one artifact class",
     ),
     "need of two types": (
         ("model: ModelSource | None", "model: ModelSource | OptimizerPlan"),

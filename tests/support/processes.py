@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Imported once by the server that ranks are forked from; otherwise every rank pays seconds for them.
+# Imported once by the server that ranks are forked from, instead of by every rank.
 PRELOAD = [
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
