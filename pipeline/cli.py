@@ -1,6 +1,7 @@
 """The `pipe` command. Importing this imports click and nothing heavier.
 
-Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 130 interrupted.
+Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 130 SIGINT,
+143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
