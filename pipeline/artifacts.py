@@ -198,7 +198,10 @@ class Progress:
     """Target tokens trained on."""
     skipped: int = 0
     """Steps skipped for overflow."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The latest `loss` and `eval_loss`."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What the position means something for: the seed and the data's fingerprint."""
 
 
 class Checkpoints(ABC):
@@ -224,13 +227,11 @@ class TrainedRun(Durable):
 
     checkpoint: Path
     progress: Progress
-    metrics: Mapping[str, float]
 
     def record(self) -> dict[str, Any]:
         return {
             "checkpoint": str(self.checkpoint),
             "progress": vars(self.progress),
-            "metrics": dict(self.metrics),
         }
 
     @classmethod
@@ -240,11 +241,7 @@ class TrainedRun(Durable):
         checkpoint = Path(record["checkpoint"])
         if not checkpoint.is_dir():
             raise CheckpointError(f"the last checkpoint is gone: {checkpoint}")
-        return cls(
-            checkpoint=checkpoint,
-            progress=Progress(**record["progress"]),
-            metrics=record["metrics"],
-        )
+        return cls(checkpoint=checkpoint, progress=Progress(**record["progress"]))
 
 
 class Weights(TensorReader):

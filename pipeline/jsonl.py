@@ -19,7 +19,7 @@ def append(path: Path, record: Mapping[str, Any], *, sync: bool = False) -> None
     with path.open("ab+") as file:
         if _ends_in_midline(file):
             file.write(b"\n")
-        file.write(json.dumps(record).encode() + b"\n")
+        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         file.flush()
         if sync:
             os.fsync(file.fileno())

@@ -28,7 +28,9 @@ class Metrics:
             return
         kept = [record for record in jsonl.read(self.path) if record.get("step", 0) <= step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        temporary.write_text(
+            "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept), encoding="utf-8"
+        )
         temporary.replace(self.path)
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
     """Continue RUN at its first unfinished stage, training from its newest checkpoint.
 
-    OVERRIDES change the run's recipe for good; stages that they concern run again.
+    OVERRIDES change the run's recipe for good. Stages that they concern run again; training goes on
+    from its newest checkpoint under the new settings.
     """
     from pipeline import rundir
     from pipeline.launch.environment import worker_world_size

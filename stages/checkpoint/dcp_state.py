@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
 
 from pipeline.stage import Context
 from stages.checkpoint.steps import StepCheckpoints, read_json, write_json
@@ -46,9 +47,13 @@ class DcpCheckpoints(StepCheckpoints):
         state = self._state()
         load(state, checkpoint_id=folder)
         set_model_state_dict(engine.model, state["model"], options=OPTIONS)
+        settings = group_settings(engine.optimizer)
         set_optimizer_state_dict(
             engine.model, engine.optimizer, state["optimizer"], options=OPTIONS
         )
+        # Rates and decays are the recipe's to say, also when they were others at the save.
+        for group, setting in zip(engine.optimizer.param_groups, settings, strict=True):
+            group.update(setting)
         if engine.scaler is not None:
             engine.scaler.load_state_dict(read_json(folder / "scaler.json"))
 
@@ -58,3 +63,8 @@ class DcpCheckpoints(StepCheckpoints):
             "model": get_model_state_dict(engine.model, options=OPTIONS),
             "optimizer": get_optimizer_state_dict(engine.model, engine.optimizer, options=OPTIONS),
         }
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What each parameter group is configured with."""
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

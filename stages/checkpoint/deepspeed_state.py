@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.stage import Context
@@ -32,9 +34,18 @@ class DeepSpeedCheckpoints(StepCheckpoints):
 
     def read(self, folder: Path) -> None:
         live = self._engine.deepspeed
+        settings = [_settings(group) for group in compat.update_groups(live)]
         with compat.quiet(self._ctx.log):
             path, _ = live.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed finds no checkpoint of its own there")
         restore_swapped_state(live, folder / TAG)
         restore_bias_correction(live)
+        # Rates and decays are the recipe's to say, also when they were others at the save.
+        for group, setting in zip(compat.update_groups(live), settings, strict=True):
+            group.update(setting)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    # DeepSpeed's fused Adam counts its steps in the group.
+    return {key: value for key, value in group.items() if key not in ("params", "step")}

@@ -13,11 +13,14 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.errors import CheckpointError
 from pipeline.stage import Context
+
+if TYPE_CHECKING:
+    import torch
 
 PROGRESS = "progress.json"
 _STEP = re.compile(r"step-(\d{8})")
@@ -66,7 +69,7 @@ class StepCheckpoints(Checkpoints):
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         self.write(partial)
-        write_json(partial / f"random-{dist.rank:05d}.json", random_state())
+        write_json(partial / f"random-{dist.rank:05d}.json", random_state(dist.device))
         dist.barrier()
         if dist.is_main:
             record = {
@@ -75,6 +78,7 @@ class StepCheckpoints(Checkpoints):
                 "progress": vars(progress),
             }
             write_json(partial / PROGRESS, record)
+            sync_folder(partial)
             partial.replace(final)
             sync_folder(self._root)
             self._forget_old()
@@ -90,7 +94,8 @@ class StepCheckpoints(Checkpoints):
         record = read_json(newest / PROGRESS)
         self._refuse_strangers(newest, record)
         self.read(newest)
-        set_random_state(read_json(newest / f"random-{self._ctx.dist.rank:05d}.json"))
+        dist = self._ctx.dist
+        set_random_state(read_json(newest / f"random-{dist.rank:05d}.json"), dist.device)
         self._ctx.log.info("restored %s", newest.relative_to(self._ctx.run_dir))
         return Progress(**record["progress"])
 
@@ -109,22 +114,24 @@ class StepCheckpoints(Checkpoints):
     def _forget_old(self) -> None:
         if self._keep is not None:
             for folder in step_folders(self._root)[: -self._keep]:
-                shutil.rmtree(folder)
+                # Under another name first: a crash in between must not leave half a checkpoint.
+                doomed = folder.rename(folder.with_name(folder.name + ".partial"))
+                shutil.rmtree(doomed)
 
 
-def random_state() -> dict[str, str]:
-    """State of torch's generators on this rank, as base64 text."""
+def random_state(device: torch.device) -> dict[str, str]:
+    """State of torch's generators on this rank, the CPU's and the device's, as base64 text."""
     import torch
 
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return {
         name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()
     }
 
 
-def set_random_state(states: Mapping[str, str]) -> None:
+def set_random_state(states: Mapping[str, str], device: torch.device) -> None:
     """Put this rank's generators where `random_state` found them."""
     import torch
 
@@ -132,8 +139,8 @@ def set_random_state(states: Mapping[str, str]) -> None:
         state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         if name == "cpu":
             torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)
+        elif name == device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -33,7 +33,8 @@ class TrainCausalLm:
     """Samples of one forward pass on one rank; null derives it from `accumulation`."""
 
     accumulation: Count | None = None
-    """Micro-batches of one step on one rank; null derives it from `micro_batch_size`, or is 1."""
+    """Micro-batches of one step on one rank; null derives it from `micro_batch_size`, or is 1.
+    Where the samples do not divide evenly, fewer can be enough."""
 
     shuffle: bool = True
     """Shuffle anew every epoch, by the recipe's seed; false trains in file order."""

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.artifacts import Data
 from pipeline.engine import DataShard
+from pipeline.errors import StageError
 from pipeline.order import SampleOrder
 from stages.train.batches import MicroBatch, collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
@@ -34,6 +35,10 @@ class Feed:
         self._micro = config.microbatch_size(shard.count)
         self._order = OrderStretch(SampleOrder(seed, len(data.train), shuffle=config.shuffle))
         self._end = None if config.epochs is None else round(config.epochs * len(data.train))
+        if self._end == 0:
+            raise StageError(
+                f"{config.epochs} epochs of {len(data.train)} samples are less than one sample"
+            )
         self.total_steps = config.steps or -(-(self._end or 0) // self._batch)
 
     def count(self, position: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.artifacts import Checkpoints, Data, OptimizerPlan, Progress, TrainedRun
 from pipeline.engine import Engine, StepReport
-from pipeline.errors import StageError
+from pipeline.errors import CheckpointError, StageError
 from pipeline.stage import Context
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate
@@ -30,26 +30,39 @@ def train(
     """Train to the last step from wherever the newest checkpoint left off (collective)."""
     feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
     torch.manual_seed(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
-    progress = checkpoints.restore() or Progress()
+    progress = _restored(checkpoints, ctx, data, shuffle=config.shuffle)
+    if progress.step >= feed.total_steps:
+        ctx.log.info("nothing left to train: step %d of %d", progress.step, feed.total_steps)
     reporter = Reporter(ctx, engine, config.log_every, feed.total_steps, progress)
     saved: Path | None = None
-    losses: dict[str, float] = {}
     while progress.step < feed.total_steps:
         reporter.add(*train_step(engine, feed, plan, progress))
         last = progress.step == feed.total_steps
         if data.heldout and (last or _due(config.eval_every, progress.step)):
-            size = config.microbatch_size(engine.shard.count)
-            losses["eval_loss"] = evaluate(engine, data, data.heldout, size)
-            reporter.evaluated(losses["eval_loss"])
+            with reporter.paused():
+                size = config.microbatch_size(engine.shard.count)
+                reporter.evaluated(evaluate(engine, data, data.heldout, size))
         if last or checkpoints.due(progress.step):
-            reporter.flush()
-            saved = checkpoints.save(progress)
-    reporter.flush()
-    if reporter.loss is not None:
-        losses["loss"] = reporter.loss
-    return TrainedRun(
-        checkpoint=saved or checkpoints.save(progress), progress=progress, metrics=losses
-    )
+            with reporter.paused():
+                saved = checkpoints.save(progress)
+    return TrainedRun(checkpoint=saved or checkpoints.save(progress), progress=progress)
+
+
+def _restored(checkpoints: Checkpoints, ctx: Context, data: Data, *, shuffle: bool) -> Progress:
+    """Where the newest checkpoint left off, or the start.
+
+    Raises CheckpointError if a position in that training is none in this one.
+    """
+    origin = {"seed": ctx.seed, "shuffle": shuffle, "data": data.fingerprint}
+    progress = checkpoints.restore() or Progress(origin=origin)
+    changed = [key for key, value in origin.items() if progress.origin.get(key) != value]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint at step {progress.step} was trained with another "
+            f"{' and '.join(changed)} than this recipe's",
+            hint="start a new run",
+        )
+    return progress
 
 
 def train_step(

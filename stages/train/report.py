@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,8 +23,6 @@ class Reporter:
     def __init__(
         self, ctx: Context, engine: Engine, log_every: int, total_steps: int, progress: Progress
     ) -> None:
-        self.loss: float | None = None
-        """Global mean loss of the last reported step."""
         self._ctx = ctx
         self._engine = engine
         self._every = log_every
@@ -30,27 +31,37 @@ class Reporter:
         self._pending: list[tuple[Tensor, dict[str, Any]]] = []
         self._since = time.perf_counter()
         self._tokens = progress.tokens
+        self._grad_norm = float("nan")
         ctx.metrics.rewind(progress.step)
 
     def add(self, loss: Tensor, report: StepReport) -> None:
         """Take note of a finished step (collective when a report is due)."""
         record = {
             "step": self._progress.step,
-            "grad_norm": report.grad_norm,
+            "grad_norm": _finite(report.grad_norm),
             "tokens": self._progress.tokens,
             "samples": self._progress.samples,
             "applied": report.applied,
             "loss_scale": report.loss_scale,
             "time": time.time(),
         }
+        self._grad_norm = report.grad_norm
         self._pending.append((loss, record))
         if self._progress.step % self._every == 0:
             self.flush()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Report what is pending, then keep the body's time (evaluation, saving) out of the
+        speed of training (collective)."""
+        self.flush()
+        yield
+        self._since = time.perf_counter()
+
     def evaluated(self, loss: float) -> None:
         """Report a held-out loss."""
-        self.flush()
-        self._ctx.metrics.write({"step": self._progress.step, "eval_loss": loss})
+        self._progress.metrics["eval_loss"] = loss
+        self._ctx.metrics.write({"step": self._progress.step, "eval_loss": _finite(loss)})
         self._ctx.log.info("step %d  eval_loss %.4f", self._progress.step, loss)
 
     def flush(self) -> None:
@@ -64,16 +75,21 @@ class Reporter:
         tokens = self._progress.tokens - self._tokens
         speed = tokens / (now - self._since)
         for loss, (_, record) in zip(losses.tolist(), self._pending, strict=True):
-            self._ctx.metrics.write({**record, "loss": loss})
-            self.loss = loss
-        self._line(self._pending[-1][1], speed, (now - self._since) / len(self._pending))
+            self._ctx.metrics.write({**record, "loss": _finite(loss)})
+            self._progress.metrics["loss"] = loss
+        self._line(speed, (now - self._since) / len(self._pending))
         self._pending.clear()
         self._since, self._tokens = now, self._progress.tokens
 
-    def _line(self, record: dict[str, Any], speed: float, seconds: float) -> None:
-        left = (self._total - self._progress.step) * seconds
+    def _line(self, speed: float, seconds: float) -> None:
+        minutes, left = divmod(round((self._total - self._progress.step) * seconds), 60)
         self._ctx.log.info(
-            "step %d/%d  loss %.4f  grad_norm %.3f  %.0f tokens/s  %.2f s/step  eta %d:%02d",
-            self._progress.step, self._total, self.loss, record["grad_norm"], speed, seconds,
-            *divmod(round(left), 60),
-        )  # fmt: skip
+            f"step {self._progress.step}/{self._total}  loss {self._progress.metrics['loss']:.4f}"
+            f"  grad_norm {self._grad_norm:.3f}  {speed:.0f} tokens/s  {seconds:.2f} s/step"
+            f"  eta {minutes}:{left:02d}"
+        )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for infinity."""
+    return value if math.isfinite(value) else None

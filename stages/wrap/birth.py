@@ -51,6 +51,11 @@ def cast_buffers(module: nn.Module, precision: Precision) -> None:
             buffer.data = buffer.data.to(torch_dtype(precision.buffer))
 
 
+def expected_buffers(precision: Precision) -> dict[str, list[str]]:
+    """What a wrap's facts must say of buffers: nothing unless the policy asks for a dtype."""
+    return {"buffers": [precision.buffer]} if precision.buffer else {}
+
+
 @contextlib.contextmanager
 def source_reader(model: ModelSource, dist: Dist) -> Iterator[TensorReader | None]:
     """The source's weights, opened on rank 0 only; None elsewhere."""

@@ -4,7 +4,8 @@ dtype.
 Every module sees its own parameters cast, as sharding strategies do when they gather; gradients
 come back through the cast in master dtype. Unlike autocast no operator keeps another dtype, so a
 policy means the same with and without sharding. Works under activation checkpointing: the cast is
-repeated whenever a module's forward is.
+repeated whenever a module's forward is. A module that reads a child's parameter
+without calling the child finds it uncast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What differs between torch versions about DistributedDataParallel, in one place."""
+"""What is private or differs between torch versions about DistributedDataParallel, in one place."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def no_buffer_sync() -> dict[str, Any]:
     # torch 2.13 renamed the argument and deprecates the old name.
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
+
+
+def hook_states(model: DistributedDataParallel) -> list[object]:
+    """What the registered communication hooks were registered with."""
+    return [state for _, state in model._comm_hooks]

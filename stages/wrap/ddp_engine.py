@@ -17,12 +17,13 @@ from stages.wrap.birth import (
     build_empty,
     cast_buffers,
     dtype_names,
+    expected_buffers,
     fill,
     materialise,
     named_parameters,
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
-from stages.wrap.ddp_compat import no_buffer_sync
+from stages.wrap.ddp_compat import hook_states, no_buffer_sync
 from stages.wrap.ddp_reduce import ReduceIn, reduce_in
 from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
 from stages.wrap.torch_engine import TorchEngine
@@ -58,6 +59,7 @@ def _replicate(
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
         find_unused_parameters=config.find_unused_parameters,
+        init_sync=False,  # fill() has sent every rank the same values
         **no_buffer_sync(),
     )
     if precision.reduce != precision.master:
@@ -74,6 +76,7 @@ def _expected(ctx: Context, precision: Precision) -> dict[str, Any]:
         "master": [precision.master],
         "compute": [precision.compute],
         "reduce": [precision.reduce],
+        **expected_buffers(precision),
     }
 
 
@@ -95,9 +98,13 @@ class DdpEngine(TorchEngine):
         self.optimizer = make_optimizer(plan, plan.groups(named_parameters(model.module)))
         self.scaler = make_scaler(precision, self.device)
         self._max_grad_norm = plan.max_grad_norm
+        self._to_record = model.static_graph
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.model.no_sync()
+        # torch records a static graph in the very first backward, which must then reduce; averaging
+        # what is averaged again at the end of the step changes nothing but rounding.
+        reduce, self._to_record = last or self._to_record, False
+        return contextlib.nullcontext() if reduce else self.model.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
@@ -109,7 +116,7 @@ class DdpEngine(TorchEngine):
 
     def facts(self) -> Mapping[str, Any]:
         module = self.model.module
-        reductions = [state for _, state in self.model._comm_hooks if isinstance(state, ReduceIn)]
+        reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
         casts = {dtype_name(cast.dtype) for cast in installed_casts(module)}
         master = dtype_names(module.parameters())
         return {

@@ -38,7 +38,7 @@ class Fsdp:
     forward_prefetch: Annotated[int, Ge(0)] = 0
     """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap."""
 
-    backward_prefetch: Annotated[int, Ge(0)] = 1
+    backward_prefetch: Annotated[int, Gt(0)] = 1
     """Units to gather ahead in backward; 1 is torch's own schedule."""
 
     cpu_offload: bool = False

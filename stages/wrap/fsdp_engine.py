@@ -26,6 +26,7 @@ from stages.wrap.birth import (
     build_empty,
     cast_buffers,
     dtype_names,
+    expected_buffers,
     fill,
     materialise,
     named_parameters,
@@ -128,6 +129,7 @@ def _expected(
         "compute": [precision.compute],
         "reduce": [precision.reduce],
         "cpu_offload": config.cpu_offload,
+        **expected_buffers(precision),
     }
 
 

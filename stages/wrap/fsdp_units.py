@@ -26,7 +26,7 @@ def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -
         return list(_by_size(module, config.unit_size))
     else:
         named = set(config.units)
-        units = [m for m in module.modules() if type(m).__name__ in named]
+        units = [m for m in _inner_first(module) if type(m).__name__ in named]
         what = f"modules of class {', '.join(sorted(named))}"
     if not units:
         raise StageError(f"{type(module).__name__} has no {what}")
@@ -44,16 +44,19 @@ def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
     taken: set[nn.Parameter] = set()
     owners = _owners(module)
 
-    def visit(owner: nn.Module) -> Iterator[nn.Module]:
-        for child in owner.children():
-            yield from visit(child)
+    for owner in _inner_first(module):
         own = set(owner.parameters()) - taken
-        callable_unit = owner is not module and not isinstance(owner, nn.ModuleList | nn.ModuleDict)
-        if callable_unit and sum(p.numel() for p in own) >= least and _closed(owner, owners):
+        container = isinstance(owner, nn.ModuleList | nn.ModuleDict)
+        if not container and sum(p.numel() for p in own) >= least and _closed(owner, owners):
             taken.update(own)
             yield owner
 
-    yield from visit(module)
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module below `module`, children before their parents."""
+    for child in module.children():
+        yield from _inner_first(child)
+        yield child
 
 
 def _owners(module: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:

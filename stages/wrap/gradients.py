@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeline.artifacts import OptimizerPlan, Precision
@@ -12,13 +13,17 @@ from pipeline.engine import StepReport
 
 
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler | None:
-    """The dynamic loss scaler that the policy asks for; None without one."""
+    """The dynamic loss scaler that the policy asks for, on the gradients' `device`; None without
+    one."""
     scaling = precision.loss_scaling
     if scaling is None:
         return None
-    return GradScaler(
+    scaler = GradScaler(
         device.type, init_scale=scaling.initial_scale, growth_interval=scaling.growth_interval
     )
+    # The scale is placed at first use: beside the gradients, not beside an offloaded model's loss.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
 
 
 def make_optimizer(plan: OptimizerPlan, groups: list[dict[str, object]]) -> Optimizer:
@@ -55,21 +60,29 @@ def apply_step(
         scaler.update()
         applied = scaler.get_scale() >= scale
     optimizer.zero_grad(set_to_none=True)
-    return StepReport(grad_norm=norm, applied=applied, loss_scale=scale)
+    return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
 
 
-def clip(parameters: list[nn.Parameter], max_norm: float | None) -> float:
-    """Scale gradients down to the global L2 norm `max_norm`; return the norm before.
+def clip(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scale gradients down to the global L2 norm `max_norm`; return the norm before, a scalar.
 
     Norms are accumulated in fp32 over the whole model, on all ranks that hold a part of it.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if hasattr(norm, "full_tensor"):
+    norm = _norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if max_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
-    return float(norm)
+    return norm
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+    # torch's foreach norms accumulate in the gradients' own dtype.
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def scaled(loss: Tensor, scaler: GradScaler | None) -> Tensor:

@@ -34,7 +34,9 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """Train as `case` says; returns what rank 0 logged. Weights go to
     `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
-    precision = PrecisionPolicy(compute=case.get("compute", "fp32"), reduce="fp32").run(ctx)
+    precision = PrecisionPolicy(
+        compute=case.get("compute", "fp32"), master=case.get("master", "fp32"), reduce="fp32"
+    ).run(ctx)
     plan = AdamW(
         lr=LR, betas=(0.9, 0.999), weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP
     ).run(ctx)
@@ -42,7 +44,9 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     wrap = stage(case["wrap"])(**case["fields"])
     engine = wrap.run(ctx, source, precision, plan)
     checkpoints = stage(f"checkpoint.{case['format']}")(keep=1).run(ctx, engine)
-    loop = TrainCausalLm(global_batch_size=BATCH, steps=STEPS, log_every=2, **case["batching"])
+    loop = TrainCausalLm(
+        global_batch_size=BATCH, steps=STEPS, log_every=2, eval_every=3, **case["batching"]
+    )
     trained = loop.run(ctx, engine, toy_data(), plan, checkpoints)
     facts = dict(engine.facts())
     engine.close()
@@ -54,7 +58,7 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     return {
         "records": list(records(ctx.run_dir / "metrics.jsonl")),
         "facts": facts,
-        "metrics": dict(trained.metrics),
+        "metrics": trained.progress.metrics,
     }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.stage import Context
-from stages.wrap.birth import cast_buffers
+from stages.wrap.birth import cast_buffers, expected_buffers
 from stages.wrap.witness import attest
 from stages.wrap.zero import birth, compat
 from stages.wrap.zero.config import generate
@@ -81,6 +81,7 @@ def _expected(
         "master": [precision.master],
         "compute": [precision.compute],
         "reduce": precision.reduce,
+        **expected_buffers(precision),
         "offload_optimizer": optimizer.device if optimizer else None,
         "offload_param": parameters.device if parameters else None,
         "max_grad_norm": plan.max_grad_norm,

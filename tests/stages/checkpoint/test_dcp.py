@@ -94,6 +94,47 @@ def test_resumed_equals_undisturbed_bit_for_bit(
     assert names == ["step-00000004", "step-00000006"]
 
 
+def resume_with(dist: Dist, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Go on under another recipe: the groups that ran, or why it was refused."""
+    ctx = context(dist, folder, settings.get("seed", 7))
+    plan = AdamW(lr=5e-4, weight_decay=0.5, kernel="single").run(ctx)
+    source = tiny_source(ctx, attention_dropout=0.1)
+    engine = Ddp().run(ctx, source, PrecisionPolicy(compute="fp32").run(ctx), plan)
+    loop = TrainCausalLm(global_batch_size=6, steps=6, micro_batch_size=2)
+    try:
+        loop.run(ctx, engine, toy_data(settings.get("size", 40)), plan, checkpoints(ctx, engine))
+    except CheckpointError as error:
+        return {"refused": str(error)}
+    moment = next(iter(engine.optimizer.state.values()))
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
+    return {"groups": groups, "updates": int(moment["step"])}
+
+
+def checkpoints(ctx: Any, engine: Any) -> Any:
+    return DcpCheckpoint(every=2, keep=2).run(ctx, engine)
+
+
+def test_another_recipes_rates_hold_after_resuming(tmp_path: Path) -> None:
+    run_ranks(train_and_stop, 2, str(tmp_path), "ddp", "fp32", 4)
+    resumed = run_ranks(resume_with, 2, str(tmp_path), {})[0]
+    assert resumed["updates"] == 6
+    matrices, vectors = resumed["groups"]
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.5, 0.0)
+    assert matrices["initial_lr"] == 5e-4
+    assert matrices["lr"] == 0.0  # the last step of a cosine
+    assert not matrices["fused"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"seed": 8}, "another seed"), ({"size": 41}, "another data")]
+)
+def test_a_position_in_another_training_is_refused(
+    settings: Any, word: str, tmp_path: Path
+) -> None:
+    run_ranks(train_and_stop, 2, str(tmp_path), "ddp", "fp32", 4)
+    assert word in run_ranks(resume_with, 2, str(tmp_path), settings)[0]["refused"]
+
+
 def restore_only(dist: Dist, folder: str) -> str:
     ctx = context(dist, folder)
     plan = AdamW().run(ctx)

@@ -39,7 +39,7 @@ def consolidated(folder: Path, case: Case, *, ranks: int = 2) -> Any:
 
 def opened(checkpoint: Path) -> Any:
     ctx = context(Dist(device=torch.device("cpu")), checkpoint.parent)
-    trained = TrainedRun(checkpoint=checkpoint, progress=Progress(step=2), metrics={})
+    trained = TrainedRun(checkpoint=checkpoint, progress=Progress(step=2))
     return ConsolidateDeepSpeed().run(ctx, trained)
 
 

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from pipeline.dist import Dist
+from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.stage import PlanView
 from stages.checkpoint.dcp import DcpCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.feed import Feed
 from stages.wrap.ddp import Ddp
+from stages.wrap.fsdp import Fsdp
 from tests.parity.body import tiny_source
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
@@ -72,6 +75,37 @@ def test_a_non_finite_gradient_stops_the_run_and_saves_nothing(tmp_path: Path) -
     said = run_ranks(diverge, 1, str(tmp_path))[0]
     assert said.startswith("step 1: the gradient norm is nan")
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_epochs_of_less_than_a_sample_are_refused() -> None:
+    config = TrainCausalLm(global_batch_size=4, epochs=0.01)
+    with pytest.raises(StageError, match="less than one sample"):
+        Feed(config, toy_data(40), 0, DataShard(index=0, count=1), torch.device("cpu"))
+
+
+def one_shard_overflows(dist: Dist, folder: str) -> list[Any]:
+    """Rank 0 alone finds an infinity in its part of one gradient."""
+    ctx = context(dist, folder)
+    plan = AdamW(lr=1e-3).run(ctx)
+    engine = Fsdp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp16").run(ctx), plan)
+    parameter = next(engine.model.parameters())
+    before = parameter.detach().to_local().clone()
+    applied = []
+    for overflow in (True, False):
+        tokens = torch.arange(6)[None]
+        with engine.microbatch(last=True):
+            engine.backward(engine.model(input_ids=tokens, use_cache=False).logits.float().mean())
+        if overflow and dist.is_main:
+            parameter.grad.to_local()[0, 0] = float("inf")
+        report = engine.step(lr_scale=1.0)
+        changed = not torch.equal(before, parameter.detach().to_local())
+        applied.append([report.applied, report.loss_scale, changed])
+    return applied
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    for rank in run_ranks(one_shard_overflows, 2, str(tmp_path)):
+        assert rank == [[False, 65536.0, False], [True, 32768.0, True]]
 
 
 def narrow(dist: Dist, folder: str, compute: Any) -> list[Any]:

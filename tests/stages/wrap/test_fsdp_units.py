@@ -1,0 +1,67 @@
+"""Which modules wrap.fsdp gathers as a unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from pipeline.errors import StageError
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.fsdp_units import choose_units
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.linear = nn.Linear(4, 4)
+
+
+class Root(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.outers = nn.ModuleList([Outer(), Outer()])
+        self.head = nn.Linear(4, 4)
+        if tied:
+            self.head.weight = self.outers[0].inner.linear.weight
+
+
+def chosen(root: nn.Module, **fields: Any) -> list[str]:
+    names = {module: name for name, module in root.named_modules()}
+    return [names[unit] for unit in choose_units(Fsdp(**fields), root, root.outers)]
+
+
+def test_blocks_are_the_models_own() -> None:
+    assert chosen(Root()) == ["outers.0", "outers.1"]
+
+
+def test_named_classes_come_inner_first_and_never_the_root() -> None:
+    expected = ["outers.0.inner", "outers.0", "outers.1.inner", "outers.1"]
+    assert chosen(Root(), units=("Outer", "Inner", "Root")) == expected
+
+
+def test_by_size_counts_what_no_inner_unit_holds() -> None:
+    assert chosen(Root(), units="size", unit_size=40) == ["outers.0", "outers.1"]
+    assert chosen(Root(), units="size", unit_size=20)[:3] == [
+        "outers.0.inner.linear", "outers.0.linear", "outers.1.inner.linear",
+    ]  # fmt: skip
+    assert chosen(Root(), units="size", unit_size=1000) == []
+
+
+def test_tied_weights_are_not_parted() -> None:
+    with pytest.raises(StageError, match="shares a weight"):
+        chosen(Root(tied=True), units=("Inner",))
+    assert chosen(Root(tied=True), units="size", unit_size=40) == ["outers.1"]
+
+
+def test_a_name_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(StageError, match="no modules of class Outre"):
+        chosen(Root(), units=("Outre",))
