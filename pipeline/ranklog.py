@@ -31,6 +31,7 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         to_file = logging.FileHandler(path, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         stack.enter_context(_attached(log, to_file))
+        stack.enter_context(_warnings_to(to_file))
         if rank == 0:
             to_screen = logging.StreamHandler(sys.stdout)
             to_screen.setLevel(logging.INFO)
@@ -38,6 +39,21 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         else:
             stack.enter_context(_output_to(path))
         yield log
+
+
+@contextlib.contextmanager
+def _warnings_to(handler: logging.Handler) -> Iterator[None]:
+    """Python's warnings, nearly all of one library to another, stay off the screen."""
+    warned = logging.getLogger("py.warnings")
+    propagates, warned.propagate = warned.propagate, False
+    warned.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        warned.removeHandler(handler)
+        warned.propagate = propagates
 
 
 @contextlib.contextmanager

@@ -28,21 +28,34 @@ def point_at_device(dist: Dist) -> None:
 
 
 def start(dist: Dist, log: logging.Logger) -> None:
-    """Point DeepSpeed at this run's device, its logger's level at `log`'s, and its communication at
+    """Point DeepSpeed at this run's device, its logger at the run's, and its communication at
     torch's running process group."""
     point_at_device(dist)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils.logging import set_log_level_from_string
+    from deepspeed.utils import logger
 
-    verbose = log.isEnabledFor(logging.DEBUG)
-    set_log_level_from_string("info" if verbose else "warning" if dist.is_main else "error")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.addHandler(_ToRunLog(log))
     with quiet(log):
         deepspeed.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
             auto_mpi_discovery=False,
             verbose=False,
         )
+
+
+class _ToRunLog(logging.Handler):
+    """DeepSpeed's warnings are for the screen; its news is for the log file."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = record.levelno if record.levelno >= logging.WARNING else logging.DEBUG
+        self._log.log(level, "deepspeed: %s", record.getMessage())
 
 
 def zero_stage(optimizer: Any) -> int:
