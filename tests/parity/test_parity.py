@@ -20,6 +20,8 @@ from tests.parity.reference import reference
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
 ACCUMULATE = {"micro_batch_size": 2}
 UNEVEN = {"micro_batch_size": 3}
 

@@ -6,11 +6,14 @@ With `restore.py` and `saved.py` (its checkpoints) the only file that knows them
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,25 @@ def point_at_device(dist: Dist) -> None:
     os.environ.setdefault("DS_ACCELERATOR", dist.device.type)
     # zero.Init reads the device index from here, also without a launcher.
     os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder()))
+
+
+def extensions_folder() -> Path:
+    """Where DeepSpeed's operators are compiled to: a folder for this environment alone, because two
+    that share one compile them anew whenever the other was last."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    environment = f"{sys.prefix} {torch.__version__}".encode()
+    return cache / "pipetrain" / "torch_extensions" / hashlib.sha256(environment).hexdigest()[:16]
+
+
+def warn_of_waiting(log: logging.Logger) -> None:
+    """Say what a silent wait would be for: torch waits without end on a compiler's lock file, also
+    on one that was left by a killed process."""
+    for lock in sorted(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")):
+        log.warning(
+            "waiting for another process that compiles %s; if there is none, delete %s",
+            lock.parent.name, lock,
+        )  # fmt: skip
 
 
 def start(dist: Dist, log: logging.Logger) -> None:
@@ -38,6 +60,7 @@ def start(dist: Dist, log: logging.Logger) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.addHandler(_ToRunLog(log))
+    warn_of_waiting(log)
     with quiet(log):
         deepspeed.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),

@@ -16,6 +16,8 @@ from stages.wrap.zero import Aio, OptimizerOffload
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.zero import Case, has_libaio, run_case
 
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
 CPU = {"stage": 3, "offload_optimizer": OptimizerOffload()}
 CASES = [
     pytest.param(Case(zero={"stage": stage}, compute=compute), id=f"{stage} {compute}")

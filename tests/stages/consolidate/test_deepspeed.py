@@ -22,6 +22,8 @@ from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.zero import Case, has_libaio, plain, run_case
 
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
 CASES = {
     "1": Case(zero={"stage": 1}),
     "1 bf16": Case(zero={"stage": 1}, compute="bf16"),

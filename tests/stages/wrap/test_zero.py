@@ -17,6 +17,8 @@ from stages.wrap.zero import OptimizerOffload, ParameterOffload
 from tests.support.processes import run_ranks
 from tests.support.zero import Case, has_libaio, plain, run_case
 
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
 CPU = OptimizerOffload(device="cpu")
 CASES = {
     "1": {"stage": 1},
