@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.errors import CheckpointError
+from pipeline.files import sync
 from pipeline.stage import Context
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ class StepCheckpoints(Checkpoints):
                 "progress": vars(progress),
             }
             write_json(partial / PROGRESS, record)
-            sync_folder(partial)
+            sync(partial)
             partial.replace(final)
-            sync_folder(self._root)
+            sync(self._root)
             self._forget_old()
         dist.barrier()
         self._ctx.log.info("saved %s", final.relative_to(self._ctx.run_dir))
@@ -160,12 +161,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return value
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk, so that a rename in it survives a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

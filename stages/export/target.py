@@ -6,13 +6,13 @@ Only what an earlier export of ours wrote is ever replaced: its manifest says wh
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import StageError
+from pipeline.files import sync
 from stages.export.sizes import human
 
 MANIFEST = "export.json"
@@ -73,8 +73,8 @@ def seal(partial: Path, facts: dict[str, Any]) -> Sequence[str]:
     files = sorted({*files, MANIFEST})
     _write_manifest(partial, files=files, complete=True, **facts)
     for name in files:
-        _sync(partial / name)
-    _sync(partial)
+        sync(partial / name)
+    sync(partial)
     return files
 
 
@@ -84,7 +84,7 @@ def swap(partial: Path, folder: Path) -> None:
     if folder.exists():
         folder.replace(previous)
     partial.replace(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     if previous.exists():
         shutil.rmtree(previous)
 
@@ -105,11 +105,3 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 def _write_manifest(folder: Path, *, files: Sequence[str], complete: bool, **facts: Any) -> None:
     content = {"writer": WRITER, "complete": complete, "files": list(files), **facts}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
