@@ -98,7 +98,10 @@ class StepCheckpoints(Checkpoints):
         dist = self._ctx.dist
         set_random_state(read_json(newest / f"random-{dist.rank:05d}.json"), dist.device)
         self._ctx.log.info("restored %s", newest.relative_to(self._ctx.run_dir))
-        return Progress(**record["progress"])
+        try:
+            return Progress(**record["progress"])
+        except TypeError as error:
+            raise CheckpointError(f"{newest}: written by another version: {error}") from error
 
     def _refuse_strangers(self, folder: Path, record: Mapping[str, Any]) -> None:
         if record["format"] != self.format:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,11 @@ def test_another_world_size_and_a_damaged_folder_are_refused(tmp_path: Path) -> 
     refused = run_ranks(restore_only, 1, str(tmp_path))[0]
     assert "written by 2 processes, this run has 1" in refused
     assert "launch.procs=2" in refused
-    (tmp_path / "checkpoints/step-00000004/progress.json").write_text("{")
+    record = tmp_path / "checkpoints/step-00000004/progress.json"
+    other = json.loads(record.read_text())
+    record.write_text(json.dumps({**other, "world_size": 1, "progress": {"stride": 3}}))
+    assert "another version" in run_ranks(restore_only, 1, str(tmp_path))[0]
+    record.write_text("{")
     assert "cannot be read" in run_ranks(restore_only, 1, str(tmp_path))[0]
 
 
