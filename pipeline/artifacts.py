@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,8 +158,15 @@ class Data:
     heldout: Samples | None
     pad_id: int
     """Token that fills `input_ids` behind a short sample; its labels are NO_TARGET."""
-    fingerprint: str
-    """Hex digest over the sources, the tokenizer and every setting that changes a sample."""
+    identity: Mapping[str, str | int | float | None]
+    """What makes a sample what it is: digests of the files and of the `tokenizer`, and every setting
+    that changes one. Equal identities have equal samples."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the identity."""
+        text = json.dumps(dict(self.identity), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class NamedParameter(NamedTuple):
@@ -179,6 +188,8 @@ class OptimizerPlan:
     """Arguments of the rule's torch class: lr, betas, eps, weight_decay."""
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
     """A model's parameters -> torch parameter groups, each with `params` and its overrides."""
+    moments: Sequence[str]
+    """Keys of the optimizer's state for a parameter that are tensors of the parameter's shape."""
     build: Callable[[list[dict[str, Any]]], Optimizer]
     """Parameter groups -> torch optimizer."""
     lr_scale: Callable[[int, int], float]
@@ -201,7 +212,7 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest `loss` and `eval_loss`."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """What the position means something for: the seed and the data's fingerprint."""
+    """What the position means something for: model, tokenizer, data, seed, order, global batch."""
 
 
 class Checkpoints(ABC):
@@ -212,25 +223,36 @@ class Checkpoints(ABC):
         """Whether a checkpoint is to be written after `step` optimizer steps."""
 
     @abstractmethod
-    def save(self, progress: Progress) -> Path:
-        """Write the engine's whole state (collective). Returns the committed folder."""
+    def save(self, progress: Progress) -> None:
+        """Save the engine's whole state (collective). May return before it is on disk, but not
+        before the engine may change. Raises CheckpointError when it, or the save before it, fails.
+        """
 
     @abstractmethod
-    def restore(self) -> Progress | None:
+    def finish(self) -> str:
+        """Wait until everything that was saved is on disk (collective); the address of the newest
+        checkpoint. Raises CheckpointError when a save has failed."""
+
+    @abstractmethod
+    def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
         """Load the newest complete checkpoint into the engine (collective); None if there is none.
-        Raises CheckpointError when what is there cannot be continued."""
+
+        `admit` is given the progress that it holds before anything is loaded, and raises if that
+        is not to be continued. Raises CheckpointError when what is there cannot be.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun(Durable):
     """A finished training: its last checkpoint and what it reached."""
 
-    checkpoint: Path
+    checkpoint: str
+    """Address of the last one: a path, or what fsspec knows."""
     progress: Progress
 
     def record(self) -> dict[str, Any]:
         return {
-            "checkpoint": str(self.checkpoint),
+            "checkpoint": self.checkpoint,
             "progress": vars(self.progress),
         }
 
@@ -238,8 +260,8 @@ class TrainedRun(Durable):
     def restore(cls, record: Mapping[str, Any]) -> TrainedRun:
         from pipeline.errors import CheckpointError
 
-        checkpoint = Path(record["checkpoint"])
-        if not checkpoint.is_dir():
+        checkpoint = str(record["checkpoint"])
+        if "://" not in checkpoint and not Path(checkpoint).is_dir():
             raise CheckpointError(f"the last checkpoint is gone: {checkpoint}")
         return cls(checkpoint=checkpoint, progress=Progress(**record["progress"]))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.launch.environment import is_worker
 
@@ -68,6 +69,27 @@ class Dist:
             self.store.set(key, value)
             return value
         return receive(self.store, key)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [json.loads(json.dumps(value))]
+        import torch
+        import torch.distributed as dist
+
+        self.barrier()  # which waits longer than a collective may
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([text.numel()]))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: text.numel()] = text
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(texts, padded)
+        return [
+            json.loads(text.numpy()[: int(size)].tobytes())
+            for text, size in zip(texts, sizes, strict=True)
+        ]
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[bool]:

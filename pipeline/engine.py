@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,68 @@ class StepReport:
     loss_scale: float = 1.0
 
 
+WEIGHT = "weight"
+"""Kind of state that every parameter and stored buffer has; the others are optimizer moments, named
+as in torch's optimizer state (`exp_avg`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """This rank's part of one parameter or stored buffer, with its optimizer moments.
+
+    `state` maps a kind to a live one-dimensional view of `[start, start + length)` of the
+    row-major flattened full tensor; all kinds have the same length. The weight is the master
+    weight where there is one. Valid until the next fragment is taken.
+    """
+
+    name: str
+    """As in the source model; of tied names the first."""
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    start: int
+    state: Mapping[str, Tensor]
+
+    @property
+    def stop(self) -> int:
+        """End of the part in the flattened tensor."""
+        return self.start + self.state[WEIGHT].numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Hyperparameters of one optimizer group (base learning rate, not the scheduled one), and the
+    names of its parameters."""
+
+    settings: Mapping[str, Any]
+    parameters: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scaling: the scale, and the steps applied since it last changed."""
+
+    scale: float
+    good_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """Training state that is no tensor; the same on every rank, under every strategy."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Every parameter and stored buffer, tied ones once, with its full shape."""
+    aliases: Mapping[str, str]
+    """Tied name -> the name that holds the tensor."""
+    frozen: Sequence[str]
+    """Parameters that are not trained."""
+    groups: Sequence[ParameterGroup]
+    updates: Mapping[str, int]
+    """Trained parameter -> optimizer steps applied to it."""
+    moments: Sequence[str]
+    """Kinds of optimizer state that every trained parameter has."""
+    loss_scale: LossScale | None
+
+
 class Engine(ABC):
     """A model with its optimizer, living on this process's device under one strategy.
 
@@ -48,6 +110,8 @@ class Engine(ABC):
     - `step(lr_scale=...)` sets every group's learning rate to its base rate times `lr_scale`,
       clips by the global norm, steps, and clears gradients. The schedule is thus a pure function
       of the step and no part of the engine's state.
+    - `state` and `fragments` are the whole training state, whatever the strategy: what they say is
+      what a checkpoint holds, and `restore` puts it back. A strategy knows nothing of files.
     """
 
     model: nn.Module
@@ -73,6 +137,27 @@ class Engine(ABC):
 
         Values are JSON; written to the run folder and shown on screen.
         """
+
+    @abstractmethod
+    def state(self) -> EngineState:
+        """What is no tensor. Raises StageError for an optimizer whose state cannot be told by
+        parameter."""
+
+    @abstractmethod
+    def fragments(self) -> Iterator[Fragment]:
+        """This rank's part of every tensor of the training state, to be read. Always in the same
+        order with the same spans. Collective where state is offloaded."""
+
+    @abstractmethod
+    def restore(self, state: EngineState) -> Iterator[Fragment]:
+        """The same fragments to be overwritten, each before the next is taken. When all ranks have
+        exhausted theirs and called `refresh`, the engine is in `state`; until then a restore may
+        start anew. `groups` is not applied: hyperparameters are the recipe's. Raises
+        CheckpointError where `state` cannot be expressed."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Bring what is computed from the masters in line with them (collective)."""
 
     def close(self) -> None:
         """Release what outlives the object itself (helper threads, process groups)."""

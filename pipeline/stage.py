@@ -79,5 +79,8 @@ class Context:
     """`metrics.jsonl`; writes from rank 0 only, calls from other ranks do nothing."""
     on_exit: Callable[[Callable[[], object]], object] = field(default=lambda call: None)
     """Register a call for the end of the run, last in first out, also after a failure."""
+    accept: frozenset[str] = frozenset()
+    """Changes that `pipe resume --accept` declared to be intended: parts of `Progress.origin`, or
+    `precision`."""
     slot: str = ""
     """Name of the slot that is running."""

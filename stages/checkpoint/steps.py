@@ -8,29 +8,26 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 import shutil
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.errors import CheckpointError
 from pipeline.files import sync
 from pipeline.stage import Context
-
-if TYPE_CHECKING:
-    import torch
+from pipeline.state import randomness
+from pipeline.state.store import step_name, step_number
 
 PROGRESS = "progress.json"
-_STEP = re.compile(r"step-(\d{8})")
 
 
 def step_folders(root: Path) -> list[Path]:
     """Committed checkpoints under `root`, oldest first."""
     found = root.iterdir() if root.is_dir() else ()
-    return sorted(path for path in found if _STEP.fullmatch(path.name))
+    return sorted(path for path in found if step_number(path.name) is not None)
 
 
 class StepCheckpoints(Checkpoints):
@@ -47,6 +44,7 @@ class StepCheckpoints(Checkpoints):
         self._every = every
         self._keep = keep
         self._root = ctx.run_dir / "checkpoints"
+        self._newest: Path | None = None
 
     @abstractmethod
     def write(self, folder: Path) -> None:
@@ -59,18 +57,20 @@ class StepCheckpoints(Checkpoints):
     def due(self, step: int) -> bool:
         return self._every is not None and step % self._every == 0
 
-    def save(self, progress: Progress) -> Path:
+    def save(self, progress: Progress) -> None:
         dist = self._ctx.dist
-        final = self._root / f"step-{progress.step:08d}"
-        if final.exists():
-            return final
+        final = self._root / step_name(progress.step)
+        if final == self._newest:
+            return
         partial = final.with_name(final.name + ".partial")
         with dist.main_first() as main:
             if main:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         self.write(partial)
-        write_json(partial / f"random-{dist.rank:05d}.json", random_state(dist.device))
+        states = randomness.capture(dist.device)
+        coded = {name: base64.b64encode(state).decode() for name, state in states.items()}
+        write_json(partial / f"random-{dist.rank:05d}.json", coded)
         dist.barrier()
         if dist.is_main:
             record = {
@@ -84,24 +84,34 @@ class StepCheckpoints(Checkpoints):
             sync(self._root)
             self._forget_old()
         dist.barrier()
-        self._ctx.log.info("saved %s", final.relative_to(self._ctx.run_dir))
-        return final
+        self._newest = final
+        self._ctx.log.info("saved %s", final)
 
-    def restore(self) -> Progress | None:
+    def finish(self) -> str:
+        if self._newest is None:
+            raise CheckpointError("nothing was saved")
+        return str(self._newest)
+
+    def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
         folders = step_folders(self._root)
         if not folders:
             return None
         newest = folders[-1]
         record = read_json(newest / PROGRESS)
         self._refuse_strangers(newest, record)
-        self.read(newest)
-        dist = self._ctx.dist
-        set_random_state(read_json(newest / f"random-{dist.rank:05d}.json"), dist.device)
-        self._ctx.log.info("restored %s", newest.relative_to(self._ctx.run_dir))
         try:
-            return Progress(**record["progress"])
+            progress = Progress(**record["progress"])
         except TypeError as error:
             raise CheckpointError(f"{newest}: written by another version: {error}") from error
+        admit(progress)
+        self.read(newest)
+        dist = self._ctx.dist
+        coded = read_json(newest / f"random-{dist.rank:05d}.json")
+        states = {name: base64.b64decode(text) for name, text in coded.items()}
+        randomness.apply(states, dist.device)
+        self._ctx.log.info("restored %s", newest)
+        self._newest = newest
+        return progress
 
     def _refuse_strangers(self, folder: Path, record: Mapping[str, Any]) -> None:
         if record["format"] != self.format:
@@ -121,30 +131,6 @@ class StepCheckpoints(Checkpoints):
                 # Under another name first: a crash in between must not leave half a checkpoint.
                 doomed = folder.rename(folder.with_name(folder.name + ".partial"))
                 shutil.rmtree(doomed)
-
-
-def random_state(device: torch.device) -> dict[str, str]:
-    """State of torch's generators on this rank, the CPU's and the device's, as base64 text."""
-    import torch
-
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {
-        name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()
-    }
-
-
-def set_random_state(states: Mapping[str, str], device: torch.device) -> None:
-    """Put this rank's generators where `random_state` found them."""
-    import torch
-
-    for name, text in states.items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif name == device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

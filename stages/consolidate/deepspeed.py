@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.artifacts import TrainedRun, Weights
 from pipeline.stage import Context
@@ -17,4 +18,4 @@ class ConsolidateDeepSpeed:
         from stages.wrap.zero.compat import point_at_device
 
         point_at_device(ctx.dist)
-        return DeepSpeedWeights(trained.checkpoint)
+        return DeepSpeedWeights(Path(trained.checkpoint))

@@ -82,7 +82,16 @@ class ChatData:
             train=MaskedSamples(train, dtype, 0, trained_on),
             heldout=held,
             pad_id=tokenizers.pad_id(tokenizer),
-            fingerprint=digest(["data.chat", keys, self.heldout_fraction]),
+            identity={
+                "stage": "data.chat",
+                "tokenizer": digest([tokenizers.identity(tokenizer), tokenizer.chat_template]),
+                "contents": digest(keys),
+                "sequence_length": self.sequence_length,
+                "template": self.template,
+                "turns": self.turns,
+                "too_long": self.too_long,
+                "heldout_fraction": self.heldout_fraction,
+            },
         )
 
     def _tokenizer(self, model: ModelSource) -> Any:

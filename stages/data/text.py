@@ -78,7 +78,16 @@ class TextData:
             train=TokenBlocks(tokens, length, 0, trained_on),
             heldout=held,
             pad_id=tokenizers.pad_id(tokenizer),
-            fingerprint=digest(["data.text", keys, length, self.heldout_fraction]),
+            identity={
+                "stage": "data.text",
+                "tokenizer": tokenizers.identity(tokenizer),
+                "contents": digest(keys),
+                "sequence_length": length,
+                "append_eos": self.append_eos,
+                "prepend_bos": self.prepend_bos,
+                "documents": self.documents,
+                "heldout_fraction": self.heldout_fraction,
+            },
         )
 
     def _stream(

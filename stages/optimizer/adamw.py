@@ -77,6 +77,7 @@ class AdamW:
             groups=functools.partial(
                 decay_groups, weight_decay=self.weight_decay, decay_all=self.decay_all
             ),
+            moments=("exp_avg", "exp_avg_sq"),
             build=functools.partial(_build, hyperparameters=hyperparameters, kernel=self.kernel),
             lr_scale=self._lr_scale,
             max_grad_norm=self.max_grad_norm,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline.artifacts import Checkpoints, Data, OptimizerPlan, TrainedRun
+from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
@@ -72,7 +72,10 @@ class TrainCausalLm:
         data: Data,
         optimizer: OptimizerPlan,
         checkpoints: Checkpoints,
+        model: ModelSource,
     ) -> TrainedRun:
         from stages.train.loop import train
+        from stages.train.origin import origin
 
-        return train(self, ctx, engine, data, optimizer, checkpoints)
+        began = origin(self, ctx.seed, data, model)
+        return train(self, ctx, engine, data, optimizer, checkpoints, began)

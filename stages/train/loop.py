@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from pipeline.artifacts import Checkpoints, Data, OptimizerPlan, Progress, TrainedRun
 from pipeline.engine import Engine, StepReport
-from pipeline.errors import CheckpointError, StageError
+from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate
 from stages.train.feed import Feed
 from stages.train.loss import summed_loss
+from stages.train.origin import require_same_origin
 from stages.train.report import Reporter
 
 
@@ -26,15 +29,18 @@ def train(
     data: Data,
     plan: OptimizerPlan,
     checkpoints: Checkpoints,
+    began: Mapping[str, Any],
 ) -> TrainedRun:
-    """Train to the last step from wherever the newest checkpoint left off (collective)."""
+    """Train to the last step from wherever the newest checkpoint left off (collective). `began` is
+    what positions in this training mean something for."""
     feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
     torch.manual_seed(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
-    progress = _restored(checkpoints, ctx, data, shuffle=config.shuffle)
+    admit = functools.partial(require_same_origin, began, ctx.accept)
+    progress = checkpoints.restore(admit) or Progress()
+    progress.origin = dict(began)
     if progress.step >= feed.total_steps:
         ctx.log.info("nothing left to train: step %d of %d", progress.step, feed.total_steps)
     reporter = Reporter(ctx, engine, config.log_every, feed.total_steps, progress)
-    saved: Path | None = None
     while progress.step < feed.total_steps:
         reporter.add(*train_step(engine, feed, plan, progress))
         last = progress.step == feed.total_steps
@@ -42,27 +48,12 @@ def train(
             with reporter.paused():
                 size = config.microbatch_size(engine.shard.count)
                 reporter.evaluated(evaluate(engine, data, data.heldout, size))
-        if last or checkpoints.due(progress.step):
+        if checkpoints.due(progress.step):
             with reporter.paused():
-                saved = checkpoints.save(progress)
-    return TrainedRun(checkpoint=saved or checkpoints.save(progress), progress=progress)
-
-
-def _restored(checkpoints: Checkpoints, ctx: Context, data: Data, *, shuffle: bool) -> Progress:
-    """Where the newest checkpoint left off, or the start.
-
-    Raises CheckpointError if a position in that training is none in this one.
-    """
-    origin = {"seed": ctx.seed, "shuffle": shuffle, "data": data.fingerprint}
-    progress = checkpoints.restore() or Progress(origin=origin)
-    changed = [key for key, value in origin.items() if progress.origin.get(key) != value]
-    if changed:
-        raise CheckpointError(
-            f"the checkpoint at step {progress.step} was trained with another "
-            f"{' and '.join(changed)} than this recipe's",
-            hint="start a new run",
-        )
-    return progress
+                checkpoints.save(progress)
+    with reporter.paused():
+        checkpoints.save(progress)
+    return TrainedRun(checkpoint=checkpoints.finish(), progress=progress)
 
 
 def train_step(

@@ -79,6 +79,16 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Tied parameter's name -> the name under which `named_parameters` lists it."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        name: first[parameter]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first[parameter] != name
+    }
+
+
 def fill(
     module: nn.Module,
     model: ModelSource,

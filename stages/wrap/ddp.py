@@ -8,8 +8,8 @@ from typing import Annotated
 from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.engine import Engine
 from pipeline.stage import Context
-from stages.wrap.torch_engine import TorchEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Ddp:
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
-    ) -> TorchEngine:
+    ) -> Engine:
         from stages.wrap.ddp_engine import build
 
         return build(self, ctx, model, precision, optimizer)

@@ -97,8 +97,13 @@ class DdpEngine(TorchEngine):
         self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
         self.optimizer = make_optimizer(plan, plan.groups(named_parameters(model.module)))
         self.scaler = make_scaler(precision, self.device)
-        self._max_grad_norm = plan.max_grad_norm
+        self.plan = plan
         self._to_record = model.static_graph
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self.model.module
+        return module
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         # torch records a static graph in the very first backward, which must then reduce; averaging
@@ -111,7 +116,7 @@ class DdpEngine(TorchEngine):
 
     def step(self, *, lr_scale: float) -> StepReport:
         return apply_step(
-            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self._max_grad_norm
+            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self.plan.max_grad_norm
         )
 
     def facts(self) -> Mapping[str, Any]:

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
-from stages.wrap.torch_engine import TorchEngine
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -64,7 +64,7 @@ class Fsdp:
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
-    ) -> TorchEngine:
+    ) -> Engine:
         from stages.wrap.fsdp_engine import build
 
         return build(self, ctx, model, precision, optimizer)

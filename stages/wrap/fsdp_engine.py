@@ -153,7 +153,11 @@ class FsdpEngine(TorchEngine):
         self.scaler = make_scaler(precision, home)
         self._mesh = mesh
         self._reduce_always = config.reduce_every_microbatch
-        self._max_grad_norm = plan.max_grad_norm
+        self.plan = plan
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -167,7 +171,7 @@ class FsdpEngine(TorchEngine):
 
     def step(self, *, lr_scale: float) -> StepReport:
         return apply_step(
-            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self._max_grad_norm
+            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self.plan.max_grad_norm
         )
 
     def facts(self) -> Mapping[str, Any]:

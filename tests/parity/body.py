@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 
 from pipeline.dist import Dist
 from pipeline.metrics import records
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.consolidate.sharded import ConsolidateSharded
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
@@ -43,16 +45,16 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     source = tiny_source(ctx, **case.get("model", {}))
     wrap = stage(case["wrap"])(**case["fields"])
     engine = wrap.run(ctx, source, precision, plan)
-    checkpoints = stage(f"checkpoint.{case['format']}")(keep=1).run(ctx, engine)
+    checkpoints = ShardedCheckpoint(keep=1).run(ctx, engine)
     loop = TrainCausalLm(
         global_batch_size=BATCH, steps=STEPS, log_every=2, eval_every=3, **case["batching"]
     )
-    trained = loop.run(ctx, engine, toy_data(), plan, checkpoints)
+    trained = loop.run(ctx, engine, toy_data(), plan, checkpoints, source)
     facts = dict(engine.facts())
+    checkpoints.close()
     engine.close()
     if dist.is_main:
-        consolidate = stage(f"consolidate.{case['format']}")()
-        weights = _consolidated(consolidate, ctx, trained, source)
+        weights = ConsolidateSharded().run(ctx, trained)
         save_file(dict(weights), f"{folder}/final.safetensors")
     dist.barrier()
     return {
@@ -60,11 +62,3 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
         "facts": facts,
         "metrics": trained.progress.metrics,
     }
-
-
-def _consolidated(consolidate: Any, ctx: Any, trained: Any, source: Any) -> Any:
-    from pipeline.artifacts import ModelSource
-    from pipeline.signature import needs
-
-    wants_model = any(need.type is ModelSource for need in needs(type(consolidate)))
-    return consolidate.run(ctx, trained, *([source] if wants_model else []))

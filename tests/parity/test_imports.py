@@ -18,7 +18,7 @@ from tests.parity.body import train_case
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
 )
-case = {"wrap": sys.argv[1], "format": "dcp", "fields": {}, "batching": {}}
+case = {"wrap": sys.argv[1], "fields": {}, "batching": {}}
 train_case(Dist(device=torch.device("cpu")), sys.argv[2], case)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """

@@ -26,32 +26,32 @@ ACCUMULATE = {"micro_batch_size": 2}
 UNEVEN = {"micro_batch_size": 3}
 
 
-def case(wrap: str, format: str, batching: dict[str, Any] = ACCUMULATE, **fields: Any) -> Any:
-    return {"wrap": wrap, "format": format, "fields": fields, "batching": batching}
+def case(wrap: str, batching: dict[str, Any] = ACCUMULATE, **fields: Any) -> Any:
+    return {"wrap": wrap, "fields": fields, "batching": batching}
 
 
 TORCH_CASES = {
-    "ddp": (case("wrap.ddp", "dcp"), (1, 2, 3)),
-    "ddp uneven": (case("wrap.ddp", "dcp", UNEVEN, static_graph=True), (2,)),
-    "fsdp full_shard": (case("wrap.fsdp", "dcp"), (1, 2, 3)),
-    "fsdp full_shard reduce once": (case("wrap.fsdp", "dcp", reduce_every_microbatch=False), (2,)),
-    "fsdp shard_grad_op": (case("wrap.fsdp", "dcp", UNEVEN, sharding="shard_grad_op"), (1, 2)),
-    "fsdp no_shard": (case("wrap.fsdp", "dcp", sharding="no_shard"), (1, 2)),
+    "ddp": (case("wrap.ddp"), (1, 2, 3)),
+    "ddp uneven": (case("wrap.ddp", UNEVEN, static_graph=True), (2,)),
+    "fsdp full_shard": (case("wrap.fsdp"), (1, 2, 3)),
+    "fsdp full_shard reduce once": (case("wrap.fsdp", reduce_every_microbatch=False), (2,)),
+    "fsdp shard_grad_op": (case("wrap.fsdp", UNEVEN, sharding="shard_grad_op"), (1, 2)),
+    "fsdp no_shard": (case("wrap.fsdp", sharding="no_shard"), (1, 2)),
     "fsdp hybrid_shard": (
-        case("wrap.fsdp", "dcp", {"micro_batch_size": 1}, sharding="hybrid_shard", shard_size=2),
+        case("wrap.fsdp", {"micro_batch_size": 1}, sharding="hybrid_shard", shard_size=2),
         (4,),
     ),
-    "fsdp cpu_offload": (case("wrap.fsdp", "dcp", cpu_offload=True), (2,)),
+    "fsdp cpu_offload": (case("wrap.fsdp", cpu_offload=True), (2,)),
     "fsdp by size": (
-        case("wrap.fsdp", "dcp", units="size", unit_size=1000, forward_prefetch=1), (2,),
+        case("wrap.fsdp", units="size", unit_size=1000, forward_prefetch=1), (2,),
     ),
 }  # fmt: skip
 OFFLOAD = {"stage": 3, "offload_optimizer": OptimizerOffload(device="cpu")}
 ZERO_CASES = {
-    "zero1": (case("wrap.zero", "deepspeed", stage=1), (1, 2)),
-    "zero2": (case("wrap.zero", "deepspeed", UNEVEN, stage=2), (1, 2, 3)),
-    "zero3": (case("wrap.zero", "deepspeed", stage=3), (1, 2, 3)),
-    "zero3 cpu_offload": (case("wrap.zero", "deepspeed", **OFFLOAD), (1, 2)),
+    "zero1": (case("wrap.zero", stage=1), (1, 2)),
+    "zero2": (case("wrap.zero", UNEVEN, stage=2), (1, 2, 3)),
+    "zero3": (case("wrap.zero", stage=3), (1, 2, 3)),
+    "zero3 cpu_offload": (case("wrap.zero", **OFFLOAD), (1, 2)),
 }
 CASES = [
     pytest.param(config, ranks, id=f"{name} on {ranks}")
@@ -100,11 +100,11 @@ def test_bf16_master_weights_follow_the_plain_loop_as_far_as_they_can(
 
 
 HALF = {
-    "ddp": case("wrap.ddp", "dcp"),
-    "fsdp": case("wrap.fsdp", "dcp"),
-    "zero1": case("wrap.zero", "deepspeed", stage=1),
-    "zero2": case("wrap.zero", "deepspeed", stage=2),
-    "zero3": case("wrap.zero", "deepspeed", stage=3),
+    "ddp": case("wrap.ddp"),
+    "fsdp": case("wrap.fsdp"),
+    "zero1": case("wrap.zero", stage=1),
+    "zero2": case("wrap.zero", stage=2),
+    "zero3": case("wrap.zero", stage=3),
 }
 
 

@@ -620,7 +620,7 @@ stages:
   precision: {use: precision.policy, compute: bf32}
   optimizer: {use: optimizer.adamw, lr: 1e-4}
   wrap: {use: wrap.zero, stagee: 2}
-  checkpoint: {use: checkpoint.dcp}
+  checkpoint: {use: checkpoint.sharded}
 """
 
 
@@ -635,7 +635,7 @@ def test_the_built_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert lines[1].startswith("r.yaml:4:47: precision.compute: must be `fp32`, `bf16` or `fp16`")
     assert lines[2] == "r.yaml:6:26: wrap.stagee: unknown field (did you mean `stage`?)"
     assert lines[3].startswith(
-        "r.yaml:7:21: checkpoint.use: `checkpoint.dcp` needs TorchEngine, "
+        "r.yaml:7:21: checkpoint.use: `checkpoint.sharded` needs TorchEngine, "
         "but slot `wrap` (wrap.zero) gives ZeroEngine ("
     )
     assert lines[3].endswith("`wrap` can be wrap.ddp or wrap.fsdp)")

@@ -52,11 +52,11 @@ def quickstart() -> dict[str, object]:
         },
         "optimizer": {"use": "optimizer.adamw", "warmup_steps": 2},
         "wrap": {"use": "wrap.ddp"},
-        "checkpoint": {"use": "checkpoint.dcp"},
+        "checkpoint": {"use": "checkpoint.sharded"},
         "train": {
             "use": "train.causal_lm", "steps": 2, "global_batch_size": BATCH, "shuffle": False
         },
-        "consolidate": {"use": "consolidate.dcp"},
+        "consolidate": {"use": "consolidate.sharded"},
         "export": {"use": "export.safetensors", "dtype": "fp32"},
     }  # fmt: skip
     launch = {"procs": 1, "device": "cpu"}

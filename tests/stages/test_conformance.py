@@ -44,7 +44,7 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "wrap.ddp": [("bucket_cap_mb", {"bucket_cap_mb": 0})],
     "wrap.fsdp": [("sharding", {"sharding": "full"})],
     "wrap.zero": [("stage", {"stage": 4})],
-    "checkpoint.dcp": [("every", {"every": 0})],
+    "checkpoint.sharded": [("every", {"every": 0})],
     "checkpoint.deepspeed": [("keep", {"keep": 0})],
     "train.causal_lm": [
         ("global_batch_size", {"steps": 1}),

@@ -20,7 +20,7 @@ PRELOAD = [
     "accelerate",
     "stages.wrap.ddp_engine",
     "stages.wrap.fsdp_engine",
-    "stages.checkpoint.dcp_state",
+    "pipeline.state.checkpoints",
     "stages.train.loop",
     "deepspeed",
 ]

@@ -60,5 +60,5 @@ def toy_data(size: int = 40, vocab: int = 101) -> Data:
         train=ToySamples(size, vocab, 1),
         heldout=ToySamples(9, vocab, 2),
         pad_id=0,
-        fingerprint=f"toy-{size}",
+        identity={"contents": f"toy-{size}"},
     )

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,39 @@ def loss_scaler(engine: Any) -> Any | None:
 def steps_since_overflow(scaler: Any) -> int:
     """Steps applied since the last overflow, or since the start."""
     return int(scaler.cur_iter - scaler.last_overflow_iter - 1)
+
+
+def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
+    """Put dynamic loss scaling where it was `good_steps` after the last change of the scale."""
+    scaler.cur_scale = scale
+    scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
+
+
+def flat_parameters(optimizer: Any, index: int) -> list[torch.nn.Parameter]:
+    """The parameters whose masters make up flat master `index`, over all ranks."""
+    for name in ("fp16_groups", "round_robin_bit16_groups", "bf16_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name)[index])
+    raise AttributeError(f"{type(optimizer).__name__} has no parameter groups")
+
+
+def start_optimizer_state(
+    optimizer: Any, master: Tensor, elements: int, moments: Iterable[str]
+) -> None:
+    """What the optimizer would create for a flat master of `elements` at its first step."""
+    device = master.device
+    own_kernel = type(optimizer).__module__.startswith("deepspeed.")
+    dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
+    on_device = any(group.get("fused") for group in optimizer.param_groups)
+    optimizer.state[master] = {
+        "step": 0 if own_kernel else torch.zeros((), device=device if on_device else "cpu"),
+        **{moment: torch.zeros(elements, dtype=dtype, device=device) for moment in moments},
+    }
+
+
+def is_swapped(shard: Any) -> bool:
+    """Whether a parameter's shard is on disk only."""
+    return shard.numel() == 0 or str(getattr(shard, "status", "")).endswith("NOT_AVAILABLE")
 
 
 @contextlib.contextmanager

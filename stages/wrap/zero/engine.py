@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.dist import Dist
-from pipeline.engine import DataShard, StepReport
+from pipeline.engine import DataShard, EngineState, Fragment, StepReport
 from stages.wrap.zero import compat
 from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.facts import facts
+from stages.wrap.zero.state import ZeroState
 
 
 class LiveZeroEngine(ZeroEngine):
@@ -30,6 +31,8 @@ class LiveZeroEngine(ZeroEngine):
         self._max_grad_norm = plan.max_grad_norm
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in compat.update_groups(live)]
+        interval = self._scaling.growth_interval if self._scaling else 1
+        self._state = ZeroState(live, plan, self._base_rates, interval)
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -58,11 +61,23 @@ class LiveZeroEngine(ZeroEngine):
         if compat.steps_since_overflow(scaler) % self._scaling.growth_interval == 0:
             scaler.cur_scale *= scaler.scale_factor
 
+    def state(self) -> EngineState:
+        return self._state.tell()
+
+    def fragments(self) -> Iterator[Fragment]:
+        return self._state.fragments()
+
+    def restore(self, state: EngineState) -> Iterator[Fragment]:
+        return self._state.restore(state)
+
+    def refresh(self) -> None:
+        self._state.refresh()
+
     def facts(self) -> Mapping[str, Any]:
         return facts(self.deepspeed)
 
     def close(self) -> None:
         if self.deepspeed is not None:
             live, self.deepspeed = self.deepspeed, None
-            del self.model
+            del self.model, self._state
             live.destroy()

@@ -41,7 +41,7 @@ def seen(
     steps: int, batch: int, ranks: int, micro: int, size: int, epochs: float | None
 ) -> list[int]:
     """Every sample that a training of this shape sees, step by step, in rank order."""
-    data = Data(train=Numbered(size), heldout=None, pad_id=0, fingerprint="")
+    data = Data(train=Numbered(size), heldout=None, pad_id=0, identity={})
     config = TrainCausalLm(
         global_batch_size=batch,
         steps=None if epochs else steps,
@@ -78,7 +78,7 @@ def test_epochs_show_every_sample_equally_often(batch: int, ranks: int, size: in
 
 
 def test_last_flag_and_targets_of_a_step() -> None:
-    data = Data(train=ToySamples(20, 50, 0), heldout=None, pad_id=9, fingerprint="")
+    data = Data(train=ToySamples(20, 50, 0), heldout=None, pad_id=9, identity={})
     config = TrainCausalLm(global_batch_size=7, steps=1, micro_batch_size=2)
     counted = 0
     for rank in range(2):

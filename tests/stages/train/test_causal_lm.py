@@ -13,7 +13,7 @@ from pipeline.dist import Dist
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.stage import PlanView
-from stages.checkpoint.dcp import DcpCheckpoint
+from stages.checkpoint.sharded import DcpCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm

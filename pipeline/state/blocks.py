@@ -1,0 +1,42 @@
+"""Checksums of fixed-size blocks, so that any range of a piece can be verified alone."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+BLOCK = 16 * 1024
+"""Bytes of a block. Blocks count from the start of their piece; the last may be short."""
+
+SUM_BYTES = 8
+
+
+def count(size: int) -> int:
+    """Blocks of a piece of `size` bytes."""
+    return -(-size // BLOCK)
+
+
+def sums(data: memoryview) -> Iterator[int]:
+    """The checksum (XXH3, 64 bits) of each block of `data`, which starts at a block's start."""
+    for start in range(0, len(data), BLOCK):
+        yield xxh3_64_intdigest(data[start : start + BLOCK])
+
+
+def first_wrong(data: memoryview, expected: Sequence[int]) -> int | None:
+    """Index of the first block of `data` whose checksum is another; None if all agree."""
+    for place, (found, wanted) in enumerate(zip(sums(data), expected, strict=True)):
+        if found != wanted:
+            return place
+    return None
+
+
+def pack(values: Sequence[int]) -> bytes:
+    """Checksums as they are stored: 8 bytes little-endian each."""
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def unpack(data: bytes) -> tuple[int, ...]:
+    """The reverse of `pack`."""
+    return struct.unpack(f"<{len(data) // SUM_BYTES}Q", data)

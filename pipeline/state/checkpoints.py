@@ -1,0 +1,211 @@
+"""The canonical checkpoint as a stage's artifact: snapshot, hand over to the writer, restore."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts import Checkpoints, Progress
+from pipeline.engine import Engine, EngineState
+from pipeline.errors import CheckpointError
+from pipeline.stage import Context
+from pipeline.state import randomness
+from pipeline.state.arena import Arena
+from pipeline.state.manifest import Group, Scale, State
+from pipeline.state.planning import Format, make_plan, random_key
+from pipeline.state.restore import Restoration
+from pipeline.state.retention import Retention
+from pipeline.state.store import Store, open_store, step_name
+from pipeline.state.writer import Job, Outcome, Setup, Skeleton
+from pipeline.state.writer_process import WriterProcess
+
+PACKAGES = ("pipetrain", "torch", "deepspeed", "transformers")
+
+
+class StateCheckpoints(Checkpoints):
+    """Checkpoints of an engine in a store. The loop waits for the snapshot alone; a process of each
+    rank writes it. `every` counts steps; None means only at the end."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        engine: Engine,
+        *,
+        address: str,
+        format: Format,
+        every: int | None,
+        retention: Retention,
+        asynchronous: bool,
+    ) -> None:
+        self._ctx = ctx
+        self._engine = engine
+        self._every = every
+        self._asynchronous = asynchronous
+        self._store = open_store(address)
+        self._last: str | None = None
+        self._pending: str | None = None
+        with ctx.dist.main_first() as main:
+            if main:
+                self._store.clean()
+        self._identity = ctx.dist.share(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
+        self._attempts = 0
+        self._plan = make_plan(engine, ctx.dist, format)
+        layout = self._plan.layout
+        self._arena = Arena(layout.size)
+        self._memory = torch.frombuffer(self._arena.memory or bytearray(1), dtype=torch.uint8)
+        for place, head in layout.heads:
+            self._arena.memory[place : place + len(head)] = head
+        self._writer = WriterProcess(self._setup(address, retention), self._arena)
+
+    def due(self, step: int) -> bool:
+        outcome = self._writer.poll() if self._pending else None
+        if outcome is not None:
+            self._settle(outcome)
+        return self._every is not None and step % self._every == 0
+
+    def save(self, progress: Progress) -> None:
+        name = step_name(progress.step)
+        if name == self._last:
+            return
+        began = time.perf_counter()
+        self._settle_pending()
+        self._snapshot()
+        self._attempts += 1
+        facts = self._facts(progress) if self._ctx.dist.is_main else {}
+        identity = f"{self._identity}-{self._attempts}"
+        self._writer.begin(Job(name=name, identity=identity, facts=facts))
+        self._pending = self._last = name
+        self._ctx.log.debug("snapshot of %s: %.3f s", name, time.perf_counter() - began)
+        if not self._asynchronous:
+            self._settle_pending()
+
+    def finish(self) -> str:
+        self._settle_pending()
+        self._ctx.dist.barrier()
+        if self._last is None:
+            raise CheckpointError("nothing was saved")
+        return self._store.locate(self._last)
+
+    def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
+        restoration = Restoration(self._ctx, self._engine, self._store)
+        progress = restoration.run(admit)
+        self._last = None if progress is None else step_name(progress.step)
+        return progress
+
+    def close(self) -> None:
+        """End the writer, and give the snapshot's memory back."""
+        self._writer.close()
+        del self._memory
+        self._arena.close()
+
+    def _setup(self, address: str, retention: Retention) -> Setup:
+        plan, rank = self._plan, self._ctx.dist.rank
+        world = self._ctx.dist.world_size
+        skeleton = Skeleton(
+            tensors=plan.tensors,
+            files=plan.files,
+            sums=[sums_name(rank) for rank in range(world)],
+            pieces=plan.pieces,
+            retention=retention,
+        )
+        return Setup(
+            store=address,
+            rank=rank,
+            size=plan.layout.size,
+            files=plan.layout.files,
+            writes=plan.layout.writes,
+            sums=sums_name(rank),
+            skeleton=skeleton if self._ctx.dist.is_main else None,
+        )
+
+    def _snapshot(self) -> None:
+        """Copy this rank's share of the state into the arena."""
+        copies = self._plan.layout.copies
+        with torch.no_grad():
+            for part in self._engine.fragments():
+                for kind, tensor in part.state.items():
+                    for start, stop, place in copies.get(f"{kind}/{part.name}", ()):
+                        if part.start <= start and stop <= part.stop:
+                            self._put(place, tensor[start - part.start : stop - part.start])
+        for name, state in randomness.capture(self._ctx.dist.device).items():
+            ((_, _, place),) = copies[random_key(self._ctx.dist.rank, name)]
+            self._arena.memory[place : place + len(state)] = state
+
+    def _put(self, place: int, tensor: Tensor) -> None:
+        data = tensor.view(torch.uint8)
+        self._memory[place : place + data.numel()].copy_(data)
+
+    def _facts(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "step": progress.step,
+            "world_size": self._ctx.dist.world_size,
+            "writer": {"engine": dict(self._engine.facts()), "packages": _versions()},
+            "progress": vars(progress),
+            "state": stored_state(self._engine.state()).model_dump(),
+        }
+
+    def _settle_pending(self) -> None:
+        if self._pending:
+            self._settle(self._writer.wait())
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Take note of how a save ended. Raises CheckpointError if it failed."""
+        self._pending = None
+        if outcome.problem:
+            raise CheckpointError(
+                f"{outcome.name} could not be saved: {outcome.problem}",
+                hint="what was saved before is untouched",
+            )
+        for warning in outcome.warnings:
+            self._ctx.log.warning(warning)
+        if outcome.place:
+            self._ctx.log.info(
+                "saved %s  %.1f MB  %.1f s", outcome.place, outcome.size / 1e6, outcome.seconds
+            )
+
+
+def address(run_dir: Path, folder: str | None) -> str:
+    """Where a run's checkpoints are, given what its recipe says."""
+    if folder is None:
+        return str(run_dir / "checkpoints")
+    if "://" in folder:
+        return f"{folder.rstrip('/')}/{run_dir.name}"
+    return str(Path(folder).expanduser().absolute() / run_dir.name)
+
+
+def sums_name(rank: int) -> str:
+    """File of a rank's checksums."""
+    return f"rank-{rank:05d}.sums"
+
+
+def stored_state(state: EngineState) -> State:
+    """An engine's state as a manifest has it."""
+    scale = state.loss_scale
+    return State(
+        aliases=dict(state.aliases),
+        frozen=list(state.frozen),
+        groups=[
+            Group(settings=dict(group.settings), parameters=list(group.parameters))
+            for group in state.groups
+        ],
+        updates=dict(state.updates),
+        moments=list(state.moments),
+        loss_scale=scale and Scale(scale=scale.scale, good_steps=scale.good_steps),
+    )
+
+
+def _versions() -> Mapping[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

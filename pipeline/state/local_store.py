@@ -1,0 +1,158 @@
+"""Checkpoints in a folder of a file system: written beside their place and renamed into it.
+
+The order of fsyncs: every file, the attempt's folder, then the rename, then the parent folder. So
+whatever is there under the final name after a power loss is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.files import sync
+from pipeline.state.manifest import FILE as MANIFEST
+from pipeline.state.store import Attempt, Sink, Source, Store, step_number
+
+_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class LocalStore(Store):
+    """The folder `root`, made at the first write."""
+
+    shared_files = True
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+
+    def names(self) -> Sequence[str]:
+        found = self._root.iterdir() if self._root.is_dir() else ()
+        return sorted(
+            path.name
+            for path in found
+            if step_number(path.name) is not None and (path / MANIFEST).exists()
+        )
+
+    def locate(self, name: str, file: str = "") -> str:
+        return str(self._root / name / file)
+
+    def attempt(self, name: str, identity: str) -> Attempt:
+        return _LocalAttempt(self._root / name, self._root / f"{name}.tmp-{identity}")
+
+    def size(self, name: str, file: str) -> int | None:
+        try:
+            return (self._root / name / file).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def get(self, name: str, file: str) -> bytes:
+        return (self._root / name / file).read_bytes()
+
+    def open(self, name: str, file: str) -> Source:
+        return _LocalSource(self._root / name / file)
+
+    def quarantine(self, name: str) -> str:
+        for count in itertools.count(1):
+            aside = self._root / f"{name}.damaged-{count}"
+            if not aside.exists():
+                break
+        (self._root / name).rename(aside)
+        sync(self._root)
+        return str(aside)
+
+    def delete(self, name: str) -> None:
+        doomed = self._root / f"{name}.deleted-{os.getpid()}"
+        (self._root / name).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def clean(self) -> None:
+        for path in self._root.iterdir() if self._root.is_dir() else ():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class _LocalAttempt(Attempt):
+    prefix = ""
+
+    def __init__(self, final: Path, folder: Path) -> None:
+        self._final = final
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def create(self, file: str, size: int, *, shared: bool) -> Sink:
+        return _LocalSink(self._folder / file, size, exclusive=not shared)
+
+    def put(self, file: str, data: bytes) -> None:
+        path = self._folder / file
+        partial = path.with_name(path.name + ".partial")
+        sink = _LocalSink(partial, len(data), exclusive=False)
+        sink.write(0, memoryview(data))
+        sink.finish()
+        partial.rename(path)
+
+    def get(self, file: str) -> bytes | None:
+        try:
+            return (self._folder / file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def discard(self, file: str) -> None:
+        (self._folder / file).unlink()
+
+    def commit(self, manifest: bytes) -> None:
+        self.put(MANIFEST, manifest)
+        sync(self._folder)
+        self._folder.rename(self._final)
+        sync(self._final.parent)
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _LocalSink(Sink):
+    def __init__(self, path: Path, size: int, *, exclusive: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if exclusive else 0)
+        self._file = os.open(path, flags, 0o600)
+        try:
+            if size:
+                os.posix_fallocate(self._file, 0, size)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                self.abandon()
+                raise OSError(error.errno, error.strerror, str(path)) from None
+
+    def write(self, offset: int, data: memoryview) -> None:
+        while data:
+            written = os.pwrite(self._file, data, offset)
+            data, offset = data[written:], offset + written
+
+    def finish(self) -> None:
+        os.fsync(self._file)
+        os.close(self._file)
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+
+class _LocalSource(Source):
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, into: memoryview) -> int:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._file, [into[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,179 @@
+"""What a checkpoint holds, where it lies and what verifies it: `manifest.json`.
+
+The file is JSON: `{"checkpoint": BODY, "sha256": "..."}`, the digest being of BODY's bytes as they
+stand in the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic
+from annotated_types import Ge
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.errors import CheckpointError
+from pipeline.state import blocks
+from pipeline.state.safetensors_file import ITEM_BYTES
+from pipeline.state.spans import Misfit, require_cover
+
+FILE = "manifest.json"
+VERSION = 1
+_HEAD = b'{"checkpoint": '
+_MIDDLE = b', "sha256": "'
+_TAIL = b'"}\n'
+_DIGEST = 64
+
+Count = Annotated[int, Ge(0)]
+
+
+class Damaged(CheckpointError):
+    """What is on disk is not what was written; another checkpoint may still be good."""
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of tensor number `tensor`, at byte `offset` of file number `file`."""
+
+    tensor: Count
+    file: Count
+    offset: Count
+    start: Count
+    stop: Count
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TensorEntry(_Model):
+    """A logical tensor; `dtype` as the safetensors format names it."""
+
+    key: str
+    dtype: str
+    shape: tuple[Count, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEM_BYTES[self.dtype]
+
+
+class DataFile(_Model):
+    """A file of pieces. The first `data_start` bytes have the digest `header` (XXH3, 64 bits)."""
+
+    name: str
+    size: Count
+    data_start: Count
+    header: Count
+
+
+class Part(_Model):
+    """What one rank wrote: its pieces, and the file with their block checksums, piece after
+    piece. `digest` is the XXH3 (64 bits) of that file."""
+
+    sums: str
+    digest: Count
+    pieces: Sequence[Piece]
+
+
+class Group(_Model):
+    """An optimizer group; see `pipeline.engine.ParameterGroup`."""
+
+    settings: Mapping[str, Any]
+    parameters: Sequence[str]
+
+
+class Scale(_Model):
+    """See `pipeline.engine.LossScale`."""
+
+    scale: float
+    good_steps: int
+
+
+class State(_Model):
+    """See `pipeline.engine.EngineState`; shapes are those of the `weight/` tensors."""
+
+    aliases: Mapping[str, str]
+    frozen: Sequence[str]
+    groups: Sequence[Group]
+    updates: Mapping[str, int]
+    moments: Sequence[str]
+    loss_scale: Scale | None
+
+
+class Manifest(_Model):
+    """A whole checkpoint."""
+
+    version: Literal[1] = 1
+    step: Count
+    written: str
+    """Date and time, ISO 8601."""
+    world_size: Annotated[int, Ge(1)]
+    writer: Mapping[str, Any]
+    """What wrote it: the engine's facts and the versions of its packages; for people."""
+    progress: Mapping[str, Any]
+    state: State
+    block: Literal[16384] = blocks.BLOCK
+    tensors: Sequence[TensorEntry]
+    files: Sequence[DataFile]
+    parts: Sequence[Part]
+
+    def dump(self) -> bytes:
+        """The file's bytes."""
+        body = self.model_dump_json().encode()
+        return _HEAD + body + _MIDDLE + hashlib.sha256(body).hexdigest().encode() + _TAIL
+
+    @classmethod
+    def load(cls, data: bytes, where: str) -> Manifest:
+        """Verify and parse the file's bytes; raises Damaged, naming `where`, for anything that
+        `dump` did not write."""
+        end = len(data) - len(_TAIL) - _DIGEST - len(_MIDDLE)
+        body = data[len(_HEAD) : max(end, 0)]
+        wanted = _HEAD + body + _MIDDLE + hashlib.sha256(body).hexdigest().encode() + _TAIL
+        if data != wanted:
+            raise Damaged(f"{where}: its checksum is wrong: damaged, edited or incomplete")
+        try:
+            manifest = cls.model_validate_json(body, strict=True)
+        except pydantic.ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = ".".join(map(str, problem["loc"]))
+            raise CheckpointError(
+                f"{where}: written by another version: {place}: {problem['msg']}"
+            ) from None
+        manifest._require_sense(where)
+        return manifest
+
+    def _require_sense(self, where: str) -> None:
+        """Names stay inside the folder, pieces inside their files; every tensor is whole."""
+        for name in (*(file.name for file in self.files), *(part.sums for part in self.parts)):
+            if name.startswith("/") or ".." in name.split("/") or "\\" in name:
+                raise Damaged(f"{where}: names a file outside of its folder: {name}")
+        ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for part in self.parts:
+            for piece in part.pieces:
+                self._require_inside(piece, where)
+                ranges[piece.tensor].append((piece.start, piece.stop))
+        for number, tensor in enumerate(self.tensors):
+            try:
+                require_cover(ranges[number], tensor.numel)
+            except Misfit as misfit:
+                raise Damaged(f"{where}: {tensor.key}: {misfit}") from None
+
+    def _require_inside(self, piece: Piece, where: str) -> None:
+        if piece.tensor >= len(self.tensors) or piece.file >= len(self.files):
+            raise Damaged(f"{where}: a piece of an unknown tensor or file")
+        tensor, file = self.tensors[piece.tensor], self.files[piece.file]
+        if tensor.dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
+        end = piece.offset + (piece.stop - piece.start) * tensor.itemsize
+        if piece.start >= piece.stop or piece.offset < file.data_start or end > file.size:
+            raise Damaged(f"{where}: {tensor.key}: a piece lies outside of {file.name}")

@@ -1,0 +1,192 @@
+"""Read any range of any tensor of a committed checkpoint, verified block by block."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from pipeline.errors import CheckpointError
+from pipeline.state import blocks
+from pipeline.state.manifest import FILE, Damaged, DataFile, Manifest, TensorEntry
+from pipeline.state.store import Source, Store
+
+CHUNK = 256 * blocks.BLOCK
+"""Most bytes that are read and verified at a time; all the memory that a reader needs."""
+
+
+class _Stored(NamedTuple):
+    start: int
+    stop: int
+    file: int
+    offset: int
+    part: int
+    first_sum: int
+
+
+class CheckpointReader:
+    """One committed checkpoint. Raises Damaged, naming file and tensor, for whatever is not as it
+    was written; CheckpointError when it cannot be read for another reason."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.name = name
+        self._store = store
+        self.where = store.locate(name)
+        with _explained(self.where):
+            data = store.get(name, FILE)
+        self.manifest = Manifest.load(data, store.locate(name, FILE))
+        self.tensors: Mapping[str, TensorEntry] = {t.key: t for t in self.manifest.tensors}
+        self.bytes_read = 0
+        self._pieces = self._index()
+        self._sources: dict[int, Source] = {}
+        self._sums: dict[int, tuple[int, ...]] = {}
+        self._buffer = memoryview(bytearray(CHUNK))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """The verified bytes of elements [start, stop), in order: (first element, bytes), each
+        valid until the next is taken."""
+        if key not in self._pieces:
+            raise CheckpointError(f"{self.where}: holds no {key}")
+        pieces = self._pieces[key]
+        place = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
+        for piece in itertools.islice(pieces, max(place, 0), None):
+            if piece.start >= stop:
+                return
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                yield from self._read_piece(key, piece, low, high)
+
+    def read_bytes(self, key: str) -> bytes:
+        """A whole small tensor."""
+        entry = self.tensors.get(key)
+        if entry is None:
+            raise CheckpointError(f"{self.where}: holds no {key}")
+        return b"".join(bytes(data) for _, data in self.read(key, 0, entry.numel))
+
+    def require_files(self) -> None:
+        """Every file is there and has its size."""
+        for file in self.manifest.files:
+            self._require_size(file.name, file.size)
+        for number, part in enumerate(self.manifest.parts):
+            self._require_size(part.sums, self._sum_count(number) * blocks.SUM_BYTES)
+
+    def verify(self) -> None:
+        """Read everything."""
+        self.require_files()
+        for number in range(len(self.manifest.files)):
+            self._source(number)
+        for key, entry in self.tensors.items():
+            for _ in self.read(key, 0, entry.numel):
+                pass
+
+    def _index(self) -> dict[str, list[_Stored]]:
+        found: dict[str, list[_Stored]] = defaultdict(list)
+        for number, part in enumerate(self.manifest.parts):
+            first = 0
+            for piece in part.pieces:
+                tensor = self.manifest.tensors[piece.tensor]
+                stored = _Stored(piece.start, piece.stop, piece.file, piece.offset, number, first)
+                found[tensor.key].append(stored)
+                first += blocks.count((piece.stop - piece.start) * tensor.itemsize)
+        for entry in self.manifest.tensors:
+            found[entry.key].sort()
+        return dict(found)
+
+    def _read_piece(
+        self, key: str, piece: _Stored, low: int, high: int
+    ) -> Iterator[tuple[int, memoryview]]:
+        itemsize = self.tensors[key].itemsize
+        size = (piece.stop - piece.start) * itemsize
+        begin, end = (low - piece.start) * itemsize, (high - piece.start) * itemsize
+        for chunk in range(begin - begin % blocks.BLOCK, end, CHUNK):
+            length = min(CHUNK, size - chunk, -(-(end - chunk) // blocks.BLOCK) * blocks.BLOCK)
+            data = self._read_blocks(key, piece, chunk, length)
+            first, last = max(begin, chunk), min(end, chunk + length)
+            yield piece.start + first // itemsize, data[first - chunk : last - chunk]
+
+    def _read_blocks(self, key: str, piece: _Stored, begin: int, length: int) -> memoryview:
+        file = self.manifest.files[piece.file]
+        source = self._source(piece.file, key)
+        data = self._buffer[:length]
+        with _explained(self._locate(file, key)):
+            count = source.read(piece.offset + begin, data)
+        self.bytes_read += count
+        if count < length:
+            raise Damaged(f"{self._locate(file, key)}: truncated")
+        first = piece.first_sum + begin // blocks.BLOCK
+        expected = self._sums_of(piece.part)[first : first + blocks.count(length)]
+        wrong = blocks.first_wrong(data, expected)
+        if wrong is not None:
+            at = piece.offset + begin + wrong * blocks.BLOCK
+            raise Damaged(f"{self._locate(file, key)}: damaged near byte {at}")
+        return data
+
+    def _source(self, number: int, key: str = "") -> Source:
+        if number not in self._sources:
+            file = self.manifest.files[number]
+            where = self._locate(file, key)
+            self._require_size(file.name, file.size, key)
+            with _explained(where):
+                source = self._store.open(self.name, file.name)
+                self._sources[number] = source
+                head = memoryview(bytearray(file.data_start))
+                count = source.read(0, head)
+            if count < len(head) or xxh3_64_intdigest(head) != file.header:
+                raise Damaged(f"{where}: its header is damaged")
+        return self._sources[number]
+
+    def _sums_of(self, number: int) -> tuple[int, ...]:
+        if number not in self._sums:
+            part = self.manifest.parts[number]
+            with _explained(self._store.locate(self.name, part.sums)):
+                data = self._store.get(self.name, part.sums)
+            if xxh3_64_intdigest(data) != part.digest:
+                raise Damaged(f"{self._store.locate(self.name, part.sums)}: damaged")
+            self._sums[number] = blocks.unpack(data)
+            if len(self._sums[number]) != self._sum_count(number):
+                raise Damaged(f"{self._store.locate(self.name, part.sums)}: of another file")
+        return self._sums[number]
+
+    def _sum_count(self, number: int) -> int:
+        tensors = self.manifest.tensors
+        return sum(
+            blocks.count((piece.stop - piece.start) * tensors[piece.tensor].itemsize)
+            for piece in self.manifest.parts[number].pieces
+        )
+
+    def _require_size(self, file: str, size: int, key: str = "") -> None:
+        where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
+        with _explained(where):
+            found = self._store.size(self.name, file)
+        if found is None:
+            raise Damaged(f"{where}: missing")
+        if found != size:
+            raise Damaged(f"{where}: has {found} bytes instead of {size}")
+
+    def _locate(self, file: DataFile, key: str) -> str:
+        where = self._store.locate(self.name, file.name)
+        return f"{where} ({key})" if key else where
+
+
+@contextlib.contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Errors of the system as ours: what is gone or unreadable is damage, the rest is not."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Damaged(f"{where}: missing") from error
+    except OSError as error:
+        text = f"{where}: cannot be read: {error.strerror or error}"
+        raise (Damaged if error.errno == errno.EIO else CheckpointError)(text) from error

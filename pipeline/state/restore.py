@@ -1,0 +1,233 @@
+"""Bring an engine to the state of the newest checkpoint that verifies, on all ranks together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts import Progress, dtype_name
+from pipeline.engine import (
+    WEIGHT,
+    Engine,
+    EngineState,
+    Fragment,
+    LossScale,
+    ParameterGroup,
+)
+from pipeline.errors import CheckpointError
+from pipeline.stage import Context
+from pipeline.state import randomness
+from pipeline.state.dtypes import dtype
+from pipeline.state.manifest import Damaged, Manifest
+from pipeline.state.planning import random_key
+from pipeline.state.reader import CheckpointReader
+from pipeline.state.store import Store
+
+LISTED = 5
+"""Names that a message lists at most."""
+
+
+class _Choice(NamedTuple):
+    """Which checkpoint to load (empty: none), what was damaged, why none may be."""
+
+    name: str
+    damage: str
+    refusal: str
+
+
+class Restoration:
+    """One attempt to continue from what a store holds."""
+
+    def __init__(self, ctx: Context, engine: Engine, store: Store) -> None:
+        self._ctx = ctx
+        self._engine = engine
+        self._store = store
+        self.bytes_read = 0
+        """By this rank, of tensors."""
+
+    def run(self, admit: Callable[[Progress], None]) -> Progress | None:
+        """The progress of the checkpoint that was loaded; None when there is none at all.
+
+        `admit` may refuse a progress before anything is loaded. A damaged checkpoint is put aside
+        and the one before it taken, by all ranks. Raises CheckpointError when all that were there
+        are damaged, or when one is of another model.
+        """
+        damage = ""
+        while True:
+            choice = self._agreed_choice()
+            damage = choice.damage or damage
+            if not choice.name:
+                break
+            progress, problem = None, ""
+            try:
+                progress = self._load(choice.name, admit)
+            except Damaged as error:
+                problem = str(error)
+            problems = [text for text in self._ctx.dist.gather(problem) if text]
+            if not problems:
+                self._engine.refresh()
+                self._ctx.log.info("restored %s", self._store.locate(choice.name))
+                return progress
+            damage = problems[0]
+            if self._ctx.dist.is_main:
+                self._put_aside(choice.name, damage)
+        if damage:
+            raise CheckpointError(
+                f"no checkpoint can be used; the last that was tried: {damage}",
+                hint="they were renamed, not deleted; to train from the start, start a new run",
+            )
+        return None
+
+    def _agreed_choice(self) -> _Choice:
+        """Rank 0's choice, on every rank."""
+        own = json.dumps(self._choose()) if self._ctx.dist.is_main else None
+        choice = _Choice(*json.loads(self._ctx.dist.share(own)))
+        if choice.refusal:
+            raise CheckpointError(choice.refusal)
+        return choice
+
+    def _choose(self) -> _Choice:
+        """The newest checkpoint whose manifest and files are whole."""
+        damage = ""
+        try:
+            for name in reversed(self._store.names()):
+                try:
+                    CheckpointReader(self._store, name).require_files()
+                except Damaged as error:
+                    damage = str(error)
+                    self._put_aside(name, damage)
+                else:
+                    return _Choice(name, damage, "")
+        except (CheckpointError, OSError) as error:
+            return _Choice("", damage, str(error))
+        return _Choice("", damage, "")
+
+    def _put_aside(self, name: str, why: str) -> None:
+        aside = self._store.quarantine(name)
+        self._ctx.log.warning("%s; not used, kept as %s", why, aside)
+
+    def _open(self, name: str) -> CheckpointReader:
+        """Rank 0 has just read the manifest, so a rank that cannot is looking elsewhere."""
+        try:
+            return CheckpointReader(self._store, name)
+        except Damaged as error:
+            raise CheckpointError(
+                f"rank {self._ctx.dist.rank} does not see what rank 0 sees: {error}",
+                hint="checkpoints must be on a file system that all nodes share",
+            ) from error
+
+    def _load(self, name: str, admit: Callable[[Progress], None]) -> Progress:
+        reader = self._open(name)
+        try:
+            progress = saved_progress(reader)
+            admit(progress)
+            require_same_model(reader.manifest, self._engine.state(), reader.where)
+            for part in self._engine.restore(engine_state(reader.manifest)):
+                for kind, tensor in part.state.items():
+                    self._fill(reader, part, kind, tensor)
+            self._restore_random(reader, progress)
+            self.bytes_read += reader.bytes_read
+        finally:
+            reader.close()
+        return progress
+
+    def _fill(self, reader: CheckpointReader, part: Fragment, kind: str, live: Tensor) -> None:
+        key = f"{kind}/{part.name}"
+        if key not in reader.tensors:
+            raise CheckpointError(f"{reader.where}: holds no {key}")
+        stored = dtype(reader.tensors[key].dtype)
+        trained = part.name in reader.manifest.state.updates
+        if trained and torch.promote_types(stored, live.dtype) != live.dtype:
+            self._require_accepted(reader, key, stored, live.dtype)
+        for first, data in reader.read(key, part.start, part.start + live.numel()):
+            value = torch.frombuffer(data, dtype=stored)
+            target = live[first - part.start : first - part.start + value.numel()]
+            # What is not trained and was stored rounded is here already, unrounded, from the source.
+            if trained or not torch.equal(target.to("cpu", stored), value):
+                target.copy_(value)
+
+    def _require_accepted(
+        self, reader: CheckpointReader, key: str, stored: torch.dtype, live: torch.dtype
+    ) -> None:
+        if "precision" not in self._ctx.accept:
+            raise CheckpointError(
+                f"{reader.where}: {key} is {dtype_name(stored)}, this recipe trains "
+                f"{dtype_name(live)}: loading it loses precision",
+                hint="keep master weights as they were, or pipe resume --accept precision",
+            )
+
+    def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
+        dist = self._ctx.dist
+        if reader.manifest.world_size != dist.world_size:
+            randomness.derive(self._ctx.seed, progress.step, dist.rank, dist.world_size)
+            return
+        keys = {name: random_key(dist.rank, name) for name in randomness.NAMES}
+        states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
+        randomness.apply(states, dist.device)
+
+
+def saved_progress(reader: CheckpointReader) -> Progress:
+    """How far the training had come."""
+    try:
+        return Progress(**reader.manifest.progress)
+    except TypeError as error:
+        raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
+
+
+def engine_state(manifest: Manifest) -> EngineState:
+    """What a manifest says of the engine."""
+    state = manifest.state
+    shapes = {
+        entry.key.partition("/")[2]: tuple(entry.shape)
+        for entry in manifest.tensors
+        if entry.key.startswith(f"{WEIGHT}/")
+    }
+    scale = state.loss_scale
+    return EngineState(
+        shapes=shapes,
+        aliases=state.aliases,
+        frozen=state.frozen,
+        groups=[ParameterGroup(settings=g.settings, parameters=g.parameters) for g in state.groups],
+        updates=state.updates,
+        moments=state.moments,
+        loss_scale=scale and LossScale(scale=scale.scale, good_steps=scale.good_steps),
+    )
+
+
+def require_same_model(manifest: Manifest, live: EngineState, where: str) -> None:
+    """Raises CheckpointError that lists what differs: tensors, shapes, what is trained, by which
+    kind of optimizer."""
+    saved = engine_state(manifest)
+    differences = [
+        *(f"{name} is missing" for name in live.shapes if name not in saved.shapes),
+        *(f"{name} is not in this model" for name in saved.shapes if name not in live.shapes),
+        *(
+            f"{name} has shape {list(saved.shapes[name])}, here {list(shape)}"
+            for name, shape in live.shapes.items()
+            if name in saved.shapes and tuple(saved.shapes[name]) != tuple(shape)
+        ),
+        *(
+            f"{name} was {_trained(name in saved.updates)}, here it is {_trained(name in live.updates)}"
+            for name in live.shapes
+            if name in saved.shapes and (name in saved.updates) != (name in live.updates)
+        ),
+    ]
+    if set(saved.moments) != set(live.moments):
+        differences.append(
+            f"the optimizer kept {_list(saved.moments)}, this one keeps {_list(live.moments)}"
+        )
+    if differences:
+        raise CheckpointError(f"{where} is of another model or optimizer: {_list(differences)}")
+
+
+def _trained(yes: bool) -> str:
+    return "trained" if yes else "frozen"
+
+
+def _list(items: Sequence[str]) -> str:
+    more = len(items) - LISTED
+    return ", ".join(items[:LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,57 @@
+"""Which checkpoints to keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel
+
+from pipeline.errors import CheckpointError
+from pipeline.state.manifest import FILE, Manifest
+from pipeline.state.store import Store, step_number
+
+
+class Retention(BaseModel):
+    """A checkpoint is kept if any of these says so; without `last`, all are."""
+
+    last: int | None = None
+    """The newest so many."""
+    every: int | None = None
+    """Those whose step is a multiple."""
+    best: int = 0
+    """Those with the lowest held-out loss, so many."""
+
+
+def forget(store: Store, retention: Retention) -> Iterator[str]:
+    """Delete what need not be kept; call after a commit. Yields what could not be deleted."""
+    if retention.last is None:
+        return
+    names = list(store.names())
+    old = names[: -retention.last]
+    best = _best(store, names, retention.best) if retention.best and old else set()
+    for name in old:
+        step = step_number(name) or 0
+        if name in best or (retention.every and step % retention.every == 0):
+            continue
+        try:
+            store.delete(name)
+        except OSError as error:
+            yield f"{store.locate(name)} cannot be deleted: {error.strerror or error}"
+
+
+def _best(store: Store, names: list[str], count: int) -> set[str]:
+    losses = {name: _heldout_loss(store, name) for name in names}
+    ranked = sorted((loss, name) for name, loss in losses.items() if math.isfinite(loss))
+    return {name for _, name in ranked[:count]}
+
+
+def _heldout_loss(store: Store, name: str) -> float:
+    """Infinite for a checkpoint without one, and for one that cannot be read."""
+    try:
+        progress = Manifest.load(store.get(name, FILE), name).progress
+    except (OSError, CheckpointError):
+        return math.inf
+    metrics = progress.get("metrics")
+    loss = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
+    return float(loss) if isinstance(loss, int | float) else math.inf

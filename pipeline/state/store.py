@@ -1,0 +1,138 @@
+"""Where checkpoints are kept: the port that a file system and an object store both fill.
+
+A store holds checkpoints under the names `step-NNNNNNNN`. One is written in an attempt, whose files
+nobody looks at, and appears whole when the attempt is committed.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint after `step` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def step_number(name: str) -> int | None:
+    """The reverse; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+class Sink(ABC):
+    """A file that is being written."""
+
+    @abstractmethod
+    def write(self, offset: int, data: memoryview) -> None:
+        """Put `data` at byte `offset`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Returns when the file is durable."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of it after a failure; raises nothing."""
+
+
+class Source(ABC):
+    """A file that is being read."""
+
+    @abstractmethod
+    def read(self, offset: int, into: memoryview) -> int:
+        """Fill `into` with the bytes from `offset` on; returns how many there were."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Attempt(ABC):
+    """A checkpoint that is being written, by several processes that gave the same name and id."""
+
+    prefix: str
+    """What stands before the names of this attempt's files in the manifest."""
+
+    @abstractmethod
+    def create(self, file: str, size: int, *, shared: bool) -> Sink:
+        """A new file of `size` bytes; with `shared`, other processes write other parts of it.
+        Raises OSError when there is no room."""
+
+    @abstractmethod
+    def put(self, file: str, data: bytes) -> None:
+        """A small file, complete as soon as it is there, and durable."""
+
+    @abstractmethod
+    def get(self, file: str) -> bytes | None:
+        """What another process has put; None as long as it has not."""
+
+    @abstractmethod
+    def discard(self, file: str) -> None:
+        """Remove what was put."""
+
+    @abstractmethod
+    def commit(self, manifest: bytes) -> None:
+        """Make the checkpoint appear; when this returns, it survives a power loss."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove the attempt's files, as far as that is possible."""
+
+
+class Store(ABC):
+    """Checkpoints at one place. Methods raise OSError."""
+
+    shared_files: bool
+    """Whether several processes can write into one file."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Committed checkpoints, oldest first."""
+
+    @abstractmethod
+    def locate(self, name: str, file: str = "") -> str:
+        """Path or address, for people."""
+
+    @abstractmethod
+    def attempt(self, name: str, identity: str) -> Attempt:
+        """Begin to write checkpoint `name`, or take part in that."""
+
+    @abstractmethod
+    def size(self, name: str, file: str) -> int | None:
+        """Bytes of a file; None if it is missing."""
+
+    @abstractmethod
+    def get(self, name: str, file: str) -> bytes:
+        """A whole file."""
+
+    @abstractmethod
+    def open(self, name: str, file: str) -> Source:
+        """A file to read ranges of."""
+
+    @abstractmethod
+    def quarantine(self, name: str) -> str:
+        """Take a damaged checkpoint out of `names` without deleting it; returns where it is."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a checkpoint; a crash in between never leaves part of one under its name."""
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Remove what unfinished attempts and deletions left. Only while nobody writes."""
+
+
+def open_store(address: str) -> Store:
+    """The store at a path, or at an address that fsspec knows (`s3://bucket/folder`)."""
+    if "://" in address:
+        from pipeline.state.object_store import ObjectStore
+
+        return ObjectStore(address)
+    from pipeline.state.local_store import LocalStore
+
+    return LocalStore(address)

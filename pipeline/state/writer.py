@@ -1,0 +1,228 @@
+"""The process that writes one rank's part of every checkpoint, while training goes on.
+
+`python -m pipeline.state.writer DESCRIPTOR PARENT`: DESCRIPTOR is the arena's. Standard input is one
+line of JSON with the Setup, then a line with a Job for each checkpoint; standard output one line of
+JSON for each, an Outcome. The writer of rank 0 also waits for what the others report in the attempt,
+commits, and then deletes what need not be kept.
+"""
+
+from __future__ import annotations
+
+import datetime
+import mmap
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from xxhash import xxh3_64_intdigest
+
+from pipeline.launch.children import die_with
+from pipeline.state import blocks
+from pipeline.state.manifest import DataFile, Manifest, Part, Piece, TensorEntry
+from pipeline.state.retention import Retention, forget
+from pipeline.state.store import Attempt, Sink, open_store
+
+CHUNK = 256 * blocks.BLOCK
+LONGEST_PAUSE = 0.2
+"""Seconds between two looks for the other ranks' reports."""
+
+
+class NewFile(BaseModel):
+    """A file to write; its first writer also writes what precedes the data."""
+
+    name: str
+    size: int
+    shared: bool
+
+
+class Write(NamedTuple):
+    """Bytes of the arena that go to a place of file number `file`. `piece` is false for what has no
+    block checksums (headers)."""
+
+    file: int
+    offset: int
+    start: int
+    size: int
+    piece: bool
+
+
+class Skeleton(BaseModel):
+    """What all manifests of a run have in common; checksums and names' prefix are still missing."""
+
+    tensors: Sequence[TensorEntry]
+    files: Sequence[DataFile]
+    sums: Sequence[str]
+    pieces: Sequence[Sequence[Piece]]
+    retention: Retention
+
+
+class Setup(BaseModel):
+    """What one rank writes at every checkpoint."""
+
+    store: str
+    rank: int
+    size: int
+    """Bytes of the arena."""
+    files: Sequence[NewFile]
+    writes: Sequence[Write]
+    sums: str
+    skeleton: Skeleton | None
+    """On rank 0."""
+
+
+class Job(BaseModel):
+    """One checkpoint: the arena is filled."""
+
+    name: str
+    identity: str
+    facts: Mapping[str, Any] = {}
+    """On rank 0: the manifest's fields that differ from one checkpoint to the next."""
+
+
+class Report(BaseModel):
+    """What a rank's writer tells that of rank 0, in the attempt."""
+
+    digest: int = 0
+    problem: str = ""
+
+
+class Outcome(BaseModel):
+    """What a writer tells its rank."""
+
+    name: str
+    problem: str = ""
+    place: str = ""
+    size: int = 0
+    """Bytes of the whole checkpoint's data, on rank 0."""
+    seconds: float = 0.0
+    warnings: Sequence[str] = ()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write until standard input ends."""
+    die_with(int(argv[1]))
+    setup = Setup.model_validate_json(sys.stdin.readline())
+    arena = memoryview(mmap.mmap(int(argv[0]), max(setup.size, 1), prot=mmap.PROT_READ))
+    for line in sys.stdin:
+        outcome = carry_out(setup, Job.model_validate_json(line), arena)
+        print(outcome.model_dump_json(), flush=True)
+
+
+def carry_out(setup: Setup, job: Job, arena: memoryview) -> Outcome:
+    """Write, report, and on rank 0 commit. Whatever goes wrong is told, not raised."""
+    began = time.perf_counter()
+    outcome = Outcome(name=job.name)
+    attempt = None
+    try:
+        store = open_store(setup.store)
+        attempt = store.attempt(job.name, job.identity)
+        report = Report(digest=_write(setup, attempt, arena))
+        if setup.skeleton is None:
+            attempt.put(report_name(setup.rank), report.model_dump_json().encode())
+            return outcome
+        digests = _collect(setup.skeleton, attempt, report)
+        attempt.commit(_manifest(setup.skeleton, job, attempt.prefix, digests).dump())
+        outcome.place = store.locate(job.name)
+        outcome.size = sum(file.size for file in setup.skeleton.files)
+        outcome.seconds = time.perf_counter() - began
+        outcome.warnings = list(forget(store, setup.skeleton.retention))
+    except Exception as error:
+        outcome.problem = describe(error)
+        if attempt is not None:
+            _give_up(setup, attempt, outcome.problem)
+    return outcome
+
+
+def report_name(rank: int) -> str:
+    """The file by which a rank's writer reports."""
+    return f"rank-{rank:05d}.report"
+
+
+def describe(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class _Failed(Exception):
+    """Another rank's writer has failed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _give_up(setup: Setup, attempt: Attempt, problem: str) -> None:
+    """Rank 0 removes the attempt; another tells rank 0, whose disk may be another one."""
+    if setup.skeleton is not None:
+        attempt.abandon()
+        return
+    try:
+        attempt.put(report_name(setup.rank), Report(problem=problem).model_dump_json().encode())
+    except OSError:
+        pass  # this rank ends the run by itself
+
+
+def _write(setup: Setup, attempt: Attempt, arena: memoryview) -> int:
+    """Write the arena to the files; the digest of the checksums."""
+    found: list[int] = []
+    for number, file in enumerate(setup.files):
+        sink = attempt.create(file.name, file.size, shared=file.shared)
+        try:
+            for write in setup.writes:
+                if write.file == number:
+                    found.extend(_copy(sink, write, arena))
+        except BaseException:
+            sink.abandon()
+            raise
+        sink.finish()
+    data = blocks.pack(found)
+    attempt.put(setup.sums, data)
+    return xxh3_64_intdigest(data)
+
+
+def _copy(sink: Sink, write: Write, arena: memoryview) -> Iterator[int]:
+    for start in range(0, write.size, CHUNK):
+        size = min(CHUNK, write.size - start)
+        data = arena[write.start + start : write.start + start + size]
+        if write.piece:
+            yield from blocks.sums(data)
+        sink.write(write.offset + start, data)
+
+
+def _collect(skeleton: Skeleton, attempt: Attempt, own: Report) -> list[int]:
+    """Every rank's digest, as soon as all have written. Raises _Failed when one could not."""
+    digests = [own.digest]
+    for rank in range(1, len(skeleton.sums)):
+        pause = 0.001
+        while (data := attempt.get(report_name(rank))) is None:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        report = Report.model_validate_json(data)
+        if report.problem:
+            raise _Failed(f"rank {rank}: {report.problem}")
+        digests.append(report.digest)
+    for rank in range(1, len(skeleton.sums)):
+        attempt.discard(report_name(rank))
+    return digests
+
+
+def _manifest(skeleton: Skeleton, job: Job, prefix: str, digests: Sequence[int]) -> Manifest:
+    parts = [
+        Part(sums=prefix + sums, digest=digest, pieces=pieces)
+        for sums, digest, pieces in zip(skeleton.sums, digests, skeleton.pieces, strict=True)
+    ]
+    files = [file.model_copy(update={"name": prefix + file.name}) for file in skeleton.files]
+    return Manifest(
+        **job.facts,
+        written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        tensors=skeleton.tensors,
+        files=files,
+        parts=parts,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""What a position in a training means something for, and whether another recipe may go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import Data, ModelSource, Progress
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stages.train.causal_lm import TrainCausalLm
+
+SHOWN = 12
+"""Characters of a digest that a message shows."""
+
+
+def origin(config: TrainCausalLm, seed: int, data: Data, model: ModelSource) -> dict[str, Any]:
+    """Part -> what it is, JSON. The parts are what `pipe resume --accept` can name."""
+    identity = dict(data.identity)
+    return {
+        "model": model.fingerprint,
+        "tokenizer": identity.pop("tokenizer", None),
+        "data": identity,
+        "seed": seed,
+        "shuffle": config.shuffle,
+        "global_batch_size": config.global_batch_size,
+    }
+
+
+def require_same_origin(
+    now: Mapping[str, Any], accept: Collection[str], progress: Progress
+) -> None:
+    """Raises CheckpointError that tells what is another than when the checkpoint was saved, unless
+    every difference is in an accepted part."""
+    changed = [part for part in now if progress.origin.get(part) != now[part]]
+    # The contents of tokenised data follow from the tokenizer.
+    if "tokenizer" in changed and "tokenizer" in accept and _only_contents(progress.origin, now):
+        changed = [part for part in changed if part != "data"]
+    refused = [part for part in changed if part not in accept]
+    if not refused:
+        return
+    told = [text for part in refused for text in _differences(part, progress.origin, now)]
+    raise CheckpointError(
+        f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(told),
+        hint="start a new run, or if that is intended: pipe resume RUN "
+        + " ".join(f"--accept {part}" for part in refused),
+    )
+
+
+def _only_contents(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    before, after = dict(then.get("data") or {}), dict(now["data"])
+    before.pop("contents", None)
+    after.pop("contents", None)
+    return before == after
+
+
+def _differences(part: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    before, after = then.get(part), now[part]
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            if before.get(key) != after.get(key):
+                yield f"{part}.{key} was {_shown(before.get(key))}, is {_shown(after.get(key))}"
+    else:
+        yield f"{part} was {_shown(before)}, is {_shown(after)}"
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    digest = len(text) >= 32 and set(text) <= set("0123456789abcdef")
+    return text[:SHOWN] if digest else text

@@ -1,0 +1,166 @@
+"""Where DeepSpeed 0.19 keeps this rank's part of each master weight and its optimizer state.
+
+Masters lie in flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), the optimizer's
+state beside them. Private names of DeepSpeed; `tests/stages/wrap/test_zero_state.py` guards them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from stages.wrap.zero import compat
+
+
+class MasterPart(NamedTuple):
+    """Elements [low, low + length) of a flat master are [start, start + length) of the flattened
+    parameter."""
+
+    parameter: nn.Parameter
+    low: int
+    length: int
+    start: int
+
+
+class Flat(NamedTuple):
+    """One flat master tensor."""
+
+    index: int
+    group: int
+    """Number of the optimizer group whose hyperparameters it has."""
+    parts: Sequence[MasterPart]
+
+
+class Partitions(ABC):
+    """The flat masters of a ZeRO optimizer."""
+
+    def __init__(self, zero: Any) -> None:
+        self.zero = zero
+
+    @abstractmethod
+    def flats(self) -> Iterator[Flat]:
+        """All of them, in a fixed order."""
+
+    @abstractmethod
+    def optimizer(self, flat: Flat) -> Any:
+        """The torch optimizer that updates it."""
+
+    @abstractmethod
+    def master(self, flat: Flat) -> Tensor:
+        """The tensor itself; the key of its optimizer state."""
+
+    @abstractmethod
+    def elements(self, flat: Flat) -> int:
+        """Its length, also while it is on disk."""
+
+    @abstractmethod
+    def present(self, flat: Flat, *, write: bool) -> contextlib.AbstractContextManager[None]:
+        """Have it and its optimizer state in memory; `write` keeps what the body changed, and
+        renews this rank's part of the compute weights."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Make compute weights follow the masters on all ranks (collective)."""
+
+
+def partitions(zero: Any) -> Partitions:
+    """For the stage that `zero` implements."""
+    return _Sharded(zero) if compat.zero_stage(zero) == 3 else _Replicated(zero)
+
+
+class _Replicated(Partitions):
+    """Stages 1 and 2: a group is one vector of all its parameters, cut into a part per rank."""
+
+    def flats(self) -> Iterator[Flat]:
+        groups = getattr(self.zero, "round_robin_bit16_groups", None) or self.zero.bf16_groups
+        padding = getattr(self.zero, "round_robin_bit16_padding", None)
+        rank = torch.distributed.get_rank(self.zero.dp_process_group)
+        for index, flat in enumerate(compat.master_partitions(self.zero)):
+            pads = padding[index] if padding else itertools.repeat(0)
+            parts = _overlaps(groups[index], pads, rank * flat.numel(), flat.numel())
+            yield Flat(index, index, list(parts))
+
+    def optimizer(self, flat: Flat) -> Any:
+        return self.zero.optimizer
+
+    def master(self, flat: Flat) -> Tensor:
+        return compat.master_partitions(self.zero)[flat.index]
+
+    def elements(self, flat: Flat) -> int:
+        return self.master(flat).numel()
+
+    def present(self, flat: Flat, *, write: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def gather(self) -> None:
+        self.zero.update_lp_params()
+
+
+def _overlaps(
+    parameters: Sequence[nn.Parameter], pads: Any, first: int, length: int
+) -> Iterator[MasterPart]:
+    """Parts of consecutive parameters that lie in [first, first + length)."""
+    begin = 0
+    for parameter, pad in zip(parameters, pads, strict=False):
+        low = max(begin, first)
+        high = min(begin + parameter.numel(), first + length)
+        if low < high:
+            yield MasterPart(parameter, low - first, high - low, low - begin)
+        begin += parameter.numel() + pad
+
+
+class _Sharded(Partitions):
+    """Stage 3: each parameter is cut into a part per rank, the last padded; a rank's parts of a
+    sub-group's parameters make one vector, which may be swapped to disk."""
+
+    def flats(self) -> Iterator[Flat]:
+        for index, parameters in enumerate(self.zero.fp16_groups):
+            parts = list(self._parts(parameters))
+            yield Flat(index, self.zero.sub_group_to_group_id[index], parts)
+
+    def _parts(self, parameters: Sequence[Any]) -> Iterator[MasterPart]:
+        for parameter in parameters:
+            _, low, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            start = self.zero._get_param_partition_rank(parameter) * padded
+            length = min(max(parameter.ds_numel - start, 0), padded)
+            if length:
+                yield MasterPart(parameter, low, length, start)
+
+    def optimizer(self, flat: Flat) -> Any:
+        devices = getattr(self.zero, "subgroup_to_device", {})
+        if devices.get(flat.index, "cpu") == "cpu":
+            return self.zero.optimizer
+        return self.zero.backup_optimizer
+
+    def master(self, flat: Flat) -> Tensor:
+        master: Tensor = self.zero.fp32_partitioned_groups_flat[flat.index]
+        return master
+
+    def elements(self, flat: Flat) -> int:
+        return int(self.zero.fp16_partitioned_groups_flat_numel[flat.index])
+
+    @contextlib.contextmanager
+    def present(self, flat: Flat, *, write: bool) -> Iterator[None]:
+        swapped = self.zero._swappable_optimizer_subgroup(flat.index)
+        if swapped:
+            self.zero._optimizer_states_and_gradient_swap_in(flat.index)
+        fresh = not self.optimizer(flat).state.get(self.master(flat))
+        yield
+        if write:
+            self.zero._reassign_or_swap_out_partitioned_parameters(flat.index)
+        if swapped and (write or fresh):
+            self.zero._optimizer_states_and_gradient_swap_out(flat.index)
+        elif swapped:
+            self.zero._release_swap_buffers(flat.index)
+
+    def gather(self) -> None:
+        persistent = self.zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)

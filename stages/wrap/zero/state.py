@@ -1,0 +1,163 @@
+"""The training state of a DeepSpeed engine, parameter by parameter, as every strategy tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.artifacts import OptimizerPlan
+from pipeline.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterGroup
+from pipeline.errors import CheckpointError, StageError
+from stages.wrap.birth import aliases, stored_tensors
+from stages.wrap.moments import require_known, set_updates, updates
+from stages.wrap.zero import compat
+from stages.wrap.zero.partitions import Flat, Partitions, partitions
+from stages.wrap.zero.restore import restore_bias_correction
+
+
+class ZeroState:
+    """Reads and writes the live state; owns nothing."""
+
+    def __init__(
+        self, live: Any, plan: OptimizerPlan, base_rates: Sequence[float], growth_interval: int
+    ) -> None:
+        self._live = live
+        self._moments = tuple(plan.moments)
+        self._settings = tuple(plan.hyperparameters)
+        self._base_rates = base_rates
+        self._growth_interval = growth_interval
+        self._names = {parameter: name for name, parameter in live.module.named_parameters()}
+        self._partitions: Partitions = partitions(live.optimizer)
+
+    def tell(self) -> EngineState:
+        """What is no tensor."""
+        members: dict[int, list[str]] = {}
+        counts: dict[str, int] = {}
+        for flat in self._partitions.flats():
+            names = [self._names[parameter] for parameter in self._trained_in(flat)]
+            members.setdefault(flat.group, []).extend(names)
+            counts.update(dict.fromkeys(names, updates(self._optimizer_state(flat))))
+        module = self._live.module
+        return EngineState(
+            shapes={name: _shape(tensor) for name, tensor in stored_tensors(module)},
+            aliases=aliases(module),
+            frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
+            groups=[self._group(number, members[number]) for number in sorted(members)],
+            updates=counts,
+            moments=self._moments,
+            loss_scale=self._loss_scale(),
+        )
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See Engine."""
+        yield from self._trained(write=False)
+        yield from self._others()
+
+    def restore(self, state: EngineState) -> Iterator[Fragment]:
+        """See Engine."""
+        for flat in self._partitions.flats():
+            self._require_one_count(flat, state)
+        for fragment in self._trained(write=True, counts=state.updates):
+            yield fragment
+        yield from self._others()
+        restore_bias_correction(self._live)
+        self._set_loss_scale(state.loss_scale)
+
+    def refresh(self) -> None:
+        """See Engine."""
+        self._partitions.gather()
+
+    def _trained(
+        self, *, write: bool, counts: Mapping[str, int] | None = None
+    ) -> Iterator[Fragment]:
+        for flat in self._partitions.flats():
+            with self._partitions.present(flat, write=write):
+                state = self._optimizer_state(flat)
+                if counts is not None:
+                    name = self._names[self._trained_in(flat)[0]]
+                    set_updates(state, counts[name], self._partitions.optimizer(flat), flat.group)
+                tensors = {WEIGHT: self._partitions.master(flat)}
+                tensors |= {moment: state[moment] for moment in self._moments}
+                for part in flat.parts:
+                    yield Fragment(
+                        name=self._names[part.parameter],
+                        shape=_shape(part.parameter),
+                        start=part.start,
+                        state={
+                            kind: tensor.detach().view(-1)[part.low : part.low + part.length]
+                            for kind, tensor in tensors.items()
+                        },
+                    )
+
+    def _others(self) -> Iterator[Fragment]:
+        """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
+        for name, tensor in stored_tensors(self._live.module):
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                continue
+            shard = getattr(tensor, "ds_tensor", None)
+            if shard is None:
+                view, start = tensor.detach().view(-1), 0
+            else:
+                view, start = self._frozen_part(name, tensor, shard)
+            if view.numel():
+                yield Fragment(name=name, shape=_shape(tensor), start=start, state={WEIGHT: view})
+
+    def _frozen_part(self, name: str, parameter: Any, shard: Any) -> tuple[Tensor, int]:
+        if compat.is_swapped(shard):
+            raise StageError(
+                f"{name} is frozen and on disk, which checkpoints cannot read",
+                hint="offload parameters to cpu instead of nvme",
+            )
+        start = self._partitions.zero._get_param_partition_rank(parameter) * shard.numel()
+        length = min(max(parameter.ds_numel - start, 0), shard.numel())
+        return shard.detach().view(-1)[:length], start
+
+    def _trained_in(self, flat: Flat) -> list[nn.Parameter]:
+        """All of a flat's parameters, also those of which this rank has no part."""
+        return list(compat.flat_parameters(self._partitions.zero, flat.index))
+
+    def _optimizer_state(self, flat: Flat) -> dict[str, Any]:
+        """State of a flat master; created as the optimizer would at its first step."""
+        optimizer, master = self._partitions.optimizer(flat), self._partitions.master(flat)
+        state: dict[str, Any] = optimizer.state[master]
+        if not state:
+            elements = self._partitions.elements(flat)
+            compat.start_optimizer_state(optimizer, master, elements, self._moments)
+            state = optimizer.state[master]
+        require_known(state, self._moments, type(optimizer).__name__)
+        return state
+
+    def _require_one_count(self, flat: Flat, state: EngineState) -> None:
+        names = [self._names[parameter] for parameter in self._trained_in(flat)]
+        if len({state.updates[name] for name in names}) > 1:
+            raise CheckpointError(
+                "parameters that ZeRO updates together were updated different numbers of times: "
+                + ", ".join(f"{name} {state.updates[name]}" for name in names[:5])
+            )
+
+    def _group(self, number: int, names: Sequence[str]) -> ParameterGroup:
+        groups = list(compat.update_groups(self._live))
+        settings = {key: groups[number][key] for key in self._settings if key in groups[number]}
+        return ParameterGroup(
+            settings={**settings, "lr": self._base_rates[number]}, parameters=list(names)
+        )
+
+    def _loss_scale(self) -> LossScale | None:
+        scaler = compat.loss_scaler(self._live)
+        if scaler is None:
+            return None
+        good = compat.steps_since_overflow(scaler) % self._growth_interval
+        return LossScale(scale=float(scaler.cur_scale), good_steps=good)
+
+    def _set_loss_scale(self, saved: LossScale | None) -> None:
+        scaler = compat.loss_scaler(self._live)
+        if scaler is not None and saved is not None:
+            compat.set_loss_scale(scaler, saved.scale, saved.good_steps)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """The full shape, which a partitioned parameter keeps in `ds_shape`."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))

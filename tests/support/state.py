@@ -1,0 +1,171 @@
+"""What each rank runs in the tests of checkpoints: an engine under any strategy, and digests of its
+whole training state that do not depend on the strategy."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from pipeline.artifacts import LossScaling, Precision, Progress
+from pipeline.dist import Dist
+from pipeline.engine import Engine
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.model.hf import HfModel
+from stages.optimizer.adamw import AdamW
+from stages.wrap.ddp import Ddp
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
+from tests.support.runs import TINY, context
+from tests.support.zero import batch, summed_loss
+
+WRAPS: dict[str, Any] = {
+    "ddp": Ddp(),
+    "fsdp full": Fsdp(),
+    "fsdp grad-op": Fsdp(sharding="shard_grad_op"),
+    "fsdp hybrid": Fsdp(sharding="hybrid_shard", shard_size=2),
+    "fsdp hybrid 1": Fsdp(sharding="hybrid_shard", shard_size=1),
+    "fsdp offload": Fsdp(cpu_offload=True),
+    "zero1": Zero(stage=1),
+    "zero2": Zero(stage=2),
+    "zero2 round robin": Zero(stage=2, round_robin_gradients=True),
+    "zero3": Zero(stage=3, sub_group_size=9000, param_persistence_threshold=100),
+    "zero2 offload": Zero(stage=2, offload_optimizer=OptimizerOffload()),
+    "zero3 offload": Zero(
+        stage=3, offload_optimizer=OptimizerOffload(), offload_param=ParameterOffload()
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One engine and what is done with it; plain data, so that it travels to the ranks."""
+
+    wrap: str
+    compute: str = "fp32"
+    master: str = "fp32"
+    loss_scaling: LossScaling | None = None
+    frozen: str = "layers.1."
+    model: dict[str, Any] = field(default_factory=dict)
+    nvme: str = ""
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+
+
+def make_engine(ctx: Any, setting: Setting) -> Engine:
+    """A tiny tied model of odd sizes with one frozen layer, two optimizer groups."""
+    made = HfModel(config={**TINY, **setting.model}, init="random").run(ctx)
+    build: Callable[[], Any] = made.build
+
+    def build_frozen() -> Any:
+        module = build()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not (setting.frozen and setting.frozen in name))
+        return module
+
+    made.build = build_frozen  # type: ignore[method-assign]
+    precision = Precision(
+        master=setting.master, compute=setting.compute, reduce="fp32", buffer=None,  # type: ignore[arg-type]
+        loss_scaling=setting.loss_scaling,
+    )  # fmt: skip
+    plan = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
+    wrap = WRAPS[setting.wrap] if setting.wrap in WRAPS else nvme_wrap(setting.nvme)
+    return wrap.run(ctx, made, precision, plan)
+
+
+def nvme_wrap(path: str) -> Zero:
+    """Optimizer state on disk; needs sub-groups of at least one block."""
+    return Zero(
+        stage=3,
+        offload_optimizer=OptimizerOffload(
+            device="nvme", path=path, pin_memory=False, buffer_count=4
+        ),
+    )
+
+
+def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[float]:
+    """Optimizer steps `first` ... `last` - 1; mean losses."""
+    losses = []
+    for step in range(first, last):
+        tokens, labels = batch(step, samples)
+        targets = int((labels != -100).sum())
+        total = torch.zeros(())
+        rounds = samples // engine.shard.count
+        for turn in range(rounds):
+            row = slice(turn * engine.shard.count + engine.shard.index, None, samples)
+            with engine.microbatch(last=turn == rounds - 1):
+                loss = summed_loss(engine.model, tokens[row], labels[row])
+                engine.backward(loss * engine.shard.count / targets)
+            total += loss.detach() / targets
+        torch.distributed.all_reduce(total)
+        engine.step(lr_scale=1 - 0.05 * step)
+        losses.append(float(total))
+    return losses
+
+
+def digest(engine: Engine, dist: Dist) -> dict[str, str]:
+    """Digests of every logical tensor and of everything else, gathered without a checkpoint."""
+    own = [
+        [f"{kind}/{part.name}", part.start, _text(tensor)]
+        for part in engine.fragments()
+        for kind, tensor in part.state.items()
+    ]
+    whole: dict[str, dict[int, str]] = {}
+    for rank in dist.gather(own):
+        for key, start, text in rank:
+            assert whole.setdefault(key, {}).setdefault(start, text) == text, f"{key} differs"
+    state = engine.state()
+    digests = {key: _digest(parts) for key, parts in whole.items()}
+    groups = [
+        (sorted(group.settings.items()), sorted(group.parameters)) for group in state.groups
+    ]
+    rest = {
+        "groups": sorted(map(str, groups)),
+        "updates": sorted(state.updates.items()),
+        "loss_scale": state.loss_scale,
+        "frozen": sorted(state.frozen),
+        "aliases": dict(state.aliases),
+    }
+    return digests | {key: str(value) for key, value in rest.items()}
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return base64.b64encode(tensor.cpu().view(torch.uint8).numpy().tobytes()).decode()
+
+
+def _digest(parts: dict[int, str]) -> str:
+    """Parts may overlap where replicas hold the same; each byte counts once."""
+    data = b"".join(base64.b64decode(text) for _, text in sorted(parts.items()))
+    return hashlib.sha256(data).hexdigest()
+
+
+def save_run(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
+    """Train, save, tell the state."""
+    ctx = context(dist, folder)
+    engine = make_engine(ctx, setting)
+    checkpoints = ShardedCheckpoint(**setting.checkpoint).run(ctx, engine)
+    train(engine, 0, steps)
+    progress = Progress(step=steps, samples=12 * steps, tokens=100, origin={"seed": 7})
+    checkpoints.save(progress)
+    checkpoints.finish()
+    told = digest(engine, dist)
+    checkpoints.close()
+    engine.close()
+    return told
+
+
+def load_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+    """Restore into a fresh engine, tell the state and the progress."""
+    ctx = context(dist, folder)
+    engine = make_engine(ctx, setting)
+    checkpoints = ShardedCheckpoint(**setting.checkpoint).run(ctx, engine)
+    progress = checkpoints.restore(lambda progress: None)
+    told = digest(engine, dist)
+    checkpoints.close()
+    engine.close()
+    return {"state": told, "progress": None if progress is None else vars(progress)}
