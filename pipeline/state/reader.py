@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 from pipeline.errors import CheckpointError
 from pipeline.state import blocks
 from pipeline.state.manifest import FILE, Damaged, DataFile, Manifest, TensorEntry
+from pipeline.state.source import StateSource
 from pipeline.state.store import Source, Store
 
 CHUNK = 256 * blocks.BLOCK
@@ -30,7 +31,7 @@ class _Stored(NamedTuple):
     first_sum: int
 
 
-class CheckpointReader:
+class CheckpointReader(StateSource):
     """One committed checkpoint. Raises Damaged, naming file and tensor, for whatever is not as it
     was written; CheckpointError when it cannot be read for another reason."""
 
@@ -41,6 +42,11 @@ class CheckpointReader:
         with _explained(self.where):
             data = store.get(name, FILE)
         self.manifest = Manifest.load(data, store.locate(name, FILE))
+        self.step = self.manifest.step
+        self.world_size = self.manifest.world_size
+        self.writer = self.manifest.writer
+        self.progress = self.manifest.progress
+        self.state = self.manifest.state
         self.tensors: Mapping[str, TensorEntry] = {t.key: t for t in self.manifest.tensors}
         self.bytes_read = 0
         self._pieces = self._index()
@@ -49,14 +55,11 @@ class CheckpointReader:
         self._buffer = memoryview(bytearray(CHUNK))
 
     def close(self) -> None:
-        """Let go of the files."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """The verified bytes of elements [start, stop), in order: (first element, bytes), each
-        valid until the next is taken."""
         if key not in self._pieces:
             raise CheckpointError(f"{self.where}: holds no {key}")
         pieces = self._pieces[key]

@@ -1,0 +1,34 @@
+"""A whole training state that can be read range by range, wherever it comes from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.state.manifest import State, TensorEntry
+
+
+class StateSource(ABC):
+    """What a checkpoint of any format holds, in canonical terms."""
+
+    where: str
+    """Path or address, for people."""
+    step: int
+    world_size: int
+    writer: Mapping[str, Any]
+    """What wrote it, for people."""
+    progress: Mapping[str, Any]
+    """Fields of `pipeline.artifacts.Progress`."""
+    state: State
+    tensors: Mapping[str, TensorEntry]
+    """By key, `KIND/NAME`."""
+
+    @abstractmethod
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of elements [start, stop) of the flattened tensor, in order: (first element,
+        bytes), each valid until the next is taken. Raises CheckpointError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files."""
