@@ -1,5 +1,5 @@
-"""One rank of a run: `python -m pipeline.worker RUN_DIR LAUNCHER_PID` under the launcher's
-environment."""
+"""One rank of a run: `python -m pipeline.worker RUN_DIR LAUNCHER_PID [ACCEPTED...]` under the
+launcher's environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,16 +41,16 @@ def main(argv: list[str]) -> int:
     default_signals()
     faulthandler.enable(_open_log(run_dir))
     try:
-        run_rank(run_dir)
+        run_rank(run_dir, accept=argv[2:])
     except BaseException:
         return 1
     return 0
 
 
-def run_rank(run_dir: Path, store: Store | None = None) -> None:
+def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str] = ()) -> None:
     """Run the folder's recipe on this rank. A failure is recorded in the folder, then raised.
 
-    `store` is where the ranks have met, if they have.
+    `store` is where the ranks have met, if they have; `accept` names changes that are intended.
     """
     rank = worker_rank()
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
@@ -61,6 +61,7 @@ def run_rank(run_dir: Path, store: Store | None = None) -> None:
             )
             dist = stack.enter_context(process_group(plan, store))
             ctx = context(plan, run_dir, dist, log)
+            ctx.accept = frozenset(accept)
             ctx.on_exit = stack.callback
             current.append(ctx)
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))

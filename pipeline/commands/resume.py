@@ -14,11 +14,27 @@ if TYPE_CHECKING:
 @click.command("resume")
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Go on under this recipe instead of the run's own: another strategy, other hardware.",
+)
+@click.option(
+    "--accept",
+    metavar="PART",
+    multiple=True,
+    help="Go on although this part of the training is another than before (model, tokenizer, data, "
+    "seed, shuffle, global_batch_size, precision). May be repeated.",
+)
+def resume(
+    run_dir: Path, overrides: tuple[str, ...], recipe: Path | None, accept: tuple[str, ...]
+) -> None:
     """Continue RUN at its first unfinished stage, training from its newest checkpoint.
 
     OVERRIDES change the run's recipe for good. Stages that they concern run again; training goes on
-    from its newest checkpoint under the new settings.
+    from its newest checkpoint under the new settings. Another strategy, number of processes,
+    micro-batch or accumulation continues the same training; another model, tokenizer, data, order
+    or global batch is refused, unless it is named with --accept.
     """
     from pipeline import rundir
     from pipeline.launch.environment import worker_world_size
@@ -27,7 +43,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
 
     def prepare() -> tuple[Plan, Path]:
         folder = rundir.existing(run_dir).resolve()
-        recipe = folder / rundir.RECIPE
-        return plan_file(recipe, overrides, here=True, procs=worker_world_size()), folder
+        path = recipe or folder / rundir.RECIPE
+        return plan_file(path, overrides, here=True, procs=worker_world_size()), folder
 
-    start(prepare)
+    start(prepare, accept)

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,17 +24,17 @@ SHUTDOWN_SECONDS = 10
 """How long ranks get to end when the run is stopped, before they are killed."""
 
 
-def launch(plan: Plan, run_dir: Path) -> None:
-    """Run every rank to its end. Raises RunFailed with the first failing rank's error.
+def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
+    """Run every rank to its end, with changes that are intended. Raises RunFailed with the first failing rank's error.
 
     No rank outlives this call: the agent stops the rest when one fails, and ranks die with it.
     """
     _set_threads(plan)
     if plan.view.procs == 1:
-        _one(run_dir)
+        _one(run_dir, accept)
     else:
         with none_left():
-            _many(plan.view.procs, run_dir)
+            _many(plan.view.procs, run_dir, accept)
 
 
 def _set_threads(plan: Plan) -> None:
@@ -46,24 +47,24 @@ def _set_threads(plan: Plan) -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // plan.view.procs))
 
 
-def _one(run_dir: Path) -> None:
+def _one(run_dir: Path, accept: Sequence[str]) -> None:
     from pipeline.worker import run_rank
 
     try:
-        run_rank(run_dir)
+        run_rank(run_dir, accept=accept)
     except (Exception, SystemExit) as error:
         if failure.first_rank(run_dir) is None:  # it could not be written down
             raise RunFailed(failure.describe(error)) from error
         raise failure.first(run_dir, []) from None
 
 
-def _many(procs: int, run_dir: Path) -> None:
+def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_agent()
-    command = ("-m", "pipeline.worker", str(run_dir), str(os.getpid()))
+    command = ("-m", "pipeline.worker", str(run_dir), str(os.getpid()), *accept)
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
         try:
             elastic_launch(_config(procs, folder), sys.executable)(*command)

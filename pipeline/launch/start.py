@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,24 +30,24 @@ FOLDER_KEY = "pipe/folder"
 """Where rank 0 tells the others the run's folder; an empty text when there is nothing to do."""
 
 
-def start(prepare: Prepare) -> None:
-    """Run what is not done yet. Raises what `prepare` raises, RunLocked, RunFailed, RunStopped."""
+def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
+    """Run what is not done yet; `accept` names changes that are intended. Raises what `prepare` raises, RunLocked, RunFailed, RunStopped."""
     if worker_rank() > 0:
-        _follow()
+        _follow(accept)
         return
     # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
     with interruptible(force_after=3.0 if is_worker() else 20.0):
         try:
             if is_worker():
-                _lead(prepare)
+                _lead(prepare, accept)
             else:
-                _start_here(prepare)
+                _start_here(prepare, accept)
         except Interrupted as interrupted:
             number = interrupted.number
             raise RunStopped(number, f"stopped by {number.name}") from None
 
 
-def _start_here(prepare: Prepare) -> None:
+def _start_here(prepare: Prepare, accept: Sequence[str]) -> None:
     plan, folder = prepare()
     with rundir.locked(folder):
         if _is_done(plan, folder):
@@ -55,10 +55,10 @@ def _start_here(prepare: Prepare) -> None:
         from pipeline.launch.local import launch
 
         with _opened(plan, folder):
-            launch(plan, folder)
+            launch(plan, folder, accept)
 
 
-def _lead(prepare: Prepare) -> None:
+def _lead(prepare: Prepare, accept: Sequence[str]) -> None:
     """Rank 0 under another launcher: it prepares, speaks and holds the lock."""
     plan, folder = prepare()
     with rundir.locked(folder):
@@ -68,10 +68,10 @@ def _lead(prepare: Prepare) -> None:
             return
         with _opened(plan, folder):
             _tell(store, str(folder))
-            _run_as_rank(folder, store)
+            _run_as_rank(folder, store, accept)
 
 
-def _follow() -> None:
+def _follow(accept: Sequence[str]) -> None:
     """Another rank: it learns from rank 0 where the run is, and need not see the recipe."""
     from pipeline.dist import receive
 
@@ -80,7 +80,7 @@ def _follow() -> None:
     folder = receive(store, FOLDER_KEY)
     store.add(f"{FOLDER_KEY}/received", 1)
     if folder:
-        _run_as_rank(Path(folder), store)
+        _run_as_rank(Path(folder), store, accept)
 
 
 def _meet() -> Store:
@@ -102,12 +102,12 @@ def _tell(store: Store, folder: str) -> None:
         time.sleep(0.05)
 
 
-def _run_as_rank(folder: Path, store: Store) -> None:
+def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
     """A failure is told by the rank that failed first; the others leave with exit code 1."""
     from pipeline.worker import run_rank
 
     try:
-        run_rank(folder, store)
+        run_rank(folder, store, accept=accept)
     except (Exception, SystemExit):
         if failure.first_rank(folder) == worker_rank():
             raise failure.first(folder, []) from None

@@ -22,7 +22,7 @@ from pipeline.state.manifest import Group, Scale, State
 from pipeline.state.planning import Format, make_plan, random_key
 from pipeline.state.restore import Restoration
 from pipeline.state.retention import Retention
-from pipeline.state.store import Store, open_store, step_name
+from pipeline.state.store import locate, open_store, step_name
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton
 from pipeline.state.writer_process import WriterProcess
 
@@ -43,11 +43,13 @@ class StateCheckpoints(Checkpoints):
         every: int | None,
         retention: Retention,
         asynchronous: bool,
+        start_from: str | None = None,
     ) -> None:
         self._ctx = ctx
         self._engine = engine
         self._every = every
         self._asynchronous = asynchronous
+        self._start_from = start_from
         self._store = open_store(address)
         self._last: str | None = None
         self._pending: str | None = None
@@ -94,9 +96,12 @@ class StateCheckpoints(Checkpoints):
         return self._store.locate(self._last)
 
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
-        restoration = Restoration(self._ctx, self._engine, self._store)
-        progress = restoration.run(admit)
-        self._last = None if progress is None else step_name(progress.step)
+        progress = Restoration(self._ctx, self._engine, self._store).newest(admit)
+        if progress is not None:
+            self._last = step_name(progress.step)
+        elif self._start_from is not None:
+            store, name = locate(self._start_from)
+            progress = Restoration(self._ctx, self._engine, store).named(name, admit)
         return progress
 
     def close(self) -> None:

@@ -12,12 +12,12 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.files import sync
 from pipeline.state.manifest import FILE as MANIFEST
-from pipeline.state.store import Attempt, Sink, Source, Store, step_number
+from pipeline.state.store import Attempt, Sink, Source, Store, steps_in_order
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -33,11 +33,7 @@ class LocalStore(Store):
 
     def names(self) -> Sequence[str]:
         found = self._root.iterdir() if self._root.is_dir() else ()
-        return sorted(
-            path.name
-            for path in found
-            if step_number(path.name) is not None and (path / MANIFEST).exists()
-        )
+        return steps_in_order(path.name for path in found if path.is_dir())
 
     def locate(self, name: str, file: str = "") -> str:
         return str(self._root / name / file)
@@ -83,17 +79,18 @@ class _LocalAttempt(Attempt):
     def __init__(self, final: Path, folder: Path) -> None:
         self._final = final
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_durable(folder.parent)
+        folder.mkdir(exist_ok=True)
 
     def create(self, file: str, size: int, *, shared: bool) -> Sink:
-        return _LocalSink(self._folder / file, size, exclusive=not shared)
+        return _LocalSink(self._folder / file, size, shared=shared)
 
     def put(self, file: str, data: bytes) -> None:
         path = self._folder / file
         partial = path.with_name(path.name + ".partial")
-        sink = _LocalSink(partial, len(data), exclusive=False)
-        sink.write(0, memoryview(data))
-        sink.finish()
+        partial.unlink(missing_ok=True)
+        with _LocalSink(partial, len(data), shared=False) as sink:
+            sink.write(0, memoryview(data))
         partial.rename(path)
 
     def get(self, file: str) -> bytes | None:
@@ -116,25 +113,37 @@ class _LocalAttempt(Attempt):
 
 
 class _LocalSink(Sink):
-    def __init__(self, path: Path, size: int, *, exclusive: bool) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if exclusive else 0)
+    def __init__(self, path: Path, size: int, *, shared: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if shared else os.O_EXCL)
+        self._path = path
         self._file = os.open(path, flags, 0o600)
         try:
-            if size:
+            # Where a file system cannot reserve room, the C library does it by writing: over what
+            # other processes have written by then.
+            if size and not shared:
+                self._reserve(size)
+        except OSError:
+            self.abandon()
+            raise
+
+    def _reserve(self, size: int) -> None:
+        with _naming(self._path):
+            try:
                 os.posix_fallocate(self._file, 0, size)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                self.abandon()
-                raise OSError(error.errno, error.strerror, str(path)) from None
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
 
     def write(self, offset: int, data: memoryview) -> None:
-        while data:
-            written = os.pwrite(self._file, data, offset)
-            data, offset = data[written:], offset + written
+        with _naming(self._path):
+            while data:
+                written = os.pwrite(self._file, data, offset)
+                data, offset = data[written:], offset + written
 
     def finish(self) -> None:
-        os.fsync(self._file)
-        os.close(self._file)
+        with _naming(self._path):
+            os.fsync(self._file)
+            os.close(self._file)
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
@@ -156,3 +165,21 @@ class _LocalSource(Source):
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _make_durable(folder: Path) -> None:
+    """A folder and its missing parents, so that they survive a power loss."""
+    if folder.is_dir():
+        return
+    _make_durable(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """The system's errors about an open file do not say which."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

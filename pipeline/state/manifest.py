@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
@@ -22,11 +23,14 @@ from pipeline.state.safetensors_file import ITEM_BYTES
 from pipeline.state.spans import Misfit, require_cover
 
 FILE = "manifest.json"
+FIRST_SUMS = "rank-00000.sums"
+"""In every checkpoint in a folder; who finds it without a manifest has lost the manifest."""
 VERSION = 1
 _HEAD = b'{"checkpoint": '
 _MIDDLE = b', "sha256": "'
 _TAIL = b'"}\n'
 _DIGEST = 64
+_NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 Count = Annotated[int, Ge(0)]
 
@@ -46,7 +50,9 @@ class Piece(NamedTuple):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants"
+    )
 
 
 class TensorEntry(_Model):
@@ -154,9 +160,15 @@ class Manifest(_Model):
 
     def _require_sense(self, where: str) -> None:
         """Names stay inside the folder, pieces inside their files; every tensor is whole."""
-        for name in (*(file.name for file in self.files), *(part.sums for part in self.parts)):
-            if name.startswith("/") or ".." in name.split("/") or "\\" in name:
-                raise Damaged(f"{where}: names a file outside of its folder: {name}")
+        names = [*(file.name for file in self.files), *(part.sums for part in self.parts)]
+        for name in names:
+            if not _NAME.fullmatch(name):
+                raise Damaged(f"{where}: names a file outside of its folder: {name!r}")
+        for twice in (*_repeated(names), *_repeated(tensor.key for tensor in self.tensors)):
+            raise Damaged(f"{where}: has two entries for {twice}")
+        for file in self.files:
+            if file.data_start > file.size:
+                raise Damaged(f"{where}: {file.name}: its header is longer than the file")
         ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for part in self.parts:
             for piece in part.pieces:
@@ -177,3 +189,7 @@ class Manifest(_Model):
         end = piece.offset + (piece.stop - piece.start) * tensor.itemsize
         if piece.start >= piece.stop or piece.offset < file.data_start or end > file.size:
             raise Damaged(f"{where}: {tensor.key}: a piece lies outside of {file.name}")
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]

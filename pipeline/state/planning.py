@@ -137,9 +137,7 @@ def _tensors(holdings: Iterable[Holding]) -> dict[str, TensorEntry]:
     return found
 
 
-def _require_whole(
-    shares: Sequence[Sequence[Span]], tensors: Mapping[str, TensorEntry]
-) -> None:
+def _require_whole(shares: Sequence[Sequence[Span]], tensors: Mapping[str, TensorEntry]) -> None:
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for share in shares:
         for span in share:

@@ -14,7 +14,16 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import CheckpointError
 from pipeline.state import blocks
-from pipeline.state.manifest import FILE, Damaged, DataFile, Manifest, TensorEntry
+from pipeline.state.contents import contradiction
+from pipeline.state.manifest import (
+    FILE,
+    FIRST_SUMS,
+    Damaged,
+    DataFile,
+    Manifest,
+    Piece,
+    TensorEntry,
+)
 from pipeline.state.source import StateSource
 from pipeline.state.store import Source, Store
 
@@ -33,15 +42,18 @@ class _Stored(NamedTuple):
 
 class CheckpointReader(StateSource):
     """One committed checkpoint. Raises Damaged, naming file and tensor, for whatever is not as it
-    was written; CheckpointError when it cannot be read for another reason."""
+    was written; CheckpointError when it cannot be read for another reason, or is none of ours."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.name = name
         self._store = store
         self.where = store.locate(name)
-        with _explained(self.where):
+        where = store.locate(name, FILE)
+        with _explained(where):
+            if store.size(name, FILE) is None and store.size(name, FIRST_SUMS) is None:
+                raise CheckpointError(f"{self.where}: no checkpoint: it holds no {FILE}")
             data = store.get(name, FILE)
-        self.manifest = Manifest.load(data, store.locate(name, FILE))
+        self.manifest = Manifest.load(data, where)
         self.step = self.manifest.step
         self.world_size = self.manifest.world_size
         self.writer = self.manifest.writer
@@ -49,6 +61,7 @@ class CheckpointReader(StateSource):
         self.state = self.manifest.state
         self.tensors: Mapping[str, TensorEntry] = {t.key: t for t in self.manifest.tensors}
         self.bytes_read = 0
+        self._in_file: Mapping[int, list[tuple[TensorEntry, Piece]]] = defaultdict(list)
         self._pieces = self._index()
         self._sources: dict[int, Source] = {}
         self._sums: dict[int, tuple[int, ...]] = {}
@@ -62,6 +75,11 @@ class CheckpointReader(StateSource):
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         if key not in self._pieces:
             raise CheckpointError(f"{self.where}: holds no {key}")
+        if not 0 <= start <= stop <= self.tensors[key].numel:
+            raise CheckpointError(
+                f"{self.where}: {key} has {self.tensors[key].numel} elements, "
+                f"{start} to {stop} were asked for"
+            )
         pieces = self._pieces[key]
         place = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
         for piece in itertools.islice(pieces, max(place, 0), None):
@@ -102,6 +120,7 @@ class CheckpointReader(StateSource):
                 tensor = self.manifest.tensors[piece.tensor]
                 stored = _Stored(piece.start, piece.stop, piece.file, piece.offset, number, first)
                 found[tensor.key].append(stored)
+                self._in_file[piece.file].append((tensor, piece))
                 first += blocks.count((piece.stop - piece.start) * tensor.itemsize)
         for entry in self.manifest.tensors:
             found[entry.key].sort()
@@ -148,7 +167,16 @@ class CheckpointReader(StateSource):
                 count = source.read(0, head)
             if count < len(head) or xxh3_64_intdigest(head) != file.header:
                 raise Damaged(f"{where}: its header is damaged")
+            self._require_agreement(bytes(head), number, where)
         return self._sources[number]
+
+    def _require_agreement(self, head: bytes, number: int, where: str) -> None:
+        try:
+            stranger = contradiction(head, self._in_file[number])
+        except ValueError as error:
+            raise Damaged(f"{where}: its header cannot be read: {error}") from error
+        if stranger is not None:
+            raise Damaged(f"{where}: {stranger} is not where the manifest says")
 
     def _sums_of(self, number: int) -> tuple[int, ...]:
         if number not in self._sums:

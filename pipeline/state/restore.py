@@ -49,8 +49,16 @@ class Restoration:
         self.bytes_read = 0
         """By this rank, of tensors."""
 
-    def run(self, admit: Callable[[Progress], None]) -> Progress | None:
-        """The progress of the checkpoint that was loaded; None when there is none at all.
+    def named(self, name: str, admit: Callable[[Progress], None]) -> Progress:
+        """Load this checkpoint. Raises CheckpointError, and leaves it as it is, if that fails."""
+        progress = self._load(name, admit)
+        self._ctx.dist.barrier()
+        self._engine.refresh()
+        self._ctx.log.info("started from %s", self._store.locate(name))
+        return progress
+
+    def newest(self, admit: Callable[[Progress], None]) -> Progress | None:
+        """The progress of the newest that could be loaded; None when there is none at all.
 
         `admit` may refuse a progress before anything is loaded. A damaged checkpoint is put aside
         and the one before it taken, by all ranks. Raises CheckpointError when all that were there
@@ -146,7 +154,7 @@ class Restoration:
         for first, data in reader.read(key, part.start, part.start + live.numel()):
             value = torch.frombuffer(data, dtype=stored)
             target = live[first - part.start : first - part.start + value.numel()]
-            # What is not trained and was stored rounded is here already, unrounded, from the source.
+            # What is not trained and was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
 
@@ -194,7 +202,9 @@ def engine_state(manifest: Manifest) -> EngineState:
         groups=[ParameterGroup(settings=g.settings, parameters=g.parameters) for g in state.groups],
         updates=state.updates,
         moments=state.moments,
-        loss_scale=scale and LossScale(scale=scale.scale, good_steps=scale.good_steps),
+        loss_scale=None
+        if scale is None
+        else LossScale(scale=scale.scale, good_steps=scale.good_steps),
     )
 
 
@@ -211,7 +221,8 @@ def require_same_model(manifest: Manifest, live: EngineState, where: str) -> Non
             if name in saved.shapes and tuple(saved.shapes[name]) != tuple(shape)
         ),
         *(
-            f"{name} was {_trained(name in saved.updates)}, here it is {_trained(name in live.updates)}"
+            f"{name} was {_trained(name in saved.updates)}, "
+            f"here it is {_trained(name in live.updates)}"
             for name in live.shapes
             if name in saved.shapes and (name in saved.updates) != (name in live.updates)
         ),

@@ -24,6 +24,28 @@ class Entry(NamedTuple):
     """Bytes."""
 
 
+class Placed(NamedTuple):
+    """A tensor of a file: bytes [begin, end) of what follows the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def table(head: bytes) -> dict[str, Placed]:
+    """The tensors of a file, given what `header` returned; ValueError for anything else."""
+    try:
+        entries = json.loads(head[8:])
+        entries.pop("__metadata__", None)
+        return {
+            name: Placed(entry["dtype"], tuple(entry["shape"]), *map(int, entry["data_offsets"]))
+            for name, entry in entries.items()
+        }
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError("no safetensors header") from error
+
+
 def header(
     entries: Iterable[Entry], *, metadata: Mapping[str, str] | None = None, align: int = 8
 ) -> bytes:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -24,8 +25,27 @@ def step_number(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def steps_in_order(names: Iterable[str]) -> list[str]:
+    """Those of the names that a checkpoint can have, oldest first."""
+    steps = ((step_number(name), name) for name in names)
+    return [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
+
+
 class Sink(ABC):
-    """A file that is being written."""
+    """A file that is being written; as a context, finished at its end or abandoned."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abandon()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abandon()
+            raise
 
     @abstractmethod
     def write(self, offset: int, data: memoryview) -> None:
@@ -65,7 +85,7 @@ class Attempt(ABC):
 
     @abstractmethod
     def put(self, file: str, data: bytes) -> None:
-        """A small file, complete as soon as it is there, and durable."""
+        """A small file, durable. Where a file cannot appear at once, `get` may see its begin."""
 
     @abstractmethod
     def get(self, file: str) -> bytes | None:
@@ -73,7 +93,7 @@ class Attempt(ABC):
 
     @abstractmethod
     def discard(self, file: str) -> None:
-        """Remove what was put."""
+        """Remove a file of the attempt."""
 
     @abstractmethod
     def commit(self, manifest: bytes) -> None:
@@ -81,7 +101,7 @@ class Attempt(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove the attempt's files, as far as that is possible."""
+        """Remove the attempt's files, as far as that is possible; raises nothing."""
 
 
 class Store(ABC):
@@ -92,7 +112,7 @@ class Store(ABC):
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Committed checkpoints, oldest first."""
+        """Committed checkpoints, also damaged ones, oldest first."""
 
     @abstractmethod
     def locate(self, name: str, file: str = "") -> str:
@@ -125,6 +145,12 @@ class Store(ABC):
     @abstractmethod
     def clean(self) -> None:
         """Remove what unfinished attempts and deletions left. Only while nobody writes."""
+
+
+def locate(checkpoint: str) -> tuple[Store, str]:
+    """The store that holds the checkpoint at an address, and its name there."""
+    root, _, name = checkpoint.rstrip("/").rpartition("/")
+    return open_store(root or "."), name
 
 
 def open_store(address: str) -> Store:

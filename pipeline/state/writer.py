@@ -1,15 +1,17 @@
 """The process that writes one rank's part of every checkpoint, while training goes on.
 
-`python -m pipeline.state.writer DESCRIPTOR PARENT`: DESCRIPTOR is the arena's. Standard input is one
-line of JSON with the Setup, then a line with a Job for each checkpoint; standard output one line of
-JSON for each, an Outcome. The writer of rank 0 also waits for what the others report in the attempt,
-commits, and then deletes what need not be kept.
+`python -m pipeline.state.writer DESCRIPTOR PARENT`: DESCRIPTOR is the arena's. Standard input is
+one line of JSON with the Setup, then a line with a Job for each checkpoint; standard output one
+line of JSON for each, an Outcome. The writer of rank 0 also waits for what the others report in the
+attempt, commits, and then deletes what need not be kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import mmap
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +24,15 @@ from pipeline.launch.children import die_with
 from pipeline.state import blocks
 from pipeline.state.manifest import DataFile, Manifest, Part, Piece, TensorEntry
 from pipeline.state.retention import Retention, forget
-from pipeline.state.store import Attempt, Sink, open_store
+from pipeline.state.store import Attempt, Sink, Store, open_store
 
 CHUNK = 256 * blocks.BLOCK
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
+
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Terminals and schedulers send these to all processes of a run. The rank decides what they mean;
+its writer ends with it."""
 
 
 class NewFile(BaseModel):
@@ -103,6 +109,8 @@ class Outcome(BaseModel):
 def main(argv: Sequence[str]) -> None:
     """Write until standard input ends."""
     die_with(int(argv[1]))
+    for number in DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
     setup = Setup.model_validate_json(sys.stdin.readline())
     arena = memoryview(mmap.mmap(int(argv[0]), max(setup.size, 1), prot=mmap.PROT_READ))
     for line in sys.stdin:
@@ -120,18 +128,19 @@ def carry_out(setup: Setup, job: Job, arena: memoryview) -> Outcome:
         attempt = store.attempt(job.name, job.identity)
         report = Report(digest=_write(setup, attempt, arena))
         if setup.skeleton is None:
-            attempt.put(report_name(setup.rank), report.model_dump_json().encode())
+            _report(setup, attempt, report)
             return outcome
         digests = _collect(setup.skeleton, attempt, report)
         attempt.commit(_manifest(setup.skeleton, job, attempt.prefix, digests).dump())
-        outcome.place = store.locate(job.name)
-        outcome.size = sum(file.size for file in setup.skeleton.files)
-        outcome.seconds = time.perf_counter() - began
-        outcome.warnings = list(forget(store, setup.skeleton.retention))
     except Exception as error:
         outcome.problem = describe(error)
         if attempt is not None:
             _give_up(setup, attempt, outcome.problem)
+        return outcome
+    outcome.place = store.locate(job.name)
+    outcome.size = sum(file.size for file in setup.skeleton.files)
+    outcome.seconds = time.perf_counter() - began
+    outcome.warnings = _forget(store, setup.skeleton.retention)
     return outcome
 
 
@@ -159,25 +168,47 @@ def _give_up(setup: Setup, attempt: Attempt, problem: str) -> None:
     if setup.skeleton is not None:
         attempt.abandon()
         return
+    for file in setup.files:
+        if not file.shared:
+            with contextlib.suppress(OSError):
+                attempt.discard(file.name)  # on a full disk, room for the report
+    with contextlib.suppress(OSError):  # this rank also ends the run by itself
+        _report(setup, attempt, Report(problem=problem))
+
+
+def _report(setup: Setup, attempt: Attempt, report: Report) -> None:
+    """Ends with a line break, which tells it from one that is only half there."""
+    attempt.put(report_name(setup.rank), report.model_dump_json().encode() + b"\n")
+
+
+def _reported(attempt: Attempt, rank: int) -> Report:
+    """What another rank has to say, as soon as it does."""
+    pause = 0.001
+    while not (data := attempt.get(report_name(rank)) or b"").endswith(b"\n"):
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return Report.model_validate_json(data)
+
+
+def _forget(store: Store, retention: Retention) -> list[str]:
+    """Warnings: the checkpoint is there, whatever becomes of older ones."""
+    warnings = []
     try:
-        attempt.put(report_name(setup.rank), Report(problem=problem).model_dump_json().encode())
-    except OSError:
-        pass  # this rank ends the run by itself
+        for warning in forget(store, retention):
+            warnings.append(warning)
+    except Exception as error:
+        warnings.append(f"older checkpoints cannot be deleted: {describe(error)}")
+    return warnings
 
 
 def _write(setup: Setup, attempt: Attempt, arena: memoryview) -> int:
     """Write the arena to the files; the digest of the checksums."""
     found: list[int] = []
     for number, file in enumerate(setup.files):
-        sink = attempt.create(file.name, file.size, shared=file.shared)
-        try:
+        with attempt.create(file.name, file.size, shared=file.shared) as sink:
             for write in setup.writes:
                 if write.file == number:
                     found.extend(_copy(sink, write, arena))
-        except BaseException:
-            sink.abandon()
-            raise
-        sink.finish()
     data = blocks.pack(found)
     attempt.put(setup.sums, data)
     return xxh3_64_intdigest(data)
@@ -196,11 +227,7 @@ def _collect(skeleton: Skeleton, attempt: Attempt, own: Report) -> list[int]:
     """Every rank's digest, as soon as all have written. Raises _Failed when one could not."""
     digests = [own.digest]
     for rank in range(1, len(skeleton.sums)):
-        pause = 0.001
-        while (data := attempt.get(report_name(rank))) is None:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        report = Report.model_validate_json(data)
+        report = _reported(attempt, rank)
         if report.problem:
             raise _Failed(f"rank {rank}: {report.problem}")
         digests.append(report.digest)

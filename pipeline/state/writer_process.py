@@ -31,8 +31,9 @@ class WriterProcess:
 
     def poll(self) -> Outcome | None:
         """The outcome if it is there already. Raises CheckpointError when the writer is dead."""
-        readable, _, _ = select.select([self._output], [], [], 0)
-        return self.wait() if readable else None
+        output = select.poll()  # select() refuses descriptors above 1023
+        output.register(self._output, select.POLLIN | select.POLLHUP)
+        return self.wait() if output.poll(0) else None
 
     def wait(self) -> Outcome:
         """The outcome. Raises CheckpointError when the writer is dead."""

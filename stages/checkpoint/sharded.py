@@ -40,6 +40,10 @@ class ShardedCheckpoint:
     """Where to keep checkpoints: a path, or an address that fsspec knows (`s3://bucket/folder`), to
     which the run's name is added. Default: `checkpoints` in the run's folder."""
 
+    start_from: str | None = None
+    """A checkpoint (folder or address) to start a new run from; ignored once the run has its
+    own."""
+
     def run(self, ctx: Context, engine: Engine) -> Checkpoints:
         from pipeline.state.checkpoints import StateCheckpoints, address
         from pipeline.state.planning import Sharded
@@ -53,4 +57,5 @@ class ShardedCheckpoint:
             every=self.every,
             retention=Retention(last=self.keep, every=self.keep_every, best=self.keep_best),
             asynchronous=self.asynchronous,
+            start_from=self.start_from,
         )

@@ -12,15 +12,14 @@ from pipeline.engine import WEIGHT
 from pipeline.errors import CheckpointError
 from pipeline.state.dtypes import dtype
 from pipeline.state.reader import CheckpointReader
-from pipeline.state.store import open_store
+from pipeline.state.store import locate
 
 
 class ShardedWeights(Weights):
     """Parameters and stored buffers of a checkpoint, tied names each listed."""
 
     def __init__(self, address: str) -> None:
-        root, _, name = address.rstrip("/").rpartition("/")
-        self._reader = CheckpointReader(open_store(root), name)
+        self._reader = CheckpointReader(*locate(address))
         keys = (entry.key.partition("/") for entry in self._reader.manifest.tensors)
         own = {name: name for kind, _, name in keys if kind == WEIGHT}
         self._names = own | dict(self._reader.manifest.state.aliases)

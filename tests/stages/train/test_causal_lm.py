@@ -13,7 +13,7 @@ from pipeline.dist import Dist
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.stage import PlanView
-from stages.checkpoint.sharded import DcpCheckpoint
+from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
@@ -62,10 +62,10 @@ def diverge(dist: Dist, folder: str) -> str:
     engine = Ddp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp32").run(ctx), plan)
     with torch.no_grad():
         next(engine.model.parameters())[:] = float("nan")
-    checkpoints = DcpCheckpoint().run(ctx, engine)
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
     loop = TrainCausalLm(global_batch_size=4, steps=3)
     try:
-        loop.run(ctx, engine, toy_data(), plan, checkpoints)
+        loop.run(ctx, engine, toy_data(), plan, checkpoints, tiny_source(ctx))
     except StageError as error:
         return str(error)
     return "went on"
@@ -115,7 +115,8 @@ def narrow(dist: Dist, folder: str, compute: Any) -> list[Any]:
     policy = PrecisionPolicy(compute=compute, initial_loss_scale=2.0**24)
     engine = Ddp().run(ctx, tiny_source(ctx), policy.run(ctx), plan)
     loop = TrainCausalLm(global_batch_size=4, steps=20, log_every=20)
-    trained = loop.run(ctx, engine, toy_data(), plan, DcpCheckpoint().run(ctx, engine))
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    trained = loop.run(ctx, engine, toy_data(), plan, checkpoints, tiny_source(ctx))
     lines = [json.loads(line) for line in (ctx.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     return [[s["applied"], s["loss_scale"]] for s in steps] + [trained.progress.skipped]

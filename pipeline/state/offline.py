@@ -1,0 +1,141 @@
+"""Write checkpoints in one process and as a stream, from a state of any format.
+
+Memory does not grow with the state: what passes through is one chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from pipeline.errors import CheckpointError, UsageError
+from pipeline.files import sync
+from pipeline.state import blocks
+from pipeline.state.checkpoints import sums_name
+from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
+from pipeline.state.planning import Format, Layout
+from pipeline.state.source import StateSource
+from pipeline.state.spans import Span
+from pipeline.state.store import Attempt, Sink, Store, step_name, step_number
+from pipeline.state.writer import CHUNK, Write
+
+
+def step_target(folder: Path, step: int) -> Path:
+    """A folder called `step-N` itself, any other with `step-N` in it. Raises UsageError when the
+    folder is called after another step."""
+    number = step_number(folder.name)
+    if number is None:
+        return folder / step_name(step)
+    if number != step:
+        raise UsageError(
+            f"{folder}: the state is of step {step}",
+            hint=f"call the folder {step_name(step)}, or give the folder to put that in",
+        )
+    return folder
+
+
+def write_checkpoint(source: StateSource, store: Store, name: str, format: Format) -> None:
+    """Commit `source` as the checkpoint `name`, with checksums. Raises CheckpointError."""
+    tensors = {key: entry for key, entry in source.tensors.items() if entry.numel}
+    spans = [Span(key, 0, entry.numel) for key, entry in tensors.items()]
+    spans.sort(key=lambda span: -tensors[span.key].itemsize)
+    layout = format.lay_out(0, spans, tensors)
+    attempt = store.attempt(name, uuid.uuid4().hex[:12])
+    try:
+        sums = blocks.pack(list(_write(source, layout, attempt)))
+        attempt.put(sums_name(0), sums)
+        attempt.commit(_manifest(source, tensors, layout, attempt.prefix, sums).dump())
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write into. It appears as `folder` when the body ends, durably, or not at all."""
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync(folder.parent)
+
+
+def _write(source: StateSource, layout: Layout, attempt: Attempt) -> Iterator[int]:
+    """Write the files; yields the block checksums of all pieces."""
+    heads = dict(layout.heads)
+    spans = iter(layout.pieces)
+    for number, file in enumerate(layout.files):
+        with attempt.create(file.name, file.size, shared=file.shared) as sink:
+            for write in layout.writes:
+                if write.file != number:
+                    continue
+                if write.piece:
+                    yield from _copy(source, next(spans)[0], write, sink)
+                else:
+                    sink.write(write.offset, memoryview(heads[write.start]))
+
+
+def _copy(source: StateSource, span: Span, write: Write, sink: Sink) -> Iterator[int]:
+    done = 0
+    parts = (data for _, data in source.read(span.key, span.start, span.stop))
+    for chunk in regrouped(parts, CHUNK):
+        yield from blocks.sums(chunk)
+        sink.write(write.offset + done, chunk)
+        done += len(chunk)
+    if done != write.size:
+        raise CheckpointError(
+            f"{source.where}: {span.key} has {done} bytes instead of {write.size}"
+        )
+
+
+def regrouped(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    """The same bytes in pieces of `size` (the last may be shorter), each valid until the next."""
+    buffer = memoryview(bytearray(size))
+    filled = 0
+    for part in parts:
+        while part:
+            count = min(len(part), size - filled)
+            buffer[filled : filled + count] = part[:count]
+            filled, part = filled + count, part[count:]
+            if filled == size:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _manifest(
+    source: StateSource, tensors: dict[str, TensorEntry], layout: Layout, prefix: str, sums: bytes
+) -> Manifest:
+    files = [file.model_copy(update={"name": prefix + file.name}) for file in layout.described]
+    places = {key: number for number, key in enumerate(tensors)}
+    numbers = {file.name: number for number, file in enumerate(layout.described)}
+    pieces = [
+        Piece(places[key], numbers[file], offset, start, stop)
+        for (key, start, stop), file, offset in layout.pieces
+    ]
+    part = Part(sums=prefix + sums_name(0), digest=xxh3_64_intdigest(sums), pieces=pieces)
+    return Manifest(
+        step=source.step,
+        world_size=source.world_size,
+        written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        writer=source.writer,
+        progress=source.progress,
+        state=source.state,
+        tensors=list(tensors.values()),
+        files=files,
+        parts=[part],
+    )

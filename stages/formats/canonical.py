@@ -1,0 +1,73 @@
+"""The canonical checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.state.formats import Reading, StateFormat
+
+if TYPE_CHECKING:
+    from pipeline.state.source import StateSource
+
+
+class Canonical(StateFormat):
+    """A manifest and a file of parts of tensors for each rank that wrote; every byte checksummed.
+
+    Written by one process it has one such file, and any number of ranks resumes from it.
+    """
+
+    name = "canonical"
+
+    def detect(self, folder: Path) -> bool:
+        return (folder / "manifest.json").is_file() and not _is_full(folder)
+
+    def open(self, folder: Path, reading: Reading) -> StateSource:
+        return open_checkpoint(folder)
+
+    def target(self, folder: Path, step: int) -> Path:
+        from pipeline.state.offline import step_target
+
+        return step_target(folder, step)
+
+    def write(self, source: StateSource, folder: Path) -> Sequence[str]:
+        from pipeline.state.local_store import LocalStore
+        from pipeline.state.offline import write_checkpoint
+        from pipeline.state.planning import Sharded
+
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, Sharded())
+        return ()
+
+
+class Full(Canonical):
+    """One file of weights that other tools load, one of optimizer state, with the canonical
+    checkpoint's manifest and checksums."""
+
+    name = "full"
+
+    def detect(self, folder: Path) -> bool:
+        return (folder / "manifest.json").is_file() and _is_full(folder)
+
+    def write(self, source: StateSource, folder: Path) -> Sequence[str]:
+        from pipeline.state import full
+        from pipeline.state.local_store import LocalStore
+        from pipeline.state.offline import write_checkpoint
+
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, full.Full())
+        return ()
+
+
+def open_checkpoint(folder: Path) -> StateSource:
+    """A checkpoint in either layout; only the names of its files differ."""
+    from pipeline.state.local_store import LocalStore
+    from pipeline.state.reader import CheckpointReader
+
+    folder = folder.resolve()
+    reader = CheckpointReader(LocalStore(folder.parent), folder.name)
+    reader.require_files()
+    return reader
+
+
+def _is_full(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file()

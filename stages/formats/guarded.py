@@ -1,0 +1,61 @@
+"""Files of `torch.save`, read without running what they may hold.
+
+A pickle can call any function when it is read. torch's restricted unpickler admits tensors and plain
+containers; what a format needs beyond that is admitted class by class, as an inert stand-in.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import CheckpointError
+
+Admitted = Sequence[tuple[type, str]]
+"""Stand-ins, and the full names that they stand in for."""
+
+_MET = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def load(file: Path, admitted: Admitted = ()) -> Any:
+    """The content of a file, its tensors mapped from disk. Raises CheckpointError for a file that is
+    damaged, and for one that would need more than is admitted."""
+    require_intact(file)
+    try:
+        with torch.serialization.safe_globals(list(admitted)):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise explained(error, str(file)) from error
+
+
+def require_intact(file: Path) -> None:
+    """Compare the checksums that `torch.save` put beside every tensor, as a stream."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            wrong = archive.testzip()
+    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if wrong is not None:
+        raise CheckpointError(f"{file}: damaged: the checksum of {wrong} in it is wrong")
+
+
+def explained(error: Exception, where: str) -> CheckpointError:
+    """The unpickler's error in words: what it met, and that this is refused."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return CheckpointError(f"{where}: cannot be read: {_first_line(error)}")
+    met = _MET.search(str(error))
+    what = met.group(1) if met else "more than tensors and plain values"
+    return CheckpointError(
+        f"{where}: refused: it holds {what}, and reading that could run code",
+        hint="save it again without that, with the tool that wrote it",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,113 @@
+"""A state whose tensors are ranges of tensors that are mapped from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import CheckpointError
+from pipeline.state.dtypes import code
+from pipeline.state.manifest import State, TensorEntry
+from pipeline.state.source import StateSource
+from pipeline.state.writer import CHUNK
+
+Shape = tuple[int, ...]
+
+
+class Range(NamedTuple):
+    """Elements [start, stop) of a flat tensor."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A logical tensor as consecutive ranges, which make it up exactly."""
+
+    shape: Shape
+    ranges: Sequence[Range]
+
+
+def whole(tensor: Tensor) -> Stored:
+    """A tensor that is stored in one piece."""
+    flat = tensor.detach().contiguous().view(-1)
+    return Stored(shape=tuple(tensor.shape), ranges=[Range(flat, 0, flat.numel())])
+
+
+class MappedSource(StateSource):
+    """`stored` is by key. Raises CheckpointError for ranges that do not make up their tensor."""
+
+    def __init__(
+        self,
+        *,
+        where: str,
+        step: int,
+        world_size: int,
+        writer: Mapping[str, Any],
+        progress: Mapping[str, Any],
+        state: State,
+        stored: Mapping[str, Stored],
+    ) -> None:
+        self.where = where
+        self.step = step
+        self.world_size = world_size
+        self.writer = writer
+        self.progress = progress
+        self.state = state
+        self._stored = dict(stored)
+        self.tensors = {key: self._entry(key, value) for key, value in self._stored.items()}
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        if key not in self._stored:
+            raise CheckpointError(f"{self.where}: holds no {key}")
+        begin = 0
+        for tensor, first, last in self._stored[key].ranges:
+            low, high = max(start, begin), min(stop, begin + last - first)
+            if low < high:
+                part = tensor[first + low - begin : first + high - begin]
+                yield from _chunks(part, low)
+            begin += last - first
+
+    def close(self) -> None:
+        self._stored.clear()
+
+    def _entry(self, key: str, stored: Stored) -> TensorEntry:
+        dtypes = {part.tensor.dtype for part in stored.ranges}
+        if len(dtypes) != 1:
+            raise CheckpointError(f"{self.where}: {key} is stored in {len(dtypes)} dtypes")
+        entry = TensorEntry(key=key, dtype=code(dtypes.pop()), shape=tuple(stored.shape))
+        self._require_whole(entry, stored.ranges)
+        return entry
+
+    def _require_whole(self, entry: TensorEntry, ranges: Iterable[Range]) -> None:
+        found = 0
+        for tensor, start, stop in ranges:
+            if not 0 <= start <= stop <= tensor.numel():
+                raise CheckpointError(
+                    f"{self.where}: {entry.key}: elements {start} to {stop} of a tensor with "
+                    f"{tensor.numel()}: incomplete, or written by another version"
+                )
+            found += stop - start
+        if found != entry.numel:
+            raise CheckpointError(
+                f"{self.where}: {entry.key} has {found} elements instead of {entry.numel}"
+            )
+
+
+def _chunks(flat: Tensor, first: int) -> Iterator[tuple[int, memoryview]]:
+    """A flat tensor's bytes; `first` is the number of its first element."""
+    step = CHUNK // flat.element_size()
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step].detach()
+        yield first + start, as_bytes(part)
+
+
+def as_bytes(flat: Tensor) -> memoryview:
+    """The memory of a contiguous flat tensor."""
+    return memoryview(flat.view(torch.uint8).numpy())

@@ -1,0 +1,81 @@
+"""What any strategy saved on any number of ranks, every other loads, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts import LossScaling
+from tests.support.processes import run_ranks
+from tests.support.state import Setting, load_run, save_run
+from tests.support.zero import has_libaio
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+# Each strategy saves once and loads at least once, and so does each number of ranks; which meets
+# which rotates. benchmarks/any_to_any.py goes through all pairs.
+CHAINS = [
+    [("ddp", 2), ("zero3", 3), ("fsdp full", 1), ("zero1", 2), ("fsdp offload", 3)],
+    [("zero2 offload", 2), ("fsdp full", 3), ("zero3 offload", 2), ("fsdp hybrid", 4), ("ddp", 1)],
+    [("fsdp grad-op", 3), ("zero2 round robin", 2), ("fsdp hybrid 1", 2), ("zero2", 3), ("ddp", 4)],
+    [("zero1", 3), ("zero2", 1), ("fsdp offload", 2), ("zero3", 1), ("zero2 round robin", 3)],
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain[0][0])
+def test_state_travels_between_strategies_and_world_sizes(
+    chain: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    (wrap, ranks), *loaders = chain
+    saved = run_ranks(save_run, ranks, str(tmp_path), Setting(wrap=wrap))[0]
+    assert any(key.startswith("exp_avg_sq/") for key in saved)
+    assert "model.layers.1.mlp.up_proj.weight" in saved["frozen"]
+    assert saved["aliases"] == "{'lm_head.weight': 'model.embed_tokens.weight'}"
+    for wrap, ranks in loaders:
+        loaded = run_ranks(load_run, ranks, str(tmp_path), Setting(wrap=wrap))[0]
+        assert loaded["state"] == saved, f"into {wrap} on {ranks}"
+        progress = loaded["progress"]
+        assert (progress["step"], progress["samples"], progress["tokens"]) == (3, 36, 100)
+
+
+@pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
+@pytest.mark.parametrize(("first", "second"), [("zero3 nvme", "fsdp full"), ("ddp", "zero3 nvme")])
+def test_state_travels_from_and_to_disk_offload(first: str, second: str, tmp_path: Path) -> None:
+    """A block of 1 MiB is the least that is swapped, so this model is larger."""
+    big = {"vocab_size": 6001, "hidden_size": 100, "num_attention_heads": 4}
+    nvme = str(tmp_path / "nvme")
+    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap=first, model=big, nvme=nvme), 2)[0]
+    ranks = 3 if second == "fsdp full" else 2
+    loaded = run_ranks(load_run, ranks, str(tmp_path), Setting(wrap=second, model=big, nvme=nvme))
+    assert loaded[0]["state"] == saved
+
+
+HALF = [("zero1", "fsdp full"), ("fsdp full", "zero3"), ("zero3", "ddp"), ("ddp", "zero2")]
+
+
+@pytest.mark.parametrize(("first", "second"), HALF)
+def test_half_precision_keeps_fp32_masters_and_the_loss_scale(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    scaling = LossScaling(initial_scale=2.0**10, growth_interval=2)
+    fp16 = {"compute": "fp16", "loss_scaling": scaling, "frozen": ""}
+    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap=first, **fp16))[0]
+    assert "scale=2048.0, good_steps=1" in saved["loss_scale"]
+    loaded = run_ranks(load_run, 3, str(tmp_path), Setting(wrap=second, **fp16))[0]
+    assert loaded["state"] == saved
+
+
+def test_a_frozen_layer_keeps_the_precision_that_its_strategy_holds(tmp_path: Path) -> None:
+    """bf16 training holds frozen weights in bf16 under ZeRO and in fp32 under DDP; what comes from
+    the same source is not rounded by the journey."""
+    under = {"compute": "bf16"}
+    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap="zero3", **under))[0]
+    fresh = run_ranks(save_run, 1, str(tmp_path / "fresh"), Setting(wrap="ddp", **under), 0)[0]
+    loaded = run_ranks(load_run, 1, str(tmp_path), Setting(wrap="ddp", **under))[0]["state"]
+    frozen = {key for key in saved if key.startswith("weight/model.layers.1.")}
+    assert frozen
+    assert {key: loaded[key] for key in frozen} == {key: fresh[key] for key in frozen}
+    assert {k: v for k, v in loaded.items() if k not in frozen} == {
+        k: v for k, v in saved.items() if k not in frozen
+    }
