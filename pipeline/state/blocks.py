@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-BLOCK = 16 * 1024
+BLOCK: Final = 16384
 """Bytes of a block. Blocks count from the start of their piece; the last may be short."""
 
 SUM_BYTES = 8

@@ -88,21 +88,24 @@ class ObjectStore(Store):
         """Remove the attempts that no manifest names, one that is kept aside included."""
         entries = self._entries(name)
         manifests = [file for file in entries if file == MANIFEST or _ASIDE.fullmatch(file)]
+        attempts = [entry for entry, kind in entries.items() if kind == "directory"]
         if not manifests:
             self._fs.rm(f"{self._root}/{name}", recursive=True)
             return
         named = b"".join(self.get(name, file) for file in manifests)
-        for attempt in set(entries) - set(manifests):
+        for attempt in attempts:
             if f'"{attempt}/'.encode() not in named:
                 self._fs.rm(self._path(name, attempt), recursive=True)
 
-    def _entries(self, name: str) -> list[str]:
-        """What is in the store, or in one of its folders."""
+    def _entries(self, name: str) -> dict[str, str]:
+        """What is in the store, or in one of its folders: name -> `file` or `directory`."""
         try:
-            found = self._fs.ls(f"{self._root}/{name}".rstrip("/"), detail=False)
+            found = self._fs.ls(f"{self._root}/{name}".rstrip("/"), detail=True)
         except FileNotFoundError:
-            return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+            return {}
+        return {
+            str(entry["name"]).rstrip("/").rpartition("/")[2]: str(entry["type"]) for entry in found
+        }
 
     def _path(self, name: str, file: str) -> str:
         return f"{self._root}/{name}/{file}"

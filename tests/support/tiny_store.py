@@ -1,0 +1,144 @@
+"""A checkpoint of a few tensors that two writers make together, without torch and without training.
+
+What a checkpoint holds is a function of its step alone, so whoever finds one can tell whether it is
+exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.state.manifest import Piece, TensorEntry
+from pipeline.state.reader import CheckpointReader
+from pipeline.state.retention import Retention
+from pipeline.state.spans import Span
+from pipeline.state.store import Store, step_name
+from pipeline.state.writer import Job, Setup, Skeleton
+
+TENSORS = [
+    TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),
+    TensorEntry(key="weight/b", dtype="F32", shape=(90, 100)),
+    TensorEntry(key="exp_avg/b", dtype="BF16", shape=(90, 100)),
+    TensorEntry(key="random/00000/torch", dtype="U8", shape=(77,)),
+    TensorEntry(key="random/00001/torch", dtype="U8", shape=(77,)),
+]
+"""`b` is longer than a block of checksums."""
+
+SHARES = [
+    [
+        Span("weight/a", 0, 150),
+        Span("weight/b", 0, 4501),
+        Span("exp_avg/b", 0, 200),
+        Span("random/00000/torch", 0, 77),
+    ],
+    [
+        Span("weight/b", 4501, 9000),
+        Span("exp_avg/b", 200, 9000),
+        Span("random/00001/torch", 0, 77),
+    ],
+]
+"""What either rank writes."""
+
+
+def setups(
+    address: str, format: str = "sharded", retention: Retention | None = None
+) -> tuple[list[Setup], list[Sequence[tuple[int, bytes]]], list[Any]]:
+    """For each rank its Setup, the heads at places of its arena, and its copies."""
+    from pipeline.state.full import Full
+    from pipeline.state.planning import Sharded
+
+    made = Sharded() if format == "sharded" else Full()
+    tensors = {tensor.key: tensor for tensor in TENSORS}
+    layouts = [made.lay_out(rank, share, tensors) for rank, share in enumerate(SHARES)]
+    files = [file for layout in layouts for file in layout.described]
+    numbers = {file.name: number for number, file in enumerate(files)}
+    places = {tensor.key: number for number, tensor in enumerate(TENSORS)}
+    sums = [f"rank-{rank:05d}.sums" for rank in range(2)]
+    pieces = [
+        [
+            Piece(places[span.key], numbers[file], offset, span.start, span.stop)
+            for span, file, offset in layout.pieces
+        ]
+        for layout in layouts
+    ]
+    skeleton = Skeleton(
+        tensors=TENSORS, files=files, sums=sums, pieces=pieces, retention=retention or Retention()
+    )
+    return (
+        [
+            Setup(
+                store=address, rank=rank, size=layout.size, files=layout.files,
+                writes=layout.writes, sums=sums[rank], skeleton=None if rank else skeleton,
+            )
+            for rank, layout in enumerate(layouts)
+        ],
+        [layout.heads for layout in layouts],
+        [layout.copies for layout in layouts],
+    )  # fmt: skip
+
+
+class Tiny:
+    """Two writers' setups, and what they write at each step. Pickles; needs no torch once made."""
+
+    def __init__(
+        self, address: str, format: str = "sharded", retention: Retention | None = None
+    ) -> None:
+        self.setups, self._heads, self._copies = setups(address, format, retention)
+
+    def arena(self, rank: int, step: int) -> memoryview:
+        """The memory that `rank` writes at `step`."""
+        memory = bytearray(self.setups[rank].size)
+        for place, head in self._heads[rank]:
+            memory[place : place + len(head)] = head
+        sizes = {tensor.key: tensor.itemsize for tensor in TENSORS}
+        for key, copies in self._copies[rank].items():
+            for start, stop, place in copies:
+                part = content(key, step)[start * sizes[key] : stop * sizes[key]]
+                memory[place : place + len(part)] = part
+        return memoryview(memory).toreadonly()
+
+
+def content(key: str, step: int) -> bytes:
+    """The bytes of a tensor at a step."""
+    tensor = next(tensor for tensor in TENSORS if tensor.key == key)
+    return random.Random(f"{key}@{step}").randbytes(tensor.numel * tensor.itemsize)
+
+
+def job(step: int, identity: str, *, loss: float | None = None) -> Job:
+    """What rank 0 is told at a step; the other takes no notice of the facts."""
+    state = {
+        "aliases": {"head": "a"},
+        "frozen": [],
+        "groups": [{"settings": {"lr": 0.1, "betas": [0.9, 0.99]}, "parameters": ["a", "b"]}],
+        "updates": {"a": step, "b": step},
+        "moments": ["exp_avg"],
+        "loss_scale": {"scale": 1024.0, "good_steps": step},
+    }
+    facts = {
+        "step": step,
+        "world_size": 2,
+        "writer": {"engine": {"strategy": "tiny"}, "packages": {"torch": "2.0"}},
+        "progress": {"step": step, "metrics": {} if loss is None else {"eval_loss": loss}},
+        "state": state,
+    }
+    return Job(name=step_name(step), identity=identity, facts=facts)
+
+
+def digests(step: int) -> dict[str, str]:
+    """Of every tensor, as it must be at a step."""
+    return {t.key: hashlib.sha256(content(t.key, step)).hexdigest() for t in TENSORS}
+
+
+def read_digests(store: Store, name: str) -> dict[str, str]:
+    """Of every tensor, read whole and verified; raises what the reader raises."""
+    reader = CheckpointReader(store, name)
+    try:
+        reader.verify()
+        return {
+            key: hashlib.sha256(reader.read_bytes(key)).hexdigest() for key in reader.tensors
+        }
+    finally:
+        reader.close()
