@@ -21,6 +21,10 @@ COMMANDS = {
     "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
     "resume": ("pipeline.commands.resume:resume", "Go on with a run where it stopped."),
     "ls": ("pipeline.commands.ls:ls", "List runs."),
+    "convert": (
+        "pipeline.commands.convert:convert",
+        "Write a training state in another tool's format, or bring one here.",
+    ),
     "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),

@@ -11,7 +11,9 @@ from pipeline.errors import CheckpointError
 from stages.formats import guarded
 
 _TAG = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
-_MODEL = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_MODEL = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
+)
 _OPTIMIZER = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )

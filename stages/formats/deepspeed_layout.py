@@ -97,7 +97,7 @@ def require_same_account(
 
 
 def reorders(config: Any) -> bool:
-    """Whether parameters were dealt out in turn. DeepSpeed 0.19 then saves fragments as if they were
-    not (`param_slice_mappings`), while the order of the shapes is right."""
+    """Whether parameters were dealt out in turn. DeepSpeed 0.19 then saves fragments as if they
+    were not (`param_slice_mappings`), while the order of the shapes is right."""
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return bool(zero.get("round_robin_gradients")) if isinstance(zero, Mapping) else False

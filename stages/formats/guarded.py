@@ -1,7 +1,7 @@
 """Files of `torch.save`, read without running what they may hold.
 
-A pickle can call any function when it is read. torch's restricted unpickler admits tensors and plain
-containers; what a format needs beyond that is admitted class by class, as an inert stand-in.
+A pickle can call any function when it is read. torch's restricted unpickler admits tensors and
+plain containers; what a format needs beyond that is admitted class by class, as an inert stand-in.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MET = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def load(file: Path, admitted: Admitted = ()) -> Any:
-    """The content of a file, its tensors mapped from disk. Raises CheckpointError for a file that is
-    damaged, and for one that would need more than is admitted."""
+    """The content of a file, its tensors mapped from disk. Raises CheckpointError for a file that
+    is damaged, and for one that would need more than is admitted."""
     require_intact(file)
     try:
         with torch.serialization.safe_globals(list(admitted)):

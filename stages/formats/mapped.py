@@ -110,4 +110,4 @@ def _chunks(flat: Tensor, first: int) -> Iterator[tuple[int, memoryview]]:
 
 def as_bytes(flat: Tensor) -> memoryview:
     """The memory of a contiguous flat tensor."""
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)

@@ -1,0 +1,104 @@
+"""`pipe convert`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from click._termui_impl import ProgressBar
+
+    from pipeline.state.source import StateSource
+
+
+@click.command("convert")
+@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option("--to", "to", required=True, help="Format of DST: canonical, full, deepspeed, dcp.")
+@click.option("--from", "from_", help="Format of SRC, if it is not told by the files in it.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Samples that were trained on, for formats that do not keep it.",
+)
+@click.option("--weights-only", is_flag=True, help="Leave the optimizer's state out.")
+def convert(
+    src: Path, dst: Path, to: str, from_: str | None, samples: int, weights_only: bool
+) -> None:
+    """Write the training state in SRC as DST, in another format.
+
+    SRC is the folder of one checkpoint: of this program, DeepSpeed, torch.distributed.checkpoint
+    (torchtitan, accelerate), or transformers' Trainer. One process does it, with memory for a
+    chunk or a tensor at a time. Pickles are never run: a file that would need it is refused.
+    """
+    from pipeline.errors import StageError, UsageError
+    from pipeline.state.formats import Formats, Reading
+    from pipeline.state.views import Watched, WeightsOnly
+
+    formats = Formats.installed()
+    writing = formats.load(to)
+    if not writing.writes:
+        raise UsageError(f"{to} can be read, but not written")
+    reading = formats.load(from_) if from_ else formats.detect(src)
+    try:
+        source = reading.open(src, Reading(samples=samples, weights_only=weights_only))
+        with contextlib.closing(source):
+            if weights_only:
+                source = WeightsOnly(source)
+            target = writing.target(dst, source.step)
+            if target.exists():
+                raise UsageError(f"{target} is there already", hint="give another folder")
+            _announce(source, reading.name)
+            with _progress(source) as advance:
+                notes = writing.write(Watched(source, advance), target)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise StageError(f"{place}{error.strerror or error}") from error
+    click.echo(f"wrote {target}")
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def _announce(source: StateSource, name: str) -> None:
+    size = _size(source) / 1e6
+    click.echo(
+        f"{source.where}: {name}, step {source.step}, {len(source.tensors)} tensors, {size:.1f} MB"
+    )
+    if not source.progress.get("origin"):
+        click.echo(
+            "warning: it does not say on which data it was trained, nor how far; "
+            f"samples={source.progress.get('samples', 0)} is assumed; resuming must accept that",
+            err=True,
+        )
+
+
+@contextlib.contextmanager
+def _progress(source: StateSource) -> Iterator[Callable[[int], None]]:
+    """A bar of megabytes on a terminal; elsewhere nothing."""
+    total = _size(source)
+    done = 0
+    bar: ProgressBar[int] = click.progressbar(
+        length=total,
+        file=sys.stderr,
+        hidden=not sys.stderr.isatty(),
+        item_show_func=lambda _: f"{done / 1e6:.0f} of {total / 1e6:.0f} MB",
+    )
+    with bar:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.update(count, count)
+
+        yield advance
+
+
+def _size(source: StateSource) -> int:
+    return sum(entry.numel * entry.itemsize for entry in source.tensors.values())

@@ -1,0 +1,43 @@
+"""Folders of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.state.formats import Reading, StateFormat
+
+if TYPE_CHECKING:
+    from pipeline.state.source import StateSource
+
+MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Folders of accelerate's and the Trainer's sharded state."""
+
+
+class Dcp(StateFormat):
+    """Model and optimizer as torch.distributed.checkpoint saves what `get_model_state_dict` and
+    `get_optimizer_state_dict` return, flattened (torchtitan) or not (accelerate, Trainer).
+
+    `.metadata` is a pickle; of it only the classes that describe tensors are admitted. A tied
+    weight is stored under each of its names; the copies that are equal become one again. What has
+    no optimizer state counts as frozen.
+    """
+
+    name = "dcp"
+
+    def detect(self, folder: Path) -> bool:
+        return (folder / ".metadata").is_file() or (folder / MODEL / ".metadata").is_file()
+
+    def open(self, folder: Path, reading: Reading) -> StateSource:
+        from stages.formats.dcp_source import open_dcp
+
+        if (folder / ".metadata").is_file():
+            return open_dcp(folder, [folder], reading)
+        own = [folder / MODEL, folder / OPTIMIZER]
+        return open_dcp(folder, own if own[1].is_dir() else own[:1], reading)
+
+    def write(self, source: StateSource, folder: Path) -> Sequence[str]:
+        from stages.formats.dcp_writer import write_dcp
+
+        return write_dcp(source, folder)

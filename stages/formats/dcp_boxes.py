@@ -1,0 +1,92 @@
+"""A tensor that is stored as boxes (chunks of any of its dimensions), read as a flat one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import CheckpointError
+from pipeline.state.writer import CHUNK
+from stages.formats.mapped import Shape, as_bytes
+
+
+class Box(NamedTuple):
+    """Elements [offset, offset + size) of every dimension."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+class Boxes:
+    """`mapped(number)` is a box's memory: its sizes, then the bytes of an element.
+
+    Reading assembles bands of whole rows, of at most CHUNK bytes unless a single row is more.
+    """
+
+    def __init__(
+        self, where: str, shape: Shape, itemsize: int, boxes: Sequence[Box],
+        mapped: Callable[[int], Tensor],
+    ) -> None:  # fmt: skip
+        self._where = where
+        # a scalar is read as a vector of one element
+        self._shape = shape or (1,)
+        self._itemsize = itemsize
+        self._boxes = [Box(box.offsets or (0,), box.sizes or (1,)) for box in boxes]
+        self._mapped = mapped
+        self._held: dict[int, Tensor] = {}
+        self._require_inside()
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """Bytes of elements [start, stop) of the flattened tensor, with the first one's number.
+        Raises CheckpointError."""
+        row = math.prod(self._shape[1:])
+        rows = max(CHUNK // (row * self._itemsize), 1)
+        for first in range(start // row, -(-stop // row), rows):
+            last = min(first + rows, -(-stop // row))
+            band = as_bytes(self._band(first, last).view(-1))
+            low, high = max(start, first * row), min(stop, last * row)
+            begin = (low - first * row) * self._itemsize
+            yield low, band[begin : begin + (high - low) * self._itemsize]
+        self._held.clear()
+
+    def _band(self, first: int, last: int) -> Tensor:
+        """Rows [first, last)."""
+        shape = (last - first, *self._shape[1:])
+        band = torch.empty((*shape, self._itemsize), dtype=torch.uint8)
+        filled = torch.zeros(shape, dtype=torch.uint8)
+        for number, box in enumerate(self._boxes):
+            low, high = max(first, box.offsets[0]), min(last, box.offsets[0] + box.sizes[0])
+            if low >= high:
+                self._held.pop(number, None)
+                continue
+            others = zip(box.offsets[1:], box.sizes[1:], strict=True)
+            place = (slice(low - first, high - first), *(slice(o, o + s) for o, s in others))
+            band[place] = self._memory(number)[low - box.offsets[0] : high - box.offsets[0]]
+            filled[place] += 1
+        if not bool((filled == 1).all()):
+            raise CheckpointError(f"{self._where}: chunks overlap or leave a gap")
+        return band
+
+    def _memory(self, number: int) -> Tensor:
+        if number not in self._held:
+            sizes = (*self._boxes[number].sizes, self._itemsize)
+            found = self._mapped(number)
+            if math.prod(found.shape) != math.prod(sizes):
+                raise CheckpointError(
+                    f"{self._where}: a chunk has {math.prod(found.shape)} bytes instead of "
+                    f"{math.prod(sizes)}"
+                )
+            self._held[number] = found.reshape(sizes) if found.dim() != len(sizes) else found
+        return self._held[number]
+
+    def _require_inside(self) -> None:
+        for offsets, sizes in self._boxes:
+            if len(offsets) != len(self._shape) or any(
+                offset < 0 or size < 1 or offset + size > whole
+                for offset, size, whole in zip(offsets, sizes, self._shape, strict=True)
+            ):
+                raise CheckpointError(f"{self._where}: a chunk lies outside of the tensor")

@@ -1,0 +1,127 @@
+"""A checkpoint of torch.distributed.checkpoint, read as a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.engine import WEIGHT
+from pipeline.errors import CheckpointError
+from pipeline.state.dtypes import code
+from pipeline.state.formats import Reading
+from pipeline.state.manifest import State, TensorEntry
+from pipeline.state.source import StateSource
+from stages.formats.adam import fresh_progress, require_moments
+from stages.formats.dcp_boxes import Boxes
+from stages.formats.dcp_chunks import Spot, map_bytes
+from stages.formats.dcp_index import Item, Path_, StoredTensor, read_items, writers
+from stages.formats.dcp_optimizer import ROOT, DcpOptimizer
+
+MODEL = "model"
+
+
+def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSource:
+    """The state in the folders `parts` of `folder`. Raises CheckpointError."""
+    items: dict[Path_, Item] = {}
+    for part in parts:
+        items |= read_items(part)
+    weights = _weights(items, folder)
+    optimizer = DcpOptimizer({} if reading.weights_only else items, str(folder))
+    if not optimizer.moments and not reading.weights_only:
+        raise CheckpointError(
+            f"{folder}: holds no optimizer state", hint="--weights-only takes the weights alone"
+        )
+    return DcpSource(folder, weights, optimizer, writers(items), reading.samples)
+
+
+def _weights(items: Mapping[Path_, Item], folder: Path) -> dict[str, StoredTensor]:
+    """Under `model`, or where that is not, beside the optimizer."""
+    nested = {
+        ".".join(path[1:]): item
+        for path, item in items.items()
+        if path[0] == MODEL and len(path) > 1 and isinstance(item, StoredTensor)
+    }
+    beside = {
+        path[0]: item
+        for path, item in items.items()
+        if len(path) == 1 and path[0] != ROOT and isinstance(item, StoredTensor)
+    }
+    if not nested and not beside:
+        raise CheckpointError(f"{folder}: holds no weights")
+    return nested or beside
+
+
+class DcpSource(StateSource):
+    """Tensors as boxes, each mapped while it is read and verified when it first is."""
+
+    def __init__(
+        self, folder: Path, weights: Mapping[str, StoredTensor], optimizer: DcpOptimizer,
+        world_size: int, samples: int,
+    ) -> None:  # fmt: skip
+        self.where = str(folder)
+        self.world_size = world_size
+        self.writer = {"format": "dcp"}
+        self._verified: set[Spot] = set()
+        self._stored = {f"{WEIGHT}/{name}": tensor for name, tensor in weights.items()}
+        for name, kinds in optimizer.moments.items():
+            if name not in weights:
+                raise CheckpointError(f"{folder}: holds optimizer state of {name}, but no weight")
+            require_moments(kinds, self.where, name)
+            self._stored |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
+        self.tensors = {
+            key: TensorEntry(key=key, dtype=code(stored.dtype), shape=stored.shape)
+            for key, stored in self._stored.items()
+        }
+        updates = optimizer.updates()
+        aliases = dict(self._aliases(list(updates)))
+        for alias in aliases:
+            del self._stored[f"{WEIGHT}/{alias}"], self.tensors[f"{WEIGHT}/{alias}"]
+        moments = sorted({kind for kinds in optimizer.moments.values() for kind in kinds})
+        self.state = State(
+            aliases=aliases,
+            frozen=[name for name in weights if name not in updates and name not in aliases],
+            groups=optimizer.groups(),
+            updates=updates,
+            moments=moments,
+            loss_scale=None,
+        )
+        self.step = max(updates.values(), default=0)
+        self.progress = fresh_progress(self.step, samples)
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        if key not in self._stored:
+            raise CheckpointError(f"{self.where}: holds no {key}")
+        stored = self._stored[key]
+
+        def mapped(number: int) -> Tensor:
+            spot = stored.spots[number]
+            found = map_bytes(spot, key, verify=spot not in self._verified)
+            self._verified.add(spot)
+            return found
+
+        boxes = Boxes(
+            f"{self.where}: {key}", stored.shape, self.tensors[key].itemsize, stored.boxes, mapped
+        )
+        yield from boxes.read(start, stop)
+
+    def close(self) -> None:
+        self._stored.clear()
+
+    def _aliases(self, trained: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Matrices without optimizer state that equal a trained one: other names of tied ones."""
+        for key, entry in self.tensors.items():
+            kind, _, name = key.partition("/")
+            if kind != WEIGHT or name in trained or len(entry.shape) < 2:
+                continue
+            for other in trained:
+                twin = self.tensors[f"{WEIGHT}/{other}"]
+                same = (twin.shape, twin.dtype) == (entry.shape, entry.dtype)
+                if same and self._equal(key, twin.key, entry.numel):
+                    yield name, other
+                    break
+
+    def _equal(self, one: str, other: str, numel: int) -> bool:
+        both = zip(self.read(one, 0, numel), self.read(other, 0, numel), strict=False)
+        return all(a == b for (_, a), (_, b) in both)

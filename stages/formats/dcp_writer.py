@@ -1,0 +1,106 @@
+"""Write a state with torch.distributed.checkpoint, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from pipeline.engine import WEIGHT
+from pipeline.errors import CheckpointError
+from pipeline.state.dtypes import dtype
+from pipeline.state.offline import appearing
+from pipeline.state.source import StateSource
+from stages.formats.adam import MOMENTS
+from stages.formats.assembled import assembled
+
+
+def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
+    """Write `folder`; returns what to know before loading it. Raises CheckpointError for a state of
+    another optimizer than Adam."""
+    if source.state.moments and set(source.state.moments) != set(MOMENTS):
+        raise CheckpointError(
+            f"{source.where}: only weights and Adam's moments can be written, here are "
+            + ", ".join(source.state.moments)
+        )
+    keys: dict[str, str] = {}
+    model = {name: _promise(source, key, keys, f"model.{name}") for name, key in _names(source)}
+    state: dict[str, Any] = {"model": model}
+    if source.state.moments:
+        state["optimizer"] = _optimizer(source, keys)
+    with appearing(folder) as partial, warnings.catch_warnings():
+        # One process is the intent; torch warns whenever it is asked to.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(
+            state,
+            storage_writer=FileSystemWriter(partial, single_file_per_rank=True, overwrite=False),
+            planner=_Planner(source, keys),
+            no_dist=True,
+        )
+    return [
+        "load it with torch.distributed.checkpoint.load into what get_model_state_dict and "
+        "get_optimizer_state_dict(options=StateDictOptions(flatten_optimizer_state_dict=True)) "
+        "return, as {'model': ..., 'optimizer': ...}"
+    ]
+
+
+class _Planner(DefaultSavePlanner):
+    """The state dict promises tensors; each is read from the source when it is to be written."""
+
+    def __init__(self, source: StateSource, keys: dict[str, str]) -> None:
+        super().__init__()
+        self._source = source
+        self._keys = keys
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn in self._keys:
+            return assembled(self._source, self._keys[index.fqn])
+        return super().lookup_object(index)
+
+
+def _names(source: StateSource) -> list[tuple[str, str]]:
+    """Every name of a model's state dict, tied ones too, and the key of its tensor."""
+    own = {
+        key.removeprefix(f"{WEIGHT}/"): key
+        for key in source.tensors
+        if key.startswith(f"{WEIGHT}/")
+    }
+    return [*own.items(), *((alias, own[name]) for alias, name in source.state.aliases.items())]
+
+
+def _promise(source: StateSource, key: str, keys: dict[str, str], name: str) -> Tensor:
+    """A tensor without memory; `keys` notes what will be in it."""
+    keys[name] = key
+    entry = source.tensors[key]
+    return torch.empty(tuple(entry.shape), dtype=dtype(entry.dtype), device="meta")
+
+
+def _optimizer(source: StateSource, keys: dict[str, str]) -> dict[str, Any]:
+    """As `get_optimizer_state_dict` flattens it."""
+    found: dict[str, Any] = {}
+    for name, count in source.state.updates.items():
+        found[f"state.{name}.step"] = torch.tensor(float(count))
+        for moment in MOMENTS:
+            key = f"state.{name}.{moment}"
+            found[key] = _promise(source, f"{moment}/{name}", keys, f"optimizer.{key}")
+    for group in source.state.groups:
+        settings = _all_settings(dict(group.settings))
+        for name in group.parameters:
+            found |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
+    return found
+
+
+def _all_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """A group as torch's AdamW has it; loading asks for every one of its keys."""
+    known = {**settings, "betas": tuple(settings["betas"])} if "betas" in settings else settings
+    group = dict(torch.optim.AdamW([torch.zeros(1)], **known).param_groups[0])
+    del group["params"]
+    return {**group, "initial_lr": group["lr"]}

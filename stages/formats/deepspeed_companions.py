@@ -1,0 +1,37 @@
+"""What `checkpoint.deepspeed` puts beside DeepSpeed's files: progress and random streams."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.artifacts import Progress
+from pipeline.errors import CheckpointError
+from pipeline.state.planning import random_key
+from stages.checkpoint.steps import PROGRESS, read_json
+from stages.formats.mapped import Stored, whole
+
+
+def own_progress(folder: Path) -> dict[str, Any] | None:
+    """The progress of a training of ours; None for a checkpoint of another tool."""
+    if not (folder / PROGRESS).is_file():
+        return None
+    record = read_json(folder / PROGRESS)
+    try:
+        return vars(Progress(**record["progress"]))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / PROGRESS}: of another version: {error}") from error
+
+
+def own_random(folder: Path) -> dict[str, Stored]:
+    """The states of every rank's generators, by key."""
+    found = {}
+    for file in folder.glob("random-*.json"):
+        rank = int(file.stem.removeprefix("random-"))
+        for name, text in read_json(file).items():
+            data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            found[random_key(rank, name)] = whole(data)
+    return found
