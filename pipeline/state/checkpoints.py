@@ -58,6 +58,7 @@ class StateCheckpoints(Checkpoints):
                 self._store.clean()
         self._identity = ctx.dist.share(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
         self._attempts = 0
+        self._writer_facts = {"engine": dict(engine.facts()), "packages": _versions()}
         self._plan = make_plan(engine, ctx.dist, format)
         layout = self._plan.layout
         self._arena = Arena(layout.size)
@@ -151,7 +152,7 @@ class StateCheckpoints(Checkpoints):
         return {
             "step": progress.step,
             "world_size": self._ctx.dist.world_size,
-            "writer": {"engine": dict(self._engine.facts()), "packages": _versions()},
+            "writer": self._writer_facts,
             "progress": vars(progress),
             "state": stored_state(self._engine.state()).model_dump(),
         }

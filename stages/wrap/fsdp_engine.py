@@ -174,6 +174,13 @@ class FsdpEngine(TorchEngine):
             self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self.plan.max_grad_norm
         )
 
+    def settle(self) -> None:
+        # After a forward pass without backward (evaluation), units may still be gathered.
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+        super().settle()
+
     def facts(self) -> Mapping[str, Any]:
         parameters = list(self.model.parameters())
         return {

@@ -31,7 +31,7 @@ class TorchEngine(Engine):
         """The model itself, with names as in the source."""
 
     def state(self) -> EngineState:
-        self._start()
+        self.settle()
         trained = dict(self._trained())
         return EngineState(
             shapes={name: tuple(tensor.shape) for name, tensor in stored_tensors(self.module)},
@@ -44,7 +44,7 @@ class TorchEngine(Engine):
         )
 
     def fragments(self) -> Iterator[Fragment]:
-        self._start()
+        self.settle()
         trained = dict(self._trained())
         for name, tensor in stored_tensors(self.module):
             kinds = {WEIGHT: tensor}
@@ -57,7 +57,7 @@ class TorchEngine(Engine):
                 yield Fragment(name=name, shape=tuple(tensor.shape), start=start, state=state)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        self._start()
+        self.settle()
         for name, kept in self._trained():
             set_updates(kept, state.updates[name], self.optimizer)
         if self.scaler is not None and state.loss_scale is not None:
@@ -67,7 +67,8 @@ class TorchEngine(Engine):
     def refresh(self) -> None:
         """Masters are the parameters themselves."""
 
-    def _start(self) -> None:
+    def settle(self) -> None:
+        """Bring parameters and optimizer into the form in which state is read and written."""
         start_state(self.optimizer, self.plan.moments)
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.pipe import Pipe
+from tests.support.recorded import Recorded, record
 
 HERE = Path(__file__).parent
 ENTRIES = {
@@ -40,3 +43,19 @@ def pipe(plugin: Path, tmp_path: Path) -> Iterator[Pipe]:
     pipe = Pipe(plugin, tmp_path)
     yield pipe
     assert pipe.processes() == []
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A folder where to force a file to disk takes no time."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module", params=["sharded", "full"])
+def recorded(request: pytest.FixtureRequest, memory: Path) -> Recorded:
+    """Two writers of either layout, and their operations."""
+    folder = memory / request.param
+    folder.mkdir()
+    return record(folder, request.param)

@@ -80,6 +80,13 @@ def _result(folder: Path, rank: int, exitcode: int | None) -> Any:
     return json.loads(path.read_text())
 
 
+def _allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on CPUs without fp16 arithmetic; torch computes it on all of them."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
 def _rank(
     function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
 ) -> None:
@@ -93,6 +100,7 @@ def _rank(
     from pipeline.dist import Dist
 
     torch.set_num_threads(1)
+    _allow_fp16()
     try:
         store = torch.distributed.FileStore(f"{folder}/store", world_size)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from pipeline.artifacts import LossScaling, Precision, Progress
+from pipeline.artifacts import LossScaling, ModelSource, Precision, Progress
 from pipeline.dist import Dist
 from pipeline.engine import Engine
 from stages.checkpoint.sharded import ShardedCheckpoint
@@ -57,8 +57,8 @@ class Setting:
     checkpoint: dict[str, Any] = field(default_factory=dict)
 
 
-def make_engine(ctx: Any, setting: Setting) -> Engine:
-    """A tiny tied model of odd sizes with one frozen layer, two optimizer groups."""
+def source(ctx: Any, setting: Setting) -> ModelSource:
+    """A tiny tied model of odd sizes, with a frozen layer."""
     made = HfModel(config={**TINY, **setting.model}, init="random").run(ctx)
     build: Callable[[], Any] = made.build
 
@@ -69,13 +69,18 @@ def make_engine(ctx: Any, setting: Setting) -> Engine:
         return module
 
     made.build = build_frozen  # type: ignore[method-assign]
+    return made
+
+
+def make_engine(ctx: Any, setting: Setting) -> Engine:
+    """The model under the setting's strategy, with two optimizer groups."""
     precision = Precision(
         master=setting.master, compute=setting.compute, reduce="fp32", buffer=None,  # type: ignore[arg-type]
         loss_scaling=setting.loss_scaling,
     )  # fmt: skip
     plan = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     wrap = WRAPS[setting.wrap] if setting.wrap in WRAPS else nvme_wrap(setting.nvme)
-    return wrap.run(ctx, made, precision, plan)
+    return wrap.run(ctx, source(ctx, setting), precision, plan)
 
 
 def nvme_wrap(path: str) -> Zero:
@@ -121,9 +126,7 @@ def digest(engine: Engine, dist: Dist) -> dict[str, str]:
             assert whole.setdefault(key, {}).setdefault(start, text) == text, f"{key} differs"
     state = engine.state()
     digests = {key: _digest(parts) for key, parts in whole.items()}
-    groups = [
-        (sorted(group.settings.items()), sorted(group.parameters)) for group in state.groups
-    ]
+    groups = [(sorted(group.settings.items()), sorted(group.parameters)) for group in state.groups]
     rest = {
         "groups": sorted(map(str, groups)),
         "updates": sorted(state.updates.items()),

@@ -137,8 +137,6 @@ def read_digests(store: Store, name: str) -> dict[str, str]:
     reader = CheckpointReader(store, name)
     try:
         reader.verify()
-        return {
-            key: hashlib.sha256(reader.read_bytes(key)).hexdigest() for key in reader.tensors
-        }
+        return {key: hashlib.sha256(reader.read_bytes(key)).hexdigest() for key in reader.tensors}
     finally:
         reader.close()

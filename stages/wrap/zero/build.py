@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.wrap.birth import cast_buffers, expected_buffers
 from stages.wrap.witness import attest
@@ -32,6 +33,11 @@ def build(
         text = json.dumps(config, indent=1) + "\n"
         (ctx.run_dir / "deepspeed.json").write_text(text, "utf-8")
     compat.start(ctx.dist, ctx.log)
+    if precision.compute == "fp16" and not compat.computes_fp16():
+        raise StageError(
+            "DeepSpeed refuses fp16 on this device, which has no fp16 arithmetic",
+            hint="set compute: bf16 in the precision slot",
+        )
     if stage.stage == 3:
         module = birth.partitioned(model, precision, ctx.dist, config)
     else:

@@ -81,6 +81,13 @@ class _ToRunLog(logging.Handler):
         self._log.log(level, "deepspeed: %s", record.getMessage())
 
 
+def computes_fp16() -> bool:
+    """Whether DeepSpeed agrees to train in fp16 on the device at hand."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
 def zero_stage(optimizer: Any) -> int:
     """The stage that a live ZeRO optimizer implements."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer

@@ -43,7 +43,7 @@ def test_state_travels_between_strategies_and_world_sizes(
 @pytest.mark.parametrize(("first", "second"), [("zero3 nvme", "fsdp full"), ("ddp", "zero3 nvme")])
 def test_state_travels_from_and_to_disk_offload(first: str, second: str, tmp_path: Path) -> None:
     """A block of 1 MiB is the least that is swapped, so this model is larger."""
-    big = {"vocab_size": 6001, "hidden_size": 100, "num_attention_heads": 4}
+    big = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
     nvme = str(tmp_path / "nvme")
     saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap=first, model=big, nvme=nvme), 2)[0]
     ranks = 3 if second == "fsdp full" else 2

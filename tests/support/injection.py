@@ -1,0 +1,132 @@
+"""Faults at the file operations of a process: killed before, in or after the n-th, or it fails.
+
+Only operations on files under one folder count, so that what Python does for itself does not.
+Imports nothing heavy: `sitecustomize.py` of a writer process calls `install_from_environment`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from typing import Any
+
+OPERATIONS = (
+    "mkdir", "open", "posix_fallocate", "pwrite", "fsync", "close", "rename", "unlink", "rmdir",
+)  # fmt: skip
+VARIABLE = "TEST_FAULT"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fault:
+    """Where and how. `how`: `before`, `half` (of a write) or `after` kill; the name of an errno
+    makes the operation fail, with `lasting` all later ones of its kind too."""
+
+    root: str
+    at: int = -1
+    """Number of the operation, from 0; -1 for none."""
+    how: str = ""
+    lasting: bool = False
+    log: str = ""
+    """File that lists the operations."""
+
+
+def install(fault: Fault) -> None:
+    """Patch `os` in this process."""
+    injector = _Injector(fault)
+    for name in OPERATIONS:
+        setattr(os, name, injector.wrap(name, getattr(os, name)))
+
+
+def install_from_environment() -> None:
+    """As VARIABLE says, if it does."""
+    if VARIABLE in os.environ:
+        install(Fault(**json.loads(os.environ[VARIABLE])))
+
+
+SITECUSTOMIZE = """\
+import sys
+if "pipeline.state.writer" in sys.orig_argv:
+    from tests.support.injection import install_from_environment
+    install_from_environment()
+"""
+"""To be put on the path of a run; patches its writers only."""
+
+
+class _Injector:
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._files: set[int] = set()
+        self._count = 0
+        self._failing = ""
+        self._log = open(fault.log, "a", buffering=1) if fault.log else None  # noqa: SIM115, PTH123
+
+    def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def patched(first: Any, *rest: Any, **named: Any) -> Any:
+            if not self._concerns(first, named):
+                return real(first, *rest, **named)
+            self._begin(name, first, rest, real)
+            result = None
+            try:
+                result = real(first, *rest, **named)
+                return result
+            finally:  # what finds nothing to do is an operation too
+                self._end(name, first, result)
+
+        return patched
+
+    def _concerns(self, first: Any, named: dict[str, Any]) -> bool:
+        if isinstance(first, int):
+            return first in self._files
+        return named.get("dir_fd") in self._files or os.fspath(first).startswith(self._fault.root)
+
+    def _begin(self, name: str, first: Any, rest: tuple[Any, ...], real: Any) -> None:
+        fault = self._fault
+        here = self._count == fault.at
+        if here and fault.how == "before":
+            _die()
+        if here and fault.how == "half" and name == "pwrite":
+            data, offset = rest
+            real(first, data[: len(data) // 2], offset)
+            _die()
+        failing = here or (fault.lasting and self._failing == name)
+        if failing and hasattr(errno, fault.how):
+            self._failing = name
+            self._count += 1
+            number = getattr(errno, fault.how)
+            if name == "close":
+                real(first)  # as Linux does
+            raise OSError(number, os.strerror(number), *_path(first))
+
+    def _end(self, name: str, first: Any, result: Any) -> None:
+        if self._log is not None:
+            self._log.write(f"{name} {first}\n")
+        if name == "open" and result is not None:
+            self._files.add(result)
+        elif name == "close":
+            self._files.discard(first)
+        if self._count == self._fault.at and self._fault.how == "after":
+            _die()
+        self._count += 1
+
+
+def _path(first: Any) -> tuple[str, ...]:
+    return () if isinstance(first, int) else (os.fspath(first),)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit_file_size(fault: Fault) -> None:
+    """No file of this process may grow beyond `fault.at` bytes, until `unlimit_file_size`: the
+    nearest thing to a full disk that needs no privileges."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (fault.at, resource.RLIM_INFINITY))
+
+
+def unlimit_file_size() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -1,0 +1,188 @@
+"""Two writers cooperate on a checkpoint while one of them has a fault; then what the store holds.
+
+`python -m tests.support.sweep`, a process without torch or threads that can fork in no time, reads
+a pickled Sweep from standard input and writes a list, a Seen for each fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.state.local_store import LocalStore
+from pipeline.state.object_store import ObjectStore
+from pipeline.state.store import Store
+from pipeline.state.writer import carry_out
+from tests.support import injection
+from tests.support.injection import Fault
+from tests.support.tiny_store import Tiny, digests, job, read_digests
+
+PREVIOUS, NEW, NEXT = 1, 2, 3
+REPOSITORY = Path(__file__).parent.parent.parent
+
+
+class Injected(NamedTuple):
+    """Which rank has which fault."""
+
+    rank: int
+    fault: Fault
+    grace: float
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sweep:
+    """`root` is made anew for each fault. `grace`: seconds after the end of rank 1 when rank 0, if
+    it still waits, is killed as launchers do."""
+
+    tiny: Tiny
+    root: str
+    faults: list[Injected]
+    install: Callable[[Fault], None] = injection.install
+
+
+@dataclasses.dataclass
+class Saved:
+    """How a save ended, for each rank."""
+
+    fates: list[int]
+    """Exit codes; negative if it was killed."""
+    problems: list[str]
+    """Of its outcome; empty also if it has none."""
+    warnings: list[list[str]]
+
+
+@dataclasses.dataclass
+class Found:
+    """What is in the store."""
+
+    names: list[str]
+    exact: bool
+    """Whether everything that is listed is what it should be."""
+    left: list[str]
+    """What else is there."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Seen:
+    """The save with the fault and what it left; the next save, after a cleaning, and what is there
+    then."""
+
+    saved: Saved
+    after: Found
+    next_saved: Saved
+    end: Found
+
+
+def sweep(work: Sweep, limit: float = 300) -> list[Seen]:
+    """In a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.sweep"], input=pickle.dumps(work), timeout=limit,
+        stdout=subprocess.PIPE, check=True, cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    return pickle.loads(done.stdout)  # noqa: S301
+
+
+def main() -> None:
+    work: Sweep = pickle.load(sys.stdin.buffer)  # noqa: S301
+    root = Path(work.root)
+    base = root.with_name(root.name + "-base")
+    assert save(work.tiny, PREVIOUS).problems == ["", ""]
+    root.rename(base)
+    seen = []
+    for injected in work.faults:
+        shutil.copytree(base, root)
+        seen.append(one(work, injected))
+        shutil.rmtree(root)
+    shutil.rmtree(base)
+    sys.stdout.buffer.write(pickle.dumps(seen))
+
+
+def one(work: Sweep, injected: Injected) -> Seen:
+    """The save with the fault, and the next one."""
+    store = store_of(work)
+
+    def prepare(rank: int) -> None:
+        if rank == injected.rank:
+            work.install(injected.fault)
+
+    saved = save(work.tiny, NEW, prepare, injected.grace)
+    after = look(store, work.root)
+    store.clean()
+    following = save(work.tiny, NEXT)
+    return Seen(saved=saved, after=after, next_saved=following, end=look(store, work.root))
+
+
+def store_of(work: Sweep) -> Store:
+    address = work.tiny.setups[0].store
+    return ObjectStore(address) if "://" in address else LocalStore(address)
+
+
+def look(store: Store, root: str) -> Found:
+    """Read everything that the store lists."""
+    names = list(store.names())
+    exact = all(read_digests(store, name) == digests(int(name[5:])) for name in names)
+    left = sorted(path.name for path in Path(root).iterdir() if path.name not in names)
+    return Found(names, exact, left)
+
+
+def save(
+    tiny: Tiny, step: int, prepare: Callable[[int], Any] = lambda rank: None, grace: float = 10
+) -> Saved:
+    """Fork two writers."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(rank)) for rank in range(2)]
+        pids = [_fork(tiny, step, rank, prepare, files[rank]) for rank in range(2)]
+        fates = _reap(pids, grace)
+        told = [json.loads(path.read_text()) if path.exists() else {} for path in files]
+    return Saved(fates, [t.get("problem", "") for t in told], [t.get("warnings", []) for t in told])
+
+
+def _fork(tiny: Tiny, step: int, rank: int, prepare: Callable[[int], Any], tell: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work = job(step, f"attempt{step}")
+        prepare(rank)
+        outcome = carry_out(tiny.setups[rank], work, tiny.arena(rank, step))
+        injection.unlimit_file_size()
+        tell.write_text(outcome.model_dump_json())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _reap(pids: list[int], grace: float) -> list[int]:
+    fates: dict[int, int] = {}
+    deadline = None
+    while len(fates) < len(pids):
+        for pid in set(pids) - set(fates):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                fates[pid] = os.waitstatus_to_exitcode(status)
+        if pids[1] in fates:
+            deadline = deadline or time.monotonic() + grace
+            if time.monotonic() > deadline and pids[0] not in fates:
+                os.kill(pids[0], signal.SIGKILL)
+        time.sleep(0.0005)
+    return [fates[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    # Under its own name, which pickles need.
+    from tests.support import sweep as this
+
+    this.main()
