@@ -59,7 +59,7 @@ class LocalStore(Store):
             if not aside.exists():
                 break
         (self._root / name).rename(aside)
-        sync(self._root)
+        _sync(self._root)
         return str(aside)
 
     def delete(self, name: str) -> None:
@@ -70,7 +70,7 @@ class LocalStore(Store):
     def clean(self) -> None:
         for path in self._root.iterdir() if self._root.is_dir() else ():
             if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
 
 class _LocalAttempt(Attempt):
@@ -104,12 +104,17 @@ class _LocalAttempt(Attempt):
 
     def commit(self, manifest: bytes) -> None:
         self.put(MANIFEST, manifest)
-        sync(self._folder)
+        _sync(self._folder)
         self._folder.rename(self._final)
-        sync(self._final.parent)
+        _sync(self._final.parent)
 
     def abandon(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        # Under another name first, so that nobody goes on to write into it.
+        doomed = self._folder.with_name(self._folder.name.replace(".tmp-", ".deleted-"))
+        with contextlib.suppress(OSError):
+            self._folder.rename(doomed)
+            _remove(doomed)
+        _remove(self._folder)
 
 
 class _LocalSink(Sink):
@@ -173,7 +178,18 @@ def _make_durable(folder: Path) -> None:
         return
     _make_durable(folder.parent)
     folder.mkdir(exist_ok=True)
-    sync(folder.parent)
+    _sync(folder.parent)
+
+
+def _remove(folder: Path) -> None:
+    """As far as that is possible."""
+    with contextlib.suppress(OSError):  # not all of which rmtree ignores
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    with _naming(folder):
+        sync(folder)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
+from pipeline.errors import CheckpointError, PipeError
 from pipeline.launch.children import die_with
 from pipeline.state import blocks
 from pipeline.state.manifest import DataFile, Manifest, Part, Piece, TensorEntry
@@ -133,7 +134,7 @@ def carry_out(setup: Setup, job: Job, arena: memoryview) -> Outcome:
         digests = _collect(setup.skeleton, attempt, report)
         attempt.commit(_manifest(setup.skeleton, job, attempt.prefix, digests).dump())
     except Exception as error:
-        outcome.problem = describe(error)
+        outcome.problem = _problem(setup, error)
         if attempt is not None:
             _give_up(setup, attempt, outcome.problem)
         return outcome
@@ -151,16 +152,21 @@ def report_name(rank: int) -> str:
 
 def describe(error: Exception) -> str:
     """An error in one line."""
+    if isinstance(error, PipeError):
+        return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-class _Failed(Exception):
+class _Failed(CheckpointError):
     """Another rank's writer has failed."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+
+def _problem(setup: Setup, error: Exception) -> str:
+    if setup.skeleton is None and isinstance(error, FileNotFoundError):
+        return f"rank 0 gave up, or somebody removed the files: {error.filename} is gone"
+    return describe(error)
 
 
 def _give_up(setup: Setup, attempt: Attempt, problem: str) -> None:

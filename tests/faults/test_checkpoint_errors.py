@@ -5,29 +5,43 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.injection import Fault
-from tests.support.recorded import NEXT, OLD, Recorded
-from tests.support.sweep import Found, Injected
+from tests.support.injection import Fault, limit_file_size
+from tests.support.recorded import NEW, NEXT, OLD, Recorded
+from tests.support.sweep import REPOSITORY, Found, Injected, Seen
 
 ERRORS = ("ENOSPC", "EIO", "EDQUOT")
-GRACE = 2.0
+GRACE = 0.4
 """Rank 0 ends by itself, unless rank 1 could not even report."""
-COUNT = 40
+COUNT = 25
+
+
+def require_untouched(recorded: Recorded, fault: Fault, seen: Seen, problem: str) -> None:
+    """Nothing was committed, the rank's error says what and where, the next save succeeds."""
+    assert seen.after.names == [OLD], fault
+    assert seen.after.exact, fault
+    assert problem.startswith(f"{os.strerror(getattr(errno, fault.how))}: {recorded.attempt}"), (
+        fault
+    )
+    assert seen.next_saved.problems == ["", ""], fault
+    assert seen.end == Found([NEXT], True, []), fault
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_operation_commits_nothing_and_is_told(recorded: Recorded, rank: int) -> None:
     chance = random.Random(rank)
     operations = recorded.operations[rank]
-    last = recorded.commit if rank == 0 else len(operations) - 1
-    made = range(len(operations))[operations.index(f"mkdir {recorded.attempt}") + 1 : last + 1]
+    last = recorded.commit if rank == 0 else recorded.report
     faults = [
         Fault(
             root=str(recorded.root),
-            at=chance.choice(made),
+            at=chance.randint(operations.index(f"mkdir {recorded.attempt}") + 1, last),
             how=chance.choice(ERRORS),
             lasting=chance.random() < 0.5,
         )
@@ -35,13 +49,74 @@ def test_a_failing_operation_commits_nothing_and_is_told(recorded: Recorded, ran
     ]
     found = recorded.sweep([Injected(rank, fault, GRACE) for fault in faults])
     for fault, seen in zip(faults, found, strict=True):
-        assert seen.after.names == [OLD], fault
-        assert seen.after.exact, fault
         problem = seen.saved.problems[rank]
-        text = os.strerror(getattr(errno, fault.how))
-        assert problem.startswith(f"{text}: {recorded.attempt}"), (fault, problem)
+        require_untouched(recorded, fault, seen, problem)
         if rank == 1 and seen.saved.fates[0] == 0:
             assert seen.saved.problems[0] == f"rank 1: {problem}"
             assert seen.after.left == []
-        assert seen.next_saved.problems == ["", ""], fault
-        assert seen.end == Found([NEXT], True, []), fault
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_that_may_not_grow(recorded: Recorded, rank: int) -> None:
+    """A real error of the system at a place of its choice: each file that is too big for the limit
+    fails, and every smaller one succeeds."""
+    chance = random.Random(rank)
+    faults = [
+        Fault(root=str(recorded.root), at=chance.randrange(20_000), how="EFBIG") for _ in range(12)
+    ]
+    faults.append(Fault(root=str(recorded.root), at=0, how="EFBIG"))
+    found = recorded.sweep([Injected(rank, fault, GRACE) for fault in faults], limit_file_size)
+    for fault, seen in zip(faults, found, strict=True):
+        require_untouched(recorded, fault, seen, seen.saved.problems[rank])
+
+
+def test_a_failure_after_the_rename_leaves_a_whole_checkpoint(recorded: Recorded) -> None:
+    """It is told, because the rename may not survive a power loss."""
+    parent = recorded.commit + 1
+    faults = [Fault(root=str(recorded.root), at=place, how="EIO") for place in (parent, parent + 1)]
+    for seen in recorded.sweep([Injected(0, fault, GRACE) for fault in faults]):
+        assert seen.saved.problems[0] == f"Input/output error: {recorded.root}"
+        assert seen.after == Found([OLD, NEW], True, [])
+        assert seen.end == Found([NEXT], True, [])
+
+
+def test_a_failing_deletion_is_a_warning(recorded: Recorded) -> None:
+    forget = recorded.place(0, f"rename {recorded.root / OLD}")
+    faults = [
+        Fault(root=str(recorded.root), at=place, how="EIO")
+        for place, operation in enumerate(recorded.operations[0])
+        if place >= forget and not operation.startswith("close")
+    ]
+    found = recorded.sweep([Injected(0, fault, GRACE) for fault in faults])
+    for fault, seen in zip(faults, found, strict=True):
+        [warning] = seen.saved.warnings[0]
+        where = f"{recorded.root / OLD} cannot be deleted: Input/output error"
+        assert (warning, seen.saved.problems[0]) == (where, ""), fault
+        assert seen.after.names == ([OLD, NEW] if fault.at == forget else [NEW])
+        assert seen.after.exact
+        assert seen.end == Found([NEXT], True, [])
+
+
+def can_mount() -> bool:
+    """Whether this user may mount a file system of its own."""
+    unshare = shutil.which("unshare")
+    command = [unshare, "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return unshare is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs user namespaces that may mount")
+def test_disks_of_many_sizes(tmp_path: Path) -> None:
+    """Some have room for the second checkpoint. On a full one the first stays as it is, and what
+    was begun is removed."""
+    command = ["unshare", "-Urm", sys.executable, "-m", "tests.support.small_disks", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, check=True, cwd=REPOSITORY, env=environment, stdout=-1, text=True
+    )
+    told = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert len(told) == 25
+    assert {kind for kind, _ in told} == {"saved", "full"}
+    for kind, problem in told:
+        if kind == "full":
+            assert "No space left on device: " in problem
+            assert str(tmp_path / f"{NEW}.tmp-") in problem
