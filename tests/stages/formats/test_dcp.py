@@ -1,0 +1,191 @@
+"""torch.distributed.checkpoint: what was live comes out of every layout, and goes in again."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.errors import CheckpointError
+from pipeline.state.formats import Reading
+from pipeline.state.source import StateSource
+from stages.formats.canonical import Canonical
+from stages.formats.dcp import Dcp
+from stages.formats.dcp_boxes import Box, Boxes
+from stages.formats.dcp_metadata import read_metadata
+from tests.support.formats import digest_of, load_dcp, same, save_dcp
+from tests.support.processes import run_ranks
+from tests.support.state import Setting
+
+STEP = "step-00000003"
+
+
+def opened(folder: Path, **reading: Any) -> StateSource:
+    form = Dcp()
+    assert form.detect(folder)
+    return form.open(folder, Reading(**reading))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Checkpoints of FSDP2 on three ranks in several layouts, and what was live."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(save_dcp, 3, str(folder), Setting(wrap="fsdp full"))[0]
+
+
+@pytest.mark.parametrize("layout", ["flat", "root", "nested"])
+def test_the_live_state_comes_out(layout: str, saved: tuple[Path, dict[str, str]]) -> None:
+    folder, live = saved
+    source = opened(folder / layout, samples=5)
+    assert digest_of(source) == same(live)
+    assert (source.step, source.world_size, source.progress["samples"]) == (3, 3, 5)
+    groups = [(g.settings["lr"], g.settings["weight_decay"]) for g in source.state.groups]
+    assert groups == [(1e-3, 0.1), (1e-3, 0.0)]
+    assert [len(group.parameters) for group in source.state.groups] == [15, 5]
+
+
+def test_columns_on_every_rank_make_rows(saved: tuple[Path, dict[str, str]]) -> None:
+    source = opened(saved[0] / "columns", weights_only=True)
+    parts = [(first, bytes(data)) for first, data in source.read("weight/w", 3, 31)]
+    assert parts[0][0] == 3
+    data = b"".join(data for _, data in parts)
+    assert data == torch.arange(3.0, 31.0).numpy().tobytes()
+
+
+def test_other_strategies_load_what_was_written(
+    saved: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    folder, live = saved
+    Canonical().write(opened(folder / "flat"), tmp_path / STEP)
+    Dcp().write(Canonical().open(tmp_path / STEP, Reading()), tmp_path / "dcp")
+    assert digest_of(opened(tmp_path / "dcp")) == same(live)
+    for told in run_ranks(load_dcp, 2, str(tmp_path), ["fsdp full", "ddp"])[0]:
+        assert told == live
+
+
+def test_weights_alone_keep_the_step_and_the_ties(saved: tuple[Path, dict[str, str]]) -> None:
+    source = opened(saved[0] / "flat", weights_only=True)
+    assert source.step == 3
+    assert source.state.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    with pytest.raises(CheckpointError, match=r"holds no optimizer state .*--weights-only"):
+        opened(saved[0] / "nested" / "pytorch_model_fsdp_0")
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        import os
+
+        return os.system, ("touch /tmp/pipe-bomb-went-off",)
+
+
+def pickle_of(value: Any, protocol: int) -> bytes:
+    return pickle.dumps(value, protocol=protocol)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_metadata_that_would_run_code_is_refused_by_name(protocol: int, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle_of({"state": Bomb()}, protocol))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: it holds posix\.system"):
+        opened(tmp_path)
+    assert not Path("/tmp/pipe-bomb-went-off").exists()
+
+
+@pytest.mark.parametrize("name", [
+    "torch.load", "torch.hub.load", "builtins.eval", "torch.distributed.checkpoint.metadata.os",
+    "torch.distributed.checkpoint.filesystem.FileSystem", "torch.Size.__class__",
+])  # fmt: skip
+def test_only_the_classes_of_metadata_are_admitted(name: str, tmp_path: Path) -> None:
+    module, _, attribute = name.rpartition(".")
+    (tmp_path / ".metadata").write_bytes(b"c%b\n%b\n." % (module.encode(), attribute.encode()))
+    with pytest.raises(CheckpointError, match=f"refused: it holds {name}"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(7)[:-1]])
+def test_metadata_that_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata: (cannot be read|is no metadata)"):
+        opened(tmp_path)
+
+
+def read_all(source: StateSource) -> None:
+    for key, entry in source.tensors.items():
+        for _ in source.read(key, 0, entry.numel):
+            pass
+
+
+def test_damaged_files(saved: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    file = shutil.copytree(saved[0] / "flat", tmp_path / "d") / "__1_0.distcp"
+    whole = file.read_bytes()
+    for place in (len(whole) // 3, len(whole) // 2, len(whole) - 900):
+        wrong = bytearray(whole)
+        wrong[place] ^= 4
+        file.write_bytes(wrong)
+        try:
+            read_all(opened(tmp_path / "d"))
+        except CheckpointError as error:
+            assert "__1_0.distcp" in str(error)  # noqa: PT017 - what is not noticed is below
+        else:
+            # nothing but padding and names of members that nobody reads
+            assert digest_of(opened(tmp_path / "d")) == same(saved[1])
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp .*"):
+        read_all(opened(tmp_path / "d"))
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp .*No such file"):
+        read_all(opened(tmp_path / "d"))
+
+
+def cut(shape: tuple[int, ...], edges: list[list[int]]) -> list[Box]:
+    """The boxes of a grid."""
+    axes = [
+        list(itertools.pairwise(sorted({0, size, *(e for e in own if e < size)})))
+        for size, own in zip(shape, edges, strict=True)
+    ]
+    return [
+        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*axes)
+    ]
+
+
+def boxes_of(whole: Tensor, boxes: list[Box]) -> Boxes:
+    def mapped(number: int) -> Tensor:
+        box = boxes[number]
+        part = whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].contiguous()
+        return part.view(-1).view(torch.uint8).view(*part.shape, whole.element_size())
+
+    return Boxes("w", tuple(whole.shape), whole.element_size(), boxes, mapped)
+
+
+@given(st.data())
+def test_any_range_of_any_grid(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    edges = [data.draw(st.lists(st.integers(0, 6), max_size=2)) for _ in shape]
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    found = io.BytesIO()
+    for first, part in boxes_of(whole, cut(shape, edges)).read(start, stop):
+        assert first == start + found.tell() // 2
+        found.write(part)
+    assert found.getvalue() == whole.view(-1)[start:stop].numpy().tobytes()
+
+
+@pytest.mark.parametrize(("boxes", "message"), [
+    ([Box((0, 0), (2, 3))], "overlap or leave a gap"),
+    ([Box((0, 0), (3, 3)), Box((2, 0), (2, 3))], "overlap or leave a gap"),
+    ([Box((0, 0), (5, 3))], "outside of the tensor"),
+    ([Box((0,), (4,))], "outside of the tensor"),
+])  # fmt: skip
+def test_boxes_that_are_no_tensor(boxes: list[Box], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        list(boxes_of(torch.zeros(4, 3), boxes).read(0, 12))

@@ -1,0 +1,164 @@
+"""Checkpoints of transformers' Trainer: names are found where they can be, and never guessed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import CheckpointError
+from pipeline.state.formats import Reading
+from pipeline.state.source import StateSource
+from stages.formats.assembled import assembled
+from stages.formats.canonical import Canonical
+from stages.formats.trainer import Trainer
+from stages.formats.trainer_names import identify
+from tests.support.runs import TINY
+
+
+def opened(folder: Path, **reading: Any) -> StateSource:
+    form = Trainer()
+    assert form.detect(folder)
+    return form.open(folder, Reading(**reading))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A checkpoint that transformers' Trainer wrote, its model and its optimizer."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("trainer")
+    config = transformers.AutoConfig.for_model(**TINY)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.model.layers[1].self_attn.parameters():
+        parameter.requires_grad_(False)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 101, (12, 8)).tolist()]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=3, save_steps=3, per_device_train_batch_size=2,
+        learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to=[], disable_tqdm=True,
+        save_strategy="steps",
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+    return folder / "checkpoint-3", model, trainer.optimizer.optimizer
+
+
+def test_weights_and_moments_by_name(trained: tuple[Path, Any, Any]) -> None:
+    folder, model, optimizer = trained
+    source = opened(folder, samples=6)
+    assert (source.step, source.progress["samples"]) == (3, 6)
+    assert source.state.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    named = dict(model.named_parameters())
+    assert len(source.state.updates) == 25
+    for name, parameter in named.items():
+        assert torch.equal(assembled(source, f"weight/{name}"), parameter.detach()), name
+        state = optimizer.state.get(parameter)
+        assert (name in source.state.frozen) == (not state)
+        for moment in ("exp_avg", "exp_avg_sq") if state else ():
+            assert torch.equal(assembled(source, f"{moment}/{name}"), state[moment]), name
+    assert set(source.state.updates.values()) == {3}
+    settings = [(g.settings["lr"], g.settings["weight_decay"]) for g in source.state.groups]
+    assert settings == [(1e-3, 0.1), (1e-3, 0.0)]
+
+
+def test_a_canonical_checkpoint_of_it_holds_the_same(
+    trained: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    source = opened(trained[0])
+    Canonical().write(source, tmp_path / "step-00000003")
+    written = Canonical().open(tmp_path / "step-00000003", Reading())
+    assert written.state == source.state
+    assert written.tensors == source.tensors
+    for key in source.tensors:
+        assert torch.equal(assembled(written, key), assembled(source, key))
+
+
+@pytest.fixture
+def copy(trained: tuple[Path, Any, Any], tmp_path: Path) -> Path:
+    return shutil.copytree(trained[0], tmp_path / "checkpoint-3")
+
+
+def test_nothing_but_tensors_is_read(copy: Path) -> None:
+    (copy / "training_args.bin").write_bytes(b"never opened")
+    opened(copy)
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return print, ("boom",)
+
+    torch.save({"state": Bomb()}, copy / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer.pt: refused: it holds print"):
+        opened(copy)
+
+
+def test_without_an_optimizer_there_are_weights(copy: Path) -> None:
+    (copy / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt: missing; it holds the optimizer's"):
+        opened(copy)
+    assert opened(copy, weights_only=True).state.moments == []
+
+
+def test_another_optimizer_is_named(copy: Path) -> None:
+    saved = torch.load(copy / "optimizer.pt", weights_only=True)
+    for state in saved["state"].values():
+        state["momentum_buffer"] = state.pop("exp_avg")
+    torch.save(saved, copy / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="the optimizer kept exp_avg_sq, momentum_buffer"):
+        opened(copy)
+
+
+def test_one_group_is_not_what_the_trainer_makes(copy: Path) -> None:
+    saved = torch.load(copy / "optimizer.pt", weights_only=True)
+    del saved["param_groups"][1]
+    torch.save(saved, copy / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="is not the state of an optimizer that the Trainer"):
+        opened(copy)
+
+
+def test_shards_with_an_index(copy: Path, tmp_path: Path) -> None:
+    whole = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = sorted(whole)
+    halves = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
+    for file, own in halves.items():
+        save_file({name: whole[name] for name in own}, copy / file)
+    index = {name: file for file, own in halves.items() for name in own}
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    source = opened(copy)
+    assert all(torch.equal(assembled(source, f"weight/{n}"), t) for n, t in whole.items())
+    index[names[0]] = "../a.safetensors"
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match="cannot be the name of a folder"):
+        opened(copy)
+
+
+def test_a_model_that_is_another(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 38}))
+    with pytest.raises(CheckpointError, match=r"has shape \[.*\], in config.json's model"):
+        opened(copy)
+    (copy / "config.json").write_text(json.dumps(config | {"architectures": ["Mine"]}))
+    with pytest.raises(CheckpointError, match="its model cannot be built"):
+        opened(copy)
+
+
+NAMED = [("a", (2, 3)), ("b", (2, 3)), ("c", (4,)), ("d", (2, 3))]
+
+
+def test_numbers_are_given_names_only_where_there_is_one_way() -> None:
+    assert identify([(2, 3), (2, 3), (4,), (2, 3)], NAMED, "f") == ["a", "b", "c", "d"]
+    assert identify([(4,), (2, 3)], NAMED, "f") == ["c", "d"]
+    assert identify([], NAMED, "f") == []
+    with pytest.raises(CheckpointError, match=r"as some were frozen, number 0 .* could be a or b"):
+        identify([(2, 3), (4,)], NAMED, "f")
+    with pytest.raises(CheckpointError, match="are not those of the model"):
+        identify([(4,), (4,)], NAMED, "f")

@@ -1,0 +1,132 @@
+"""Checkpoints of other tools, saved and loaded by real engines on every rank; sources' digests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from pipeline.artifacts import Progress
+from pipeline.dist import Dist
+from pipeline.engine import LossScale
+from pipeline.state.source import StateSource
+from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
+from stages.wrap.zero import Zero
+from tests.support import state
+from tests.support.runs import context
+from tests.support.state import Setting, digest, make_engine, train
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+state.WRAPS["zero3 sub-groups"] = Zero(
+    stage=3, sub_group_size=2000, param_persistence_threshold=100
+)
+
+
+def same(told: Mapping[str, str]) -> dict[str, str]:
+    """The part of an engine's digest that foreign formats keep too."""
+    return {key: value for key, value in told.items() if key != "groups"}
+
+
+def digest_of(source: StateSource) -> dict[str, str]:
+    """Like `digest` of an engine, as far as `same` goes."""
+    found = {}
+    for key, entry in source.tensors.items():
+        if not key.startswith("random/"):
+            hashed = hashlib.sha256()
+            for _, data in source.read(key, 0, entry.numel):
+                hashed.update(data)
+            found[key] = hashed.hexdigest()
+    scale = source.state.loss_scale
+    return found | {
+        "updates": str(sorted(source.state.updates.items())),
+        "frozen": str(sorted(source.state.frozen)),
+        "aliases": str(dict(source.state.aliases)),
+        "loss_scale": str(scale and LossScale(scale=scale.scale, good_steps=scale.good_steps)),
+    }
+
+
+def save_deepspeed(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
+    """Train and save with DeepSpeed's own `save_checkpoint`; the live state."""
+    ctx = context(dist, folder)
+    engine = make_engine(ctx, setting)
+    checkpoints = DeepSpeedCheckpoint().run(ctx, engine)  # type: ignore[arg-type]
+    train(engine, 0, steps)
+    checkpoints.save(Progress(step=steps, samples=12 * steps, tokens=100, origin={"seed": 7}))
+    told = digest(engine, dist)
+    engine.close()
+    return told
+
+
+def load_universal(dist: Dist, folder: str, wraps: list[str]) -> list[dict[str, Any]]:
+    """DeepSpeed's own `load_checkpoint` of a universal checkpoint, by one engine after another:
+    what came of the state, of the groups' weight decays, and of the next step."""
+    found = []
+    for wrap in wraps:
+        Path(folder, wrap).mkdir(exist_ok=True)
+        engine: Any = make_engine(context(dist, Path(folder, wrap)), Setting(wrap=wrap))
+        engine.deepspeed._config.load_universal_checkpoint = True
+        path, _ = engine.deepspeed.load_checkpoint(f"{folder}/universal")
+        assert path is not None
+        told = digest(engine, dist)
+        decays = [group["weight_decay"] for group in engine.deepspeed.optimizer.param_groups]
+        found.append({"state": told, "decays": decays, "next": _next_step(engine)})
+        engine.close()
+    return found
+
+
+def _next_step(engine: Any) -> str:
+    try:
+        train(engine, 3, 4)
+    except RuntimeError as error:
+        return str(error)
+    return "goes on"
+
+
+def save_dcp(dist: Dist, folder: str, setting: Setting) -> dict[str, str]:
+    """Train and save as torchtitan does (`flat`) and as accelerate does (`nested`)."""
+    engine: Any = make_engine(context(dist, folder), setting)
+    train(engine, 0, 3)
+    told = digest(engine, dist)
+    model = get_model_state_dict(engine.model)
+    flat = get_optimizer_state_dict(engine.model, engine.optimizer, options=FLAT)
+    nested = get_optimizer_state_dict(engine.model, engine.optimizer)
+    dcp.save({"model": model, "optimizer": flat}, checkpoint_id=f"{folder}/flat")
+    dcp.save({**model, "optimizer": flat}, checkpoint_id=f"{folder}/root")
+    dcp.save({"model": model}, checkpoint_id=f"{folder}/nested/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": nested}, checkpoint_id=f"{folder}/nested/optimizer_0")
+    mesh = init_device_mesh("cpu", (dist.world_size,))
+    columns = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, [Shard(1)])
+    dcp.save({"model": {"w": columns}}, checkpoint_id=f"{folder}/columns")
+    engine.close()
+    return told
+
+
+def load_dcp(dist: Dist, folder: str, wraps: list[str]) -> list[dict[str, str]]:
+    """`torch.distributed.checkpoint.load` into fresh engines."""
+    found = []
+    for wrap in wraps:
+        Path(folder, wrap).mkdir(exist_ok=True)
+        engine: Any = make_engine(context(dist, Path(folder, wrap)), Setting(wrap=wrap))
+        own = {
+            "model": get_model_state_dict(engine.model),
+            "optimizer": get_optimizer_state_dict(engine.model, engine.optimizer, options=FLAT),
+        }
+        dcp.load(own, checkpoint_id=f"{folder}/dcp")
+        set_model_state_dict(engine.model, own["model"])
+        set_optimizer_state_dict(engine.model, engine.optimizer, own["optimizer"], options=FLAT)
+        found.append(digest(engine, dist))
+        engine.close()
+    return found
