@@ -23,6 +23,7 @@ from pipeline.state.planning import Format, make_plan, random_key
 from pipeline.state.restore import Restoration
 from pipeline.state.retention import Retention
 from pipeline.state.store import locate, open_store, step_name
+from pipeline.state.visibility import require_shared
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton
 from pipeline.state.writer_process import WriterProcess
 
@@ -57,6 +58,7 @@ class StateCheckpoints(Checkpoints):
             if main:
                 self._store.clean()
         self._identity = ctx.dist.share(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
+        require_shared(self._store, ctx.dist, self._identity)
         self._attempts = 0
         self._writer_facts = {"engine": dict(engine.facts()), "packages": _versions()}
         self._plan = make_plan(engine, ctx.dist, format)

@@ -13,29 +13,39 @@ from pipeline.state.manifest import Piece, TensorEntry
 from pipeline.state.safetensors_file import Placed, table
 
 
-def contradiction(head: bytes, pieces: Iterable[tuple[TensorEntry, Piece]]) -> str | None:
-    """The first tensor that does not lie in the file where its piece says; None if all do.
+def contradiction(head: bytes, pieces: Iterable[tuple[TensorEntry, Piece]]) -> str:
+    """What a file and its pieces in the manifest disagree about; empty if nothing.
 
-    `head` is what precedes the file's data.
+    `head` is what precedes the file's data. Raises ValueError when it is none.
     """
-    found = table(head)
+    entries = table(head)
+    named = set()
     for tensor, piece in pieces:
-        if not any(
-            entry.dtype == tensor.dtype
-            and len(head) + entry.begin + (piece.start - first) * tensor.itemsize == piece.offset
-            and len(head) + entry.end >= piece.offset + (piece.stop - piece.start) * tensor.itemsize
-            for first, entry in _candidates(found, tensor.key, piece)
-        ):
-            return tensor.key
-    return None
+        name = _name(entries, tensor, piece)
+        if name is None or not _lies_in(entries[name], len(head), tensor, piece, name):
+            return f"{tensor.key} is not where the manifest says"
+        named.add(name)
+    unnamed = entries.keys() - named
+    return f"{min(unnamed)} is not in the manifest" if unnamed else ""
 
 
-def _candidates(found: dict[str, Placed], key: str, piece: Piece) -> Iterable[tuple[int, Placed]]:
-    """Entries under the names that layouts use, with the tensor's element that each begins at."""
-    for name, first in ((f"{key}@{piece.start}", piece.start), (key, 0), (_short(key), 0)):
-        if name in found:
-            yield first, found[name]
+def _name(entries: dict[str, Placed], tensor: TensorEntry, piece: Piece) -> str | None:
+    """The name under which the layouts put a piece."""
+    names = (_part(tensor, piece), tensor.key, tensor.key.removeprefix(f"{WEIGHT}/"))
+    return next((name for name in names if name in entries), None)
 
 
-def _short(key: str) -> str:
-    return key.removeprefix(f"{WEIGHT}/")
+def _lies_in(entry: Placed, data_start: int, tensor: TensorEntry, piece: Piece, name: str) -> bool:
+    begin, end = data_start + entry.begin, data_start + entry.end
+    size = (piece.stop - piece.start) * tensor.itemsize
+    if name == _part(tensor, piece):
+        return entry.dtype == tensor.dtype and piece.offset == begin and size == end - begin
+    return (
+        (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape)
+        and piece.offset == begin + piece.start * tensor.itemsize
+        and piece.offset + size <= end
+    )
+
+
+def _part(tensor: TensorEntry, piece: Piece) -> str:
+    return f"{tensor.key}@{piece.start}"

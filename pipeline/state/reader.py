@@ -25,7 +25,7 @@ from pipeline.state.manifest import (
     TensorEntry,
 )
 from pipeline.state.source import StateSource
-from pipeline.state.store import Source, Store
+from pipeline.state.store import Source, Store, step_number
 
 CHUNK = 256 * blocks.BLOCK
 """Most bytes that are read and verified at a time; all the memory that a reader needs."""
@@ -55,6 +55,8 @@ class CheckpointReader(StateSource):
             data = store.get(name, FILE)
         self.manifest = Manifest.load(data, where)
         self.step = self.manifest.step
+        if step_number(name) not in (None, self.step):
+            raise Damaged(f"{where}: of step {self.step}, in a folder that was renamed or copied")
         self.world_size = self.manifest.world_size
         self.writer = self.manifest.writer
         self.progress = self.manifest.progress
@@ -65,7 +67,11 @@ class CheckpointReader(StateSource):
         self._pieces = self._index()
         self._sources: dict[int, Source] = {}
         self._sums: dict[int, tuple[int, ...]] = {}
-        self._buffer = memoryview(bytearray(CHUNK))
+        longest = max(
+            ((p.stop - p.start) * t.itemsize for f in self._in_file.values() for t, p in f),
+            default=0,
+        )
+        self._buffer = memoryview(bytearray(min(CHUNK, longest)))
 
     def close(self) -> None:
         for source in self._sources.values():
@@ -172,11 +178,11 @@ class CheckpointReader(StateSource):
 
     def _require_agreement(self, head: bytes, number: int, where: str) -> None:
         try:
-            stranger = contradiction(head, self._in_file[number])
+            problem = contradiction(head, self._in_file[number])
         except ValueError as error:
             raise Damaged(f"{where}: its header cannot be read: {error}") from error
-        if stranger is not None:
-            raise Damaged(f"{where}: {stranger} is not where the manifest says")
+        if problem:
+            raise Damaged(f"{where}: {problem}")
 
     def _sums_of(self, number: int) -> tuple[int, ...]:
         if number not in self._sums:

@@ -26,6 +26,7 @@ from pipeline.state.manifest import Damaged, Manifest
 from pipeline.state.planning import random_key
 from pipeline.state.reader import CheckpointReader
 from pipeline.state.store import Store
+from pipeline.state.visibility import HINT
 
 LISTED = 5
 """Names that a message lists at most."""
@@ -119,13 +120,14 @@ class Restoration:
         self._ctx.log.warning("%s; not used, kept as %s", why, aside)
 
     def _open(self, name: str) -> CheckpointReader:
-        """Rank 0 has just read the manifest, so a rank that cannot is looking elsewhere."""
+        """Rank 0 can read the manifest, so a rank that cannot is looking elsewhere."""
         try:
             return CheckpointReader(self._store, name)
-        except Damaged as error:
+        except CheckpointError as error:
+            if self._ctx.dist.is_main:
+                raise
             raise CheckpointError(
-                f"rank {self._ctx.dist.rank} does not see what rank 0 sees: {error}",
-                hint="checkpoints must be on a file system that all nodes share",
+                f"rank {self._ctx.dist.rank} does not see what rank 0 sees: {error}", hint=HINT
             ) from error
 
     def _load(self, name: str, admit: Callable[[Progress], None]) -> Progress:
@@ -147,6 +149,11 @@ class Restoration:
         key = f"{kind}/{part.name}"
         if key not in reader.tensors:
             raise CheckpointError(f"{reader.where}: holds no {key}")
+        shape = reader.tensors[key].shape
+        if tuple(shape) != tuple(part.shape):
+            raise CheckpointError(
+                f"{reader.where}: {key} has shape {list(shape)}, here {list(part.shape)}"
+            )
         stored = dtype(reader.tensors[key].dtype)
         trained = part.name in reader.manifest.state.updates
         if trained and torch.promote_types(stored, live.dtype) != live.dtype:

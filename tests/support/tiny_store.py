@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.state.reader import CheckpointReader
 from pipeline.state.retention import Retention
 from pipeline.state.spans import Span
 from pipeline.state.store import Store, step_name
-from pipeline.state.writer import Job, Setup, Skeleton
+from pipeline.state.writer import Job, Outcome, Setup, Skeleton, carry_out
 
 TENSORS = [
     TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),
@@ -140,3 +141,13 @@ def read_digests(store: Store, name: str) -> dict[str, str]:
         return {key: hashlib.sha256(reader.read_bytes(key)).hexdigest() for key in reader.tensors}
     finally:
         reader.close()
+
+
+def write(tiny: Tiny, step: int, *, identity: str = "", loss: float | None = None) -> Outcome:
+    """Save in this process; the outcome of rank 0."""
+    work = job(step, identity or f"attempt{step}", loss=loss)
+    other = threading.Thread(target=carry_out, args=(tiny.setups[1], work, tiny.arena(1, step)))
+    other.start()
+    outcome = carry_out(tiny.setups[0], work, tiny.arena(0, step))
+    other.join()
+    return outcome
