@@ -189,7 +189,9 @@ class OptimizerPlan:
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
     """A model's parameters -> torch parameter groups, each with `params` and its overrides."""
     moments: Sequence[str]
-    """Keys of the optimizer's state for a parameter that are tensors of the parameter's shape."""
+    """Keys of the optimizer's state that are tensors of the parameter's shape and start as zeros."""
+    counts_updates: bool = True
+    """Whether the optimizer's state has a `step`, the number of updates of the parameter."""
     build: Callable[[list[dict[str, Any]]], Optimizer]
     """Parameter groups -> torch optimizer."""
     lr_scale: Callable[[int, int], float]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 
 from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
 from pipeline.engine import Engine
@@ -38,6 +38,10 @@ class TrainCausalLm:
 
     shuffle: bool = True
     """Shuffle anew every epoch, by the recipe's seed; false trains in file order."""
+
+    workers: Annotated[int, Ge(0)] = 0
+    """Threads that prepare the next step's micro-batches while this one is trained on; 0 prepares
+    each when it is its turn. Changes no sample and no order."""
 
     log_every: Count = 10
     """Steps between two lines on screen. `metrics.jsonl` has every step."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ class Feed:
         self._batch = config.global_batch_size
         self._micro = config.microbatch_size(shard.count)
         self._order = OrderStretch(SampleOrder(seed, len(data.train), shuffle=config.shuffle))
+        self._ahead = Ahead(self._prepared, config.workers)
         self._end = None if config.epochs is None else round(config.epochs * len(data.train))
         if self._end == 0:
             raise StageError(
@@ -55,13 +58,65 @@ class Feed:
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool]]:
         """This rank's micro-batches of the step at `position`, each with whether it is the last."""
+        parts = self._parts(position)
+        following = functools.partial(self._parts, position + self.count(position))
+        for part, batch in zip(parts, self._ahead.take(parts, following), strict=True):
+            yield batch, part.last
+
+    def close(self) -> None:
+        """End the threads."""
+        self._ahead.close()
+
+    def _parts(self, position: int) -> list[Part]:
         count = self.count(position)
-        indices = self._order.indices(position, count)
+        if count <= 0:
+            return []
+        indices = tuple(self._order.indices(position, count).tolist())
         ranges = microbatches(count, self._shard, self._micro)
-        for place, (start, end) in enumerate(ranges, 1):
-            samples = [self._data.train[int(index)] for index in indices[start:end]]
-            batch = collate(samples, self._data.pad_id, self._device)
-            yield batch, place == len(ranges)
+        return [
+            Part(position, place, indices[start:end], place == len(ranges) - 1)
+            for place, (start, end) in enumerate(ranges)
+        ]
+
+    def _prepared(self, part: Part) -> MicroBatch:
+        samples = [self._data.train[index] for index in part.indices]
+        return collate(samples, self._data.pad_id, self._device)
+
+
+class Part(NamedTuple):
+    """What one micro-batch is made of: the step's position, its place in the step, its samples."""
+
+    position: int
+    place: int
+    indices: tuple[int, ...]
+    last: bool
+
+
+class Ahead:
+    """Prepares a step's micro-batches in threads while the step before it is trained on."""
+
+    def __init__(self, prepare: Callable[[Part], MicroBatch], workers: int) -> None:
+        self._prepare = prepare
+        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
+        self._begun: dict[Part, Future[MicroBatch]] = {}
+
+    def take(
+        self, parts: Sequence[Part], following: Callable[[], Sequence[Part]]
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of `parts`, in order; what `following` gives is begun meanwhile."""
+        if self._pool is None:
+            yield from map(self._prepare, parts)
+            return
+        begun = self._begun
+        taken = [begun.get(part) or self._pool.submit(self._prepare, part) for part in parts]
+        self._begun = {part: self._pool.submit(self._prepare, part) for part in following()}
+        for future in taken:
+            yield future.result()
+
+    def close(self) -> None:
+        """Wait for what has begun, and end the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
 
 class OrderStretch:

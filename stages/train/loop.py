@@ -34,6 +34,7 @@ def train(
     """Train to the last step from wherever the newest checkpoint left off (collective). `began` is
     what positions in this training mean something for."""
     feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
+    ctx.on_exit(feed.close)
     torch.manual_seed(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
     admit = functools.partial(require_same_origin, began, ctx.accept)
     progress = checkpoints.restore(admit) or Progress()

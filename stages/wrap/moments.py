@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeline.artifacts import OptimizerPlan
 from pipeline.errors import StageError
 
 UPDATES = "step"
 """torch's name of the count of updates."""
 
 
-def start_state(optimizer: Optimizer, moments: Iterable[str]) -> None:
+def start_state(optimizer: Optimizer, plan: OptimizerPlan) -> None:
     """Give every parameter the state that its first update would give it: zeros. Exactly what the
     optimizer would do itself, but before a first step, so that state can be saved and restored."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    UPDATES: _zero(group, parameter),
-                    **{moment: torch.zeros_like(parameter.detach()) for moment in moments},
-                }
+                count = {UPDATES: _zero(group, parameter)} if plan.counts_updates else {}
+                zeros = {name: torch.zeros_like(parameter.detach()) for name in plan.moments}
+                optimizer.state[parameter] = count | zeros
 
 
 def _zero(group: Mapping[str, Any], parameter: nn.Parameter) -> Tensor:
@@ -35,17 +35,17 @@ def _zero(group: Mapping[str, Any], parameter: nn.Parameter) -> Tensor:
 
 
 def updates(state: Mapping[str, Any]) -> int:
-    """How often a parameter was updated."""
-    return int(state[UPDATES])
+    """How often a parameter was updated; 0 under a rule that does not count."""
+    return int(state.get(UPDATES, 0))
 
 
 def set_updates(
     state: dict[str, Any], count: int, optimizer: Optimizer, group: int | None = None
 ) -> None:
     """Put the count of updates back; `group` is the optimizer group, for kernels that count in it."""
-    if isinstance(state[UPDATES], Tensor):
+    if isinstance(state.get(UPDATES), Tensor):
         state[UPDATES].fill_(count)
-    else:
+    elif UPDATES in state:
         state[UPDATES] = count
     if group is not None and UPDATES in optimizer.param_groups[group]:
         optimizer.param_groups[group][UPDATES] = count
@@ -57,6 +57,10 @@ def require_known(state: Mapping[str, Any], moments: Collection[str], optimizer:
     tensors = {key for key, value in state.items() if isinstance(value, Tensor) and key != UPDATES}
     if tensors != set(moments):
         raise StageError(
-            f"{optimizer} keeps {', '.join(sorted(tensors))}, expected {', '.join(moments)}; "
-            "its state cannot be saved"
+            f"{optimizer} keeps {_list(tensors)} for a parameter, its stage declares {_list(moments)};"
+            " such state cannot be saved"
         )
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"

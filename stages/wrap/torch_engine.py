@@ -69,7 +69,7 @@ class TorchEngine(Engine):
 
     def settle(self) -> None:
         """Bring parameters and optimizer into the form in which state is read and written."""
-        start_state(self.optimizer, self.plan.moments)
+        start_state(self.optimizer, self.plan)
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and optimizer state of every trained parameter."""

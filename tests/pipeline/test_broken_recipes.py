@@ -619,8 +619,8 @@ stages:
   model: {use: model.hf, config: /nowhere}
   precision: {use: precision.policy, compute: bf32}
   optimizer: {use: optimizer.adamw, lr: 1e-4}
-  wrap: {use: wrap.zero, stagee: 2}
-  checkpoint: {use: checkpoint.sharded}
+  wrap: {use: wrap.fsdp, shardin: no_shard}
+  checkpoint: {use: checkpoint.deepspeed}
 """
 
 
@@ -633,9 +633,9 @@ def test_the_built_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(lines) == 4
     assert lines[0].startswith("r.yaml:3:34: model.config: ")
     assert lines[1].startswith("r.yaml:4:47: precision.compute: must be `fp32`, `bf16` or `fp16`")
-    assert lines[2] == "r.yaml:6:26: wrap.stagee: unknown field (did you mean `stage`?)"
+    assert lines[2] == "r.yaml:6:26: wrap.shardin: unknown field (did you mean `sharding`?)"
     assert lines[3].startswith(
-        "r.yaml:7:21: checkpoint.use: `checkpoint.sharded` needs TorchEngine, "
-        "but slot `wrap` (wrap.zero) gives ZeroEngine ("
+        "r.yaml:7:21: checkpoint.use: `checkpoint.deepspeed` needs ZeroEngine, "
+        "but slot `wrap` (wrap.fsdp) gives Engine ("
     )
-    assert lines[3].endswith("`wrap` can be wrap.ddp or wrap.fsdp)")
+    assert lines[3].endswith("`wrap` can be wrap.zero)")

@@ -111,11 +111,7 @@ def test_its_own_tests_pass(scratch: Environment, package: Path) -> None:
     "overrides",
     [
         (),
-        (
-            "wrap.use=wrap.zero",
-            "checkpoint.use=checkpoint.deepspeed",
-            "consolidate.use=consolidate.deepspeed",
-        ),
+        ("wrap.use=wrap.zero",),
     ],
     ids=["replicated", "sharded"],
 )

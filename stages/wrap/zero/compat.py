@@ -12,13 +12,14 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.artifacts import OptimizerPlan
 from pipeline.dist import Dist
 
 
@@ -201,16 +202,17 @@ def flat_parameters(optimizer: Any, index: int) -> list[torch.nn.Parameter]:
 
 
 def start_optimizer_state(
-    optimizer: Any, master: Tensor, elements: int, moments: Iterable[str]
+    optimizer: Any, master: Tensor, elements: int, plan: OptimizerPlan
 ) -> None:
     """What the optimizer would create for a flat master of `elements` at its first step."""
     device = master.device
     own_kernel = type(optimizer).__module__.startswith("deepspeed.")
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
     on_device = any(group.get("fused") for group in optimizer.param_groups)
+    count = 0 if own_kernel else torch.zeros((), device=device if on_device else "cpu")
     optimizer.state[master] = {
-        "step": 0 if own_kernel else torch.zeros((), device=device if on_device else "cpu"),
-        **{moment: torch.zeros(elements, dtype=dtype, device=device) for moment in moments},
+        **({"step": count} if plan.counts_updates else {}),
+        **{name: torch.zeros(elements, dtype=dtype, device=device) for name in plan.moments},
     }
 
 

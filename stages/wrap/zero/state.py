@@ -25,6 +25,7 @@ class ZeroState:
         self, live: Any, plan: OptimizerPlan, base_rates: Sequence[float], growth_interval: int
     ) -> None:
         self._live = live
+        self._plan = plan
         self._moments = tuple(plan.moments)
         self._settings = tuple(plan.hyperparameters)
         self._base_rates = base_rates
@@ -125,7 +126,7 @@ class ZeroState:
         state: dict[str, Any] = optimizer.state[master]
         if not state:
             elements = self._partitions.elements(flat)
-            compat.start_optimizer_state(optimizer, master, elements, self._moments)
+            compat.start_optimizer_state(optimizer, master, elements, self._plan)
             state = optimizer.state[master]
         require_known(state, self._moments, type(optimizer).__name__)
         return state

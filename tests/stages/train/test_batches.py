@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts import Data, Sample
@@ -38,25 +40,37 @@ class Numbered(ToySamples):
 
 
 def seen(
-    steps: int, batch: int, ranks: int, micro: int, size: int, epochs: float | None
+    steps: int,
+    batch: int,
+    ranks: int,
+    micro: int,
+    size: int,
+    epochs: float | None,
+    *,
+    workers: int = 0,
+    first: int = 0,
 ) -> list[int]:
-    """Every sample that a training of this shape sees, step by step, in rank order."""
+    """Every sample that a training of this shape sees from step `first` on, in rank order."""
     data = Data(train=Numbered(size), heldout=None, pad_id=0, identity={})
     config = TrainCausalLm(
         global_batch_size=batch,
         steps=None if epochs else steps,
         epochs=epochs,
         micro_batch_size=micro,
+        workers=workers,
     )
     feeds = [Feed(config, data, 3, DataShard(index=r, count=ranks), CPU) for r in range(ranks)]
     order: list[int] = []
-    for step in range(feeds[0].total_steps):
+    for step in range(first, feeds[0].total_steps):
         for feed in feeds:
             for piece, _ in feed.microbatches(step * batch):
                 order += [int(i) for i in piece.labels.flatten() if i >= 0]
+    for feed in feeds:
+        feed.close()
     return order
 
 
+@settings(max_examples=50)
 @given(
     batch=st.integers(1, 24),
     ranks=st.integers(1, 5),
@@ -69,6 +83,30 @@ def test_sample_order_does_not_depend_on_the_split(
     order = SampleOrder(3, size)
     expected = [order[position] for position in range(4 * batch)]
     assert seen(4, batch, ranks, micro, size, None) == expected
+
+
+def order_hash(samples: list[int]) -> str:
+    return hashlib.sha256(np.array(samples, dtype="<i8").tobytes()).hexdigest()
+
+
+@settings(max_examples=30)
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 7), st.sampled_from([0, 2])),
+    then=st.tuples(st.integers(1, 4), st.integers(1, 7), st.sampled_from([0, 2])),
+    resume=st.integers(0, 5),
+    size=st.integers(1, 40),
+)
+def test_the_hash_of_the_order_is_that_of_one_rank_wherever_and_however_it_goes_on(
+    shape: tuple[int, int, int], then: tuple[int, int, int], resume: int, size: int
+) -> None:
+    steps, batch = 5, 8
+    (ranks, micro, workers), (later_ranks, later_micro, later_workers) = shape, then
+    alone = seen(steps, batch, 1, 8, size, None)
+    before = seen(resume, batch, ranks, micro, size, None, workers=workers) if resume else []
+    after = seen(
+        steps, batch, later_ranks, later_micro, size, None, workers=later_workers, first=resume
+    )
+    assert order_hash(before + after) == order_hash(alone)
 
 
 @given(batch=st.integers(1, 24), ranks=st.integers(1, 4), size=st.integers(1, 60))
