@@ -20,6 +20,7 @@ from pipeline.state.manifest import FILE as MANIFEST
 from pipeline.state.store import Attempt, Sink, Source, Store, steps_in_order
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
+_ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -61,6 +62,10 @@ class LocalStore(Store):
         (self._root / name).rename(aside)
         _sync(self._root)
         return str(aside)
+
+    def aside(self) -> Sequence[str]:
+        found = self._root.iterdir() if self._root.is_dir() else ()
+        return sorted(str(path) for path in found if _ASIDE.fullmatch(path.name))
 
     def delete(self, name: str) -> None:
         doomed = self._root / f"{name}.deleted-{os.getpid()}"

@@ -74,6 +74,15 @@ class ObjectStore(Store):
             self._fs.rm_file(self._path(name, MANIFEST))
         return self.locate(name, aside)
 
+    def aside(self) -> Sequence[str]:
+        with _told(self._address):
+            return [
+                self.locate(name, file)
+                for name in steps_in_order(self._entries(""))
+                for file in sorted(self._entries(name))
+                if _ASIDE.fullmatch(file)
+            ]
+
     def delete(self, name: str) -> None:
         with _told(self.locate(name)):
             self._fs.rm_file(self._path(name, MANIFEST))

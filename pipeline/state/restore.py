@@ -28,6 +28,7 @@ from pipeline.state.reader import CheckpointReader
 from pipeline.state.store import Store
 from pipeline.state.visibility import HINT
 
+NONE_LEFT = "they were renamed, not deleted; to train from the start, start a new run"
 LISTED = 5
 """Names that a message lists at most."""
 
@@ -85,10 +86,7 @@ class Restoration:
             if self._ctx.dist.is_main:
                 self._put_aside(choice.name, damage)
         if damage:
-            raise CheckpointError(
-                f"no checkpoint can be used; the last that was tried: {damage}",
-                hint="they were renamed, not deleted; to train from the start, start a new run",
-            )
+            raise CheckpointError(f"no checkpoint can be used: {damage}", hint=NONE_LEFT)
         return None
 
     def _agreed_choice(self) -> _Choice:
@@ -111,9 +109,11 @@ class Restoration:
                     self._put_aside(name, damage)
                 else:
                     return _Choice(name, damage, "")
+            # Damage that an earlier resume has told of is no reason to start from scratch either.
+            earlier = [f"{place}: damaged" for place in self._store.aside()]
+            return _Choice("", damage or "".join(earlier[-1:]), "")
         except (CheckpointError, OSError) as error:
             return _Choice("", damage, str(error))
-        return _Choice("", damage, "")
 
     def _put_aside(self, name: str, why: str) -> None:
         aside = self._store.quarantine(name)

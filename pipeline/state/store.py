@@ -139,6 +139,10 @@ class Store(ABC):
         """Take a damaged checkpoint out of `names` without deleting it; returns where it is."""
 
     @abstractmethod
+    def aside(self) -> Sequence[str]:
+        """Where the damaged checkpoints are that were taken out."""
+
+    @abstractmethod
     def delete(self, name: str) -> None:
         """Remove a checkpoint; a crash in between never leaves part of one under its name."""
 

@@ -30,6 +30,8 @@ class Fault:
     at: int = -1
     """Number of the operation, from 0; -1 for none."""
     how: str = ""
+    only: str = ""
+    """The kind of operation that counts, if not all do."""
     lasting: bool = False
     log: str = ""
     """File that lists the operations."""
@@ -69,6 +71,8 @@ class _Injector:
         def patched(first: Any, *rest: Any, **named: Any) -> Any:
             if not self._concerns(first, named):
                 return real(first, *rest, **named)
+            if self._fault.only not in ("", name):
+                return self._uncounted(name, first, real, rest, named)
             self._begin(name, first, rest, real)
             result = None
             try:
@@ -83,6 +87,14 @@ class _Injector:
         if isinstance(first, int):
             return first in self._files
         return named.get("dir_fd") in self._files or os.fspath(first).startswith(self._fault.root)
+
+    def _uncounted(
+        self, name: str, first: Any, real: Callable[..., Any], rest: Any, named: Any
+    ) -> Any:
+        result = real(first, *rest, **named)
+        if name == "open":
+            self._files.add(result)
+        return result
 
     def _begin(self, name: str, first: Any, rest: tuple[Any, ...], real: Any) -> None:
         fault = self._fault

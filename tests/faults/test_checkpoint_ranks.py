@@ -1,0 +1,125 @@
+"""Checkpoints of ranks that really train: writers that are killed or fail, files that are damaged,
+folders that not all ranks see."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.faulty_ranks import FIRST, SECOND, Victim, resume, save_twice
+from tests.support.injection import Fault
+from tests.support.processes import RankFailed, run_ranks
+from tests.support.state import Setting
+
+OLD, NEW = f"step-{FIRST:08d}", f"step-{SECOND:08d}"
+FSDP = Setting(wrap="fsdp full", checkpoint={"keep": None})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints, and what was in them."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_twice, 2, str(folder), FSDP)
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def state(folder: Path, step: int) -> dict[str, str]:
+    """What was in the engine at a step."""
+    found: dict[str, str] = json.loads((folder / f"state-{step}.json").read_text())
+    return found
+
+
+def flip(file: Path) -> None:
+    """One bit of the last byte, which is data."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_all_ranks_fall_back_together_when_one_meets_damage(run: Path) -> None:
+    """Rank 0 reads none of the file that is damaged."""
+    broken = run / "checkpoints" / NEW / "rank-00001.safetensors"
+    flip(broken)
+    data = broken.read_bytes()
+    for told in run_ranks(resume, 2, [str(run)], FSDP):
+        assert told["step"] == FIRST
+        assert told["state"] == state(run, FIRST)
+        assert told["newest"] == str(run / "checkpoints" / NEW)
+    aside = run / "checkpoints" / f"{NEW}.damaged-1" / broken.name
+    assert aside.read_bytes() == data
+
+
+def test_no_silent_start_from_scratch(run: Path) -> None:
+    """Not at the second attempt either."""
+    for name in (OLD, NEW):
+        (run / "checkpoints" / name / "manifest.json").unlink()
+    places = [f"{OLD}/manifest.json: missing", f"{NEW}.damaged-1: damaged"]
+    for place in places:
+        with pytest.raises(RankFailed) as told:
+            run_ranks(resume, 2, [str(run)], FSDP)
+        assert f"no checkpoint can be used: {run / 'checkpoints' / place} (" in str(told.value)
+        assert "to train from the start, start a new run" in str(told.value)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == [f"{OLD}.damaged-1", f"{NEW}.damaged-1"]
+
+
+def test_ranks_that_write_to_different_places(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with pytest.raises(RankFailed) as told:
+        run_ranks(resume, 2, [str(run), str(other)], FSDP)
+    assert "rank 1 does not see what rank 0 writes to " in str(told.value)
+    assert "checkpoints must be on a file system that all nodes share" in str(told.value)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [OLD, NEW]
+    assert list((other / "checkpoints").iterdir()) == []
+
+
+KILLED = re.escape("the process that writes rank {rank}'s checkpoints ended (SIGKILL)")
+POINTS = [
+    pytest.param(
+        True, 0, Fault(root="", at=2, only="rename", how="before"), FIRST, id="uncommitted"
+    ),
+    pytest.param(
+        False, 0, Fault(root="", at=2, only="rename", how="after"), SECOND, id="committed"
+    ),
+    pytest.param(True, 1, Fault(root="", at=3, only="pwrite", how="half"), FIRST, id="mid-file"),
+    pytest.param(False, 1, Fault(root="", at=0, only="fsync", how="before"), FIRST, id="unsynced"),
+]
+
+
+@pytest.mark.parametrize(("asynchronous", "rank", "fault", "step"), POINTS)
+def test_a_killed_writer(
+    tmp_path: Path, saved: Path, asynchronous: bool, rank: int, fault: Fault, step: int
+) -> None:
+    fault.root = str(tmp_path / "checkpoints" / NEW)
+    setting = Setting(wrap="fsdp full", checkpoint={"keep": None, "asynchronous": asynchronous})
+    with pytest.raises(RankFailed, match=KILLED.replace(r"\{rank\}", str(rank))):
+        run_ranks(save_twice, 2, str(tmp_path), setting, Victim(rank, fault))
+    for told in run_ranks(resume, 2, [str(tmp_path)], setting):
+        assert told["step"] == step
+        assert told["state"] == state(saved, step)
+        assert told["newest"] == str(tmp_path / "checkpoints" / f"step-{step + 1:08d}")
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert sorted(left) == [f"step-{number:08d}" for number in range(FIRST, step + 2)]
+
+
+def test_a_full_disk_of_one_rank(tmp_path: Path, saved: Path) -> None:
+    fault = Fault(
+        root=str(tmp_path / "checkpoints" / NEW), at=0, only="posix_fallocate", how="ENOSPC"
+    )
+    with pytest.raises(RankFailed) as told:
+        run_ranks(save_twice, 2, str(tmp_path), FSDP, Victim(1, fault))
+    problem = f"No space left on device: {fault.root}.tmp-"
+    assert f"{NEW} could not be saved: {problem}" in str(told.value)
+    assert "rank-00001.safetensors (what was saved before is untouched)" in str(told.value)
+    for told_rank in run_ranks(resume, 2, [str(tmp_path)], FSDP):
+        assert (told_rank["step"], told_rank["state"]) == (FIRST, state(saved, FIRST))
