@@ -31,11 +31,11 @@ class Dcp(StateFormat):
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
         from stages.formats.dcp_source import open_dcp
+        from stages.formats.guarded import understood
 
-        if (folder / ".metadata").is_file():
-            return open_dcp(folder, [folder], reading)
-        own = [folder / MODEL, folder / OPTIMIZER]
-        return open_dcp(folder, own if own[1].is_dir() else own[:1], reading)
+        parts = [folder / MODEL, folder / OPTIMIZER] if (folder / MODEL).is_dir() else [folder]
+        with understood(folder, "torch.distributed.checkpoint"):
+            return open_dcp(folder, [part for part in parts if part.is_dir()], reading)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
         from stages.formats.dcp_writer import write_dcp

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from pipeline.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.dtypes import code
 from pipeline.state.formats import Reading
-from pipeline.state.manifest import State, TensorEntry
+from pipeline.state.manifest import State
 from pipeline.state.source import StateSource
 from stages.formats.adam import fresh_progress, require_moments
 from stages.formats.dcp_boxes import Boxes
 from stages.formats.dcp_chunks import Spot, map_bytes
 from stages.formats.dcp_index import Item, Path_, StoredTensor, read_items, writers
 from stages.formats.dcp_optimizer import ROOT, DcpOptimizer
+from stages.formats.mapped import entry_of
 
 MODEL = "model"
 
@@ -28,11 +28,14 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     for part in parts:
         items |= read_items(part)
     weights = _weights(items, folder)
-    optimizer = DcpOptimizer({} if reading.weights_only else items, str(folder))
+    optimizer = DcpOptimizer(items, str(folder))
     if not optimizer.moments and not reading.weights_only:
         raise CheckpointError(
             f"{folder}: holds no optimizer state", hint="--weights-only takes the weights alone"
         )
+    if not reading.weights_only:
+        for name, kinds in optimizer.moments.items():
+            require_moments(kinds, str(folder), name)
     return DcpSource(folder, weights, optimizer, writers(items), reading.samples)
 
 
@@ -68,10 +71,9 @@ class DcpSource(StateSource):
         for name, kinds in optimizer.moments.items():
             if name not in weights:
                 raise CheckpointError(f"{folder}: holds optimizer state of {name}, but no weight")
-            require_moments(kinds, self.where, name)
             self._stored |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
         self.tensors = {
-            key: TensorEntry(key=key, dtype=code(stored.dtype), shape=stored.shape)
+            key: entry_of(key, stored.dtype, stored.shape, self.where)
             for key, stored in self._stored.items()
         }
         updates = optimizer.updates()

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from pipeline.engine import WEIGHT
 from pipeline.errors import CheckpointError
@@ -21,6 +24,9 @@ from pipeline.state.offline import appearing
 from pipeline.state.source import StateSource
 from stages.formats.adam import MOMENTS
 from stages.formats.assembled import assembled
+
+DATA = "__0_0.distcp"
+"""The first file of rank 0, as torch calls it."""
 
 
 def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
@@ -41,7 +47,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         save(
             state,
-            storage_writer=FileSystemWriter(partial, single_file_per_rank=True, overwrite=False),
+            storage_writer=_Writer(partial, overwrite=False),
             planner=_Planner(source, keys),
             no_dist=True,
         )
@@ -64,6 +70,27 @@ class _Planner(DefaultSavePlanner):
         if index.fqn in self._keys:
             return assembled(self._source, self._keys[index.fqn])
         return super().lookup_object(index)
+
+
+class _Writer(FileSystemWriter):
+    """One file, tensor by tensor; torch's own `write_data` keeps all that it has written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = []
+        with Path(self.path, DATA).open("wb") as stream:
+            for item in plan.items:
+                offset = stream.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, Tensor):
+                    torch.save(data, stream)
+                else:
+                    stream.write(data.getbuffer())
+                length = stream.tell() - offset
+                place = _StorageInfo(DATA, offset, length)
+                written.append(WriteResult(item.index, length, place))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
 
 
 def _names(source: StateSource) -> list[tuple[str, str]]:

@@ -31,11 +31,13 @@ class DeepSpeed(StateFormat):
         from stages.formats.deepspeed_files import state_folder
         from stages.formats.deepspeed_native import open_native
         from stages.formats.deepspeed_universal import open_universal
+        from stages.formats.guarded import understood
 
         state = state_folder(folder)
-        if (state / "zero").is_dir():
-            return open_universal(state, reading)
-        return open_native(folder, state, reading)
+        with understood(state, "DeepSpeed"):
+            if (state / "zero").is_dir():
+                return open_universal(state, reading)
+            return open_native(folder, state, reading)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
         from stages.formats.deepspeed_writer import write_universal

@@ -6,10 +6,11 @@ plain containers; what a format needs beyond that is admitted class by class, as
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ def explained(error: Exception, where: str) -> CheckpointError:
         f"{where}: refused: it holds {what}, and reading that could run code",
         hint="save it again without that, with the tool that wrote it",
     )
+
+
+@contextlib.contextmanager
+def understood(folder: Path, writer: str) -> Iterator[None]:
+    """What was read safely can still have another structure than the version that is known here."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder}: not as {writer} writes it in the versions that are known here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import CheckpointError
-from pipeline.state.dtypes import code
+from pipeline.state.dtypes import CODES
 from pipeline.state.manifest import State, TensorEntry
 from pipeline.state.source import StateSource
 from pipeline.state.writer import CHUNK
@@ -81,7 +81,7 @@ class MappedSource(StateSource):
         dtypes = {part.tensor.dtype for part in stored.ranges}
         if len(dtypes) != 1:
             raise CheckpointError(f"{self.where}: {key} is stored in {len(dtypes)} dtypes")
-        entry = TensorEntry(key=key, dtype=code(dtypes.pop()), shape=tuple(stored.shape))
+        entry = entry_of(key, dtypes.pop(), stored.shape, self.where)
         self._require_whole(entry, stored.ranges)
         return entry
 
@@ -106,6 +106,13 @@ def _chunks(flat: Tensor, first: int) -> Iterator[tuple[int, memoryview]]:
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step].detach()
         yield first + start, as_bytes(part)
+
+
+def entry_of(key: str, dtype: torch.dtype, shape: Shape, where: str) -> TensorEntry:
+    """A tensor in canonical terms. Raises CheckpointError for a dtype that these lack."""
+    if dtype not in CODES:
+        raise CheckpointError(f"{where}: {key} is {dtype}, which cannot be converted")
+    return TensorEntry(key=key, dtype=CODES[dtype], shape=tuple(shape))
 
 
 def as_bytes(flat: Tensor) -> memoryview:

@@ -58,16 +58,22 @@ def digest_of(source: StateSource) -> dict[str, str]:
     }
 
 
-def save_deepspeed(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
-    """Train and save with DeepSpeed's own `save_checkpoint`; the live state."""
-    ctx = context(dist, folder)
-    engine = make_engine(ctx, setting)
-    checkpoints = DeepSpeedCheckpoint().run(ctx, engine)  # type: ignore[arg-type]
-    train(engine, 0, steps)
-    checkpoints.save(Progress(step=steps, samples=12 * steps, tokens=100, origin={"seed": 7}))
-    told = digest(engine, dist)
-    engine.close()
-    return told
+def save_deepspeed(
+    dist: Dist, folder: str, settings: dict[str, Setting]
+) -> dict[str, dict[str, str]]:
+    """Train one engine after another and save with DeepSpeed's own `save_checkpoint`; the live
+    states."""
+    found = {}
+    for name, setting in settings.items():
+        Path(folder, name).mkdir(exist_ok=True)
+        ctx = context(dist, Path(folder, name))
+        engine = make_engine(ctx, setting)
+        checkpoints = DeepSpeedCheckpoint().run(ctx, engine)  # type: ignore[arg-type]
+        train(engine, 0, 3)
+        checkpoints.save(Progress(step=3, samples=36, tokens=100, origin={"seed": 7}))
+        found[name] = digest(engine, dist)
+        engine.close()
+    return found
 
 
 def load_universal(dist: Dist, folder: str, wraps: list[str]) -> list[dict[str, Any]]:
