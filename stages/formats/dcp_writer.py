@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -24,6 +26,7 @@ from pipeline.state.offline import appearing
 from pipeline.state.source import StateSource
 from stages.formats.adam import MOMENTS
 from stages.formats.assembled import assembled
+from stages.formats.saving import append
 
 DATA = "__0_0.distcp"
 """The first file of rank 0, as torch calls it."""
@@ -42,9 +45,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
     state: dict[str, Any] = {"model": model}
     if source.state.moments:
         state["optimizer"] = _optimizer(source, keys)
-    with appearing(folder) as partial, warnings.catch_warnings():
-        # One process is the intent; torch warns whenever it is asked to.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with appearing(folder) as partial, _alone():
         save(
             state,
             storage_writer=_Writer(partial, overwrite=False),
@@ -56,6 +57,19 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
         "get_optimizer_state_dict(options=StateDictOptions(flatten_optimizer_state_dict=True)) "
         "return, as {'model': ..., 'optimizer': ...}"
     ]
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One process is the intent, of which torch warns; errors are those of that process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as failed:
+        for error, _ in failed.failures.values():
+            raise error from None
+        raise
 
 
 class _Planner(DefaultSavePlanner):
@@ -82,7 +96,7 @@ class _Writer(FileSystemWriter):
                 offset = stream.tell()
                 data = planner.resolve_data(item)
                 if isinstance(data, Tensor):
-                    torch.save(data, stream)
+                    append(data, stream)
                 else:
                     stream.write(data.getbuffer())
                 length = stream.tell() - offset

@@ -17,6 +17,7 @@ from pipeline.state.source import StateSource
 from stages.formats.adam import MOMENTS
 from stages.formats.assembled import assembled, require_file_name
 from stages.formats.deepspeed_universal import FP32
+from stages.formats.saving import save
 
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Where stages 1 and 2, and stage 3, look for what is no tensor."""
@@ -37,13 +38,13 @@ def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
                 own = zero / require_file_name(name, source.where)
                 own.mkdir(exist_ok=True)
                 file = FP32 if kind == WEIGHT else kind
-                torch.save({"param": assembled(source, key)}, own / f"{file}.pt")
+                save({"param": assembled(source, key)}, own / f"{file}.pt")
         for name in source.state.updates:
             # A tensor, which torch's optimizers need and DeepSpeed's take.
-            torch.save(torch.tensor(float(updates)), zero / name / "step.pt")
-        torch.save(_optimizer_state(source, updates), zero / "optimizer_state.pt")
+            save(torch.tensor(float(updates)), zero / name / "step.pt")
+        save(_optimizer_state(source, updates), zero / "optimizer_state.pt")
         for file in MODEL_STATES:
-            torch.save(_model_state(source), state / file)
+            save(_model_state(source), state / file)
         (partial / "latest_universal").write_text(tag, encoding="utf-8")
     return list(_notes(source))
 

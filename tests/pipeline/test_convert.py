@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def source() -> MappedSource:
-    kinds = {kind: torch.rand(5, 3) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    kinds = {kind: torch.rand(500, 30) for kind in ("weight", "exp_avg", "exp_avg_sq")}
     return MappedSource(
         where="memory", step=4, world_size=2, writer={}, progress=fresh_progress(4, 8),
         state=State(
@@ -52,7 +54,7 @@ def test_there_and_back(checkpoint: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         there = tmp_path / form / "step-00000004" if form == "full" else tmp_path / form
         assert f"wrote {there}\n" in result.output
-        assert "canonical, step 4, 3 tensors, 0.0 MB" in result.output
+        assert "canonical, step 4, 3 tensors, 0.2 MB" in result.output
         result = convert(there, tmp_path / str(number), "--to", "canonical", "--samples", 9)
         assert result.exit_code == 0, result.output
         assert ("samples=9 is assumed" in result.output) == (form == "dcp")
@@ -94,6 +96,29 @@ def test_mistakes(checkpoint: Path, tmp_path: Path) -> None:
         assert "Traceback" not in result.output
         assert "a bug in pipe" not in result.output
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
+
+
+@pytest.mark.parametrize("form", ["canonical", "full", "deepspeed", "dcp"])
+def test_a_full_disk_and_a_damaged_source_leave_nothing(
+    form: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        result = convert(checkpoint, tmp_path / "new", "--to", form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 1
+    assert re.search(r"error: .*new.*: File too large", result.output)
+    data = checkpoint / "rank-00000.safetensors"
+    with data.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"wrong")
+    result = convert(checkpoint, tmp_path / "new", "--to", form)
+    assert result.exit_code == 1
+    assert "rank-00000.safetensors (exp_avg/w): damaged near byte" in result.output
+    left = {path.name for path in tmp_path.rglob("*")} - {"new"}
+    assert left == {checkpoint.name, *(path.name for path in checkpoint.iterdir())}
 
 
 def test_deepspeed_is_read_without_it(checkpoint: Path, tmp_path: Path) -> None:
