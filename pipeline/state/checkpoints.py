@@ -69,6 +69,11 @@ class StateCheckpoints(Checkpoints):
             self._arena.memory[place : place + len(head)] = head
         self._writer = WriterProcess(self._setup(address, retention), self._arena)
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory of this rank's snapshot."""
+        return self._arena.size
+
     def due(self, step: int) -> bool:
         outcome = self._writer.poll() if self._pending else None
         if outcome is not None:
@@ -156,7 +161,7 @@ class StateCheckpoints(Checkpoints):
             "world_size": self._ctx.dist.world_size,
             "writer": self._writer_facts,
             "progress": vars(progress),
-            "state": stored_state(self._engine.state()).model_dump(),
+            "state": stored_state(self._engine.state()),
         }
 
     def _settle_pending(self) -> None:

@@ -179,7 +179,6 @@ class FsdpEngine(TorchEngine):
         for unit in self.model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
-        super().settle()
 
     def facts(self) -> Mapping[str, Any]:
         parameters = list(self.model.parameters())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -16,6 +18,15 @@ from pipeline.engine import WEIGHT, Engine, EngineState, Fragment, LossScale, Pa
 from pipeline.errors import StageError
 from stages.wrap.birth import aliases, stored_tensors
 from stages.wrap.moments import require_known, set_updates, start_state, updates
+
+
+class _Layout(NamedTuple):
+    """Where an engine's training state is: what never changes of it."""
+
+    state: EngineState
+    trained: dict[str, dict[str, Any]]
+    """Optimizer state of every trained parameter."""
+    fragments: list[Fragment]
 
 
 class TorchEngine(Engine):
@@ -31,34 +42,18 @@ class TorchEngine(Engine):
         """The model itself, with names as in the source."""
 
     def state(self) -> EngineState:
-        self.settle()
-        trained = dict(self._trained())
-        return EngineState(
-            shapes={name: tuple(tensor.shape) for name, tensor in stored_tensors(self.module)},
-            aliases=aliases(self.module),
-            frozen=[n for n, p in self.module.named_parameters() if not p.requires_grad],
-            groups=[self._group(group) for group in self.optimizer.param_groups],
-            updates={name: updates(state) for name, state in trained.items()},
-            moments=tuple(self.plan.moments),
+        return dataclasses.replace(
+            self._layout.state,
+            updates={name: updates(state) for name, state in self._layout.trained.items()},
             loss_scale=None if self.scaler is None else _loss_scale(self.scaler),
         )
 
     def fragments(self) -> Iterator[Fragment]:
         self.settle()
-        trained = dict(self._trained())
-        for name, tensor in stored_tensors(self.module):
-            kinds = {WEIGHT: tensor}
-            if name in trained:
-                kinds |= {moment: trained[name][moment] for moment in self.plan.moments}
-            parts = {kind: local_part(name, value) for kind, value in kinds.items()}
-            start = parts[WEIGHT][1]
-            if parts[WEIGHT][0].numel():
-                state = {kind: view for kind, (view, _) in parts.items()}
-                yield Fragment(name=name, shape=tuple(tensor.shape), start=start, state=state)
+        yield from self._layout.fragments
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        self.settle()
-        for name, kept in self._trained():
+        for name, kept in self._layout.trained.items():
             set_updates(kept, state.updates[name], self.optimizer)
         if self.scaler is not None and state.loss_scale is not None:
             _set_loss_scale(self.scaler, state.loss_scale)
@@ -68,8 +63,38 @@ class TorchEngine(Engine):
         """Masters are the parameters themselves."""
 
     def settle(self) -> None:
-        """Bring parameters and optimizer into the form in which state is read and written."""
+        """Bring parameters into the form in which they are read and written, if they can be in
+        another."""
+
+    @functools.cached_property
+    def _layout(self) -> _Layout:
+        """Found once: optimizers update in place, so tensors stay where they are."""
+        self.settle()
         start_state(self.optimizer, self.plan)
+        tensors = dict(stored_tensors(self.module))
+        trained = dict(self._trained())
+        state = EngineState(
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+            aliases=aliases(self.module),
+            frozen=[n for n, p in self.module.named_parameters() if not p.requires_grad],
+            groups=[self._group(group) for group in self.optimizer.param_groups],
+            updates={},
+            moments=tuple(self.plan.moments),
+            loss_scale=None,
+        )
+        found = (self._fragment(name, tensor, trained) for name, tensor in tensors.items())
+        parts = [part for part in found if part.state[WEIGHT].numel()]
+        return _Layout(state, trained, parts)
+
+    def _fragment(
+        self, name: str, tensor: Tensor, trained: Mapping[str, Mapping[str, Any]]
+    ) -> Fragment:
+        weight, start = local_part(name, tensor)
+        moments = self.plan.moments if name in trained else ()
+        state = {moment: local_part(name, trained[name][moment])[0] for moment in moments}
+        return Fragment(
+            name=name, shape=tuple(tensor.shape), start=start, state={WEIGHT: weight, **state}
+        )
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and optimizer state of every trained parameter."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import OptimizerPlan
@@ -35,22 +36,45 @@ class ZeroState:
 
     def tell(self) -> EngineState:
         """What is no tensor."""
-        members: dict[int, list[str]] = {}
         counts: dict[str, int] = {}
-        for flat in self._partitions.flats():
-            names = [self._names[parameter] for parameter in self._trained_in(flat)]
-            members.setdefault(flat.group, []).extend(names)
-            counts.update(dict.fromkeys(names, updates(self._optimizer_state(flat))))
+        for flat in self._flats:
+            count = updates(self._optimizer_state(flat))
+            counts.update(dict.fromkeys(self._members[flat.index], count))
+        return dataclasses.replace(self._fixed, updates=counts, loss_scale=self._loss_scale())
+
+    @functools.cached_property
+    def _flats(self) -> list[Flat]:
+        return list(self._partitions.flats())
+
+    @functools.cached_property
+    def _members(self) -> dict[int, list[str]]:
+        """Flat master -> names of its parameters, also of those of which this rank has no part."""
+        zero = self._partitions.zero
+        return {
+            flat.index: [self._names[p] for p in compat.flat_parameters(zero, flat.index)]
+            for flat in self._flats
+        }
+
+    @functools.cached_property
+    def _fixed(self) -> EngineState:
+        """What never changes."""
+        groups: dict[int, list[str]] = {}
+        for flat in self._flats:
+            groups.setdefault(flat.group, []).extend(self._members[flat.index])
         module = self._live.module
         return EngineState(
-            shapes={name: _shape(tensor) for name, tensor in stored_tensors(module)},
+            shapes={name: _shape(tensor) for name, tensor in self._stored},
             aliases=aliases(module),
             frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
-            groups=[self._group(number, members[number]) for number in sorted(members)],
-            updates=counts,
+            groups=[self._group(number, groups[number]) for number in sorted(groups)],
+            updates={},
             moments=self._moments,
-            loss_scale=self._loss_scale(),
+            loss_scale=None,
         )
+
+    @functools.cached_property
+    def _stored(self) -> list[tuple[str, Tensor]]:
+        return list(stored_tensors(self._live.module))
 
     def fragments(self) -> Iterator[Fragment]:
         """See Engine."""
@@ -59,8 +83,8 @@ class ZeroState:
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         """See Engine."""
-        for flat in self._partitions.flats():
-            self._require_one_count(flat, state)
+        for flat in self._flats:
+            self._require_one_count(self._members[flat.index], state)
         for fragment in self._trained(write=True, counts=state.updates):
             yield fragment
         yield from self._others()
@@ -74,12 +98,12 @@ class ZeroState:
     def _trained(
         self, *, write: bool, counts: Mapping[str, int] | None = None
     ) -> Iterator[Fragment]:
-        for flat in self._partitions.flats():
+        for flat in self._flats:
             with self._partitions.present(flat, write=write):
                 state = self._optimizer_state(flat)
                 if counts is not None:
-                    name = self._names[self._trained_in(flat)[0]]
-                    set_updates(state, counts[name], self._partitions.optimizer(flat), flat.group)
+                    count = counts[self._members[flat.index][0]]
+                    set_updates(state, count, self._partitions.optimizer(flat), flat.group)
                 tensors = {WEIGHT: self._partitions.master(flat)}
                 tensors |= {moment: state[moment] for moment in self._moments}
                 for part in flat.parts:
@@ -95,7 +119,7 @@ class ZeroState:
 
     def _others(self) -> Iterator[Fragment]:
         """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
-        for name, tensor in stored_tensors(self._live.module):
+        for name, tensor in self._stored:
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 continue
             shard = getattr(tensor, "ds_tensor", None)
@@ -116,10 +140,6 @@ class ZeroState:
         length = min(max(parameter.ds_numel - start, 0), shard.numel())
         return shard.detach().view(-1)[:length], start
 
-    def _trained_in(self, flat: Flat) -> list[nn.Parameter]:
-        """All of a flat's parameters, also those of which this rank has no part."""
-        return list(compat.flat_parameters(self._partitions.zero, flat.index))
-
     def _optimizer_state(self, flat: Flat) -> dict[str, Any]:
         """State of a flat master; created as the optimizer would at its first step."""
         optimizer, master = self._partitions.optimizer(flat), self._partitions.master(flat)
@@ -131,8 +151,7 @@ class ZeroState:
         require_known(state, self._moments, type(optimizer).__name__)
         return state
 
-    def _require_one_count(self, flat: Flat, state: EngineState) -> None:
-        names = [self._names[parameter] for parameter in self._trained_in(flat)]
+    def _require_one_count(self, names: Sequence[str], state: EngineState) -> None:
         if len({state.updates[name] for name in names}) > 1:
             raise CheckpointError(
                 "parameters that ZeRO updates together were updated different numbers of times: "

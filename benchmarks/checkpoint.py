@@ -1,0 +1,126 @@
+"""Measure saving and loading of checkpoints side by side with torch's and DeepSpeed's own.
+
+    python benchmarks/checkpoint.py [--wraps fsdp,ddp,zero3] [--procs 2] [--other 3] [--saves 5]
+
+For each wrap, in the same processes: how long the training loop stands still for a save, against a
+plain copy of the same bytes into warm memory; how long until it is on disk, and the bytes that each
+rank reads to resume on as many and on another number of processes, against
+torch.distributed.checkpoint (torch wraps) or DeepSpeed's save_checkpoint (ZeRO). Exits 1 when a stall
+is over 1.2 copies or a rank reads over 1.05 of its own bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import checkpoint_rank
+import click
+
+STALL_LIMIT, READ_LIMIT = 1.2, 1.05
+
+
+@click.command()
+@click.option("--wraps", default="fsdp,ddp,zero3", show_default=True)
+@click.option("--procs", default=2, show_default=True)
+@click.option("--other", default=3, show_default=True, help="Processes that load it, too.")
+@click.option("--saves", default=5, show_default=True)
+@click.option("--width", default=512, show_default=True, help="Hidden size of the model.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Disk to measure; default: /tmp.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
+def main(
+    wraps: str, procs: int, other: int, saves: int, width: int, folder: Path | None,
+    json_file: Path | None,
+) -> None:  # fmt: skip
+    """Measure every wrap, print what was found, and judge it."""
+    found = {}
+    for wrap in wraps.split(","):
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            job = {"wrap": wrap, "folder": scratch, "saves": saves, "width": width}
+            result = ranks(checkpoint_rank.save_and_load, procs, job)
+            elsewhere = ranks(checkpoint_rank.load_only, other, job)
+            found[wrap] = {"here": result, "elsewhere": elsewhere}
+            show(wrap, procs, other, result, elsewhere)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    if not all(within(wrap) for wrap in found.values()):
+        sys.exit(1)
+
+
+def ranks(function: Any, count: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's result, in rank order."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=checkpoint_rank.main, args=(function.__name__, rank, count, job))
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    files = [checkpoint_rank.result_file(job, function.__name__, rank) for rank in range(count)]
+    if any(process.exitcode for process in processes):
+        raise click.ClickException("a process failed; see above")
+    return [json.loads(file.read_text("utf-8")) for file in files]
+
+
+def worst(results: list[dict[str, Any]], key: str) -> float:
+    """What the slowest rank took."""
+    return max(float(result[key]) for result in results)
+
+
+def stall_ratios(results: list[dict[str, Any]]) -> list[float]:
+    """Stall of each save over the time of a plain copy, the worst rank's."""
+    copies = [result["copy"] for result in results]
+    rounds = zip(*(result["stalls"] for result in results), strict=True)
+    return [
+        max(stall / copy for stall, copy in zip(stalls, copies, strict=True)) for stalls in rounds
+    ]
+
+
+def read_ratio(results: list[dict[str, Any]]) -> float:
+    """Bytes that a rank reads over the bytes that it keeps, the worst rank's."""
+    return max(result["read"] / result["own"] for result in results)
+
+
+def within(found: dict[str, list[dict[str, Any]]]) -> bool:
+    """Whether both limits are kept."""
+    ratios = stall_ratios(found["here"])
+    read = max(read_ratio(found["here"]), read_ratio(found["elsewhere"]))
+    return max(ratios[0], sorted(ratios)[len(ratios) // 2]) <= STALL_LIMIT and read <= READ_LIMIT
+
+
+def show(
+    wrap: str, procs: int, other: int, here: list[dict[str, Any]], there: list[dict[str, Any]]
+) -> None:
+    """A block of lines."""
+    ratios = stall_ratios(here)
+    total = sum(result["written"] for result in here)
+    print(f"{wrap}: {total / 1e6:.0f} MB of state, {procs} processes")
+    print(f"  copy of a rank's part into warm memory  {worst(here, 'copy') * 1e3:8.1f} ms")
+    print(
+        f"  stall, first save                       {here[0]['stalls'][0] * 1e3:8.1f} ms  "
+        f"x{ratios[0]:.2f}"
+    )
+    later = sorted(ratios[1:])
+    print(f"  stall, later saves, median and worst    x{later[len(later) // 2]:.2f}  x{later[-1]:.2f}")
+    seconds = sorted(here[0]["durations"])[len(here[0]["durations"]) // 2]
+    print(f"  on disk after                           {seconds:8.2f} s   {total / seconds / 1e9:.2f} GB/s")
+    print(f"  {here[0]['rival']}:")
+    for key, value in here[0]["rival_times"].items():
+        print(f"    {key:<38}{value:8.2f} s   {total / value / 1e9:.2f} GB/s")
+    print(f"  read per rank on {procs}, of its own bytes      x{read_ratio(here):.3f}")
+    print(f"  read per rank on {other}, of its own bytes      x{read_ratio(there):.3f}")
+    rival = max(result["rival_read"] / result["own"] for result in here)
+    print(f"  {here[0]['rival']} reads per rank on {procs}      x{rival:.3f}")
+    if "rival_read" in there[0]:
+        rival = max(result["rival_read"] / result["own"] for result in there)
+        print(f"  {here[0]['rival']} reads per rank on {other}      x{rival:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""What each process of benchmarks/checkpoint.py does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+COPIES = 9
+
+
+def result_file(job: dict[str, Any], name: str, rank: int) -> Path:
+    """Where a rank leaves its result."""
+    return Path(job["folder"]) / f"{name}-{rank}.json"
+
+
+def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
+    """Meet the others, measure, leave the result."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed
+
+    from pipeline.dist import Dist
+
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{job['folder']}/store-{name}", world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist = Dist(
+        rank=rank, world_size=world, local_rank=rank, local_world_size=world,
+        device=torch.device("cpu"), store=torch.distributed.PrefixStore("pipe", store),
+    )  # fmt: skip
+    measured = {"save_and_load": save_and_load, "load_only": load_only}[name](dist, job)
+    result_file(job, name, rank).write_text(json.dumps(measured), "utf-8")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def make(dist: Any, job: dict[str, Any]) -> tuple[Any, Any]:
+    """Context and engine of the wrap under measurement, after one training step."""
+    import torch
+
+    from pipeline import testing
+    from stages.model.hf import HfModel
+    from stages.optimizer.adamw import AdamW
+    from stages.precision.policy import PrecisionPolicy
+    from stages.wrap.ddp import Ddp
+    from stages.wrap.fsdp import Fsdp
+    from stages.wrap.zero import Zero
+
+    wraps = {"ddp": Ddp(), "fsdp": Fsdp(), "zero2": Zero(stage=2), "zero3": Zero(stage=3)}
+    run_dir = Path(job["folder"]) / "run"
+    run_dir.mkdir(exist_ok=True)
+    ctx = testing.context(run_dir, seed=1, dist=dist)
+    ctx.log = logging.getLogger("benchmark")
+    width = job["width"]
+    config = {**MODEL, "hidden_size": width, "intermediate_size": 4 * width}
+    source = HfModel(config=config, init="random").run(ctx)
+    precision = PrecisionPolicy(compute="fp32").run(ctx)
+    engine = wraps[job["wrap"]].run(ctx, source, precision, AdamW(lr=1e-4).run(ctx))
+    tokens = torch.randint(0, 32000, (1, 16), generator=torch.Generator().manual_seed(dist.rank))
+    with engine.microbatch(last=True):
+        engine.backward(engine.model(input_ids=tokens, labels=tokens).loss)
+    engine.step(lr_scale=1.0)
+    return ctx, engine
+
+
+def checkpoints(ctx: Any, engine: Any) -> Any:
+    from stages.checkpoint.sharded import ShardedCheckpoint
+
+    return ShardedCheckpoint(keep=1).run(ctx, engine)
+
+
+def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Stalls, durations, and the bytes that loading reads; the rival's beside them."""
+    from pipeline.artifacts import Progress
+
+    ctx, engine = make(dist, job)
+    kept = checkpoints(ctx, engine)
+    size = kept.snapshot_bytes
+    copies = plain_copies(dist, size)
+    stalls, durations = [], []
+    for step in range(1, job["saves"] + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        kept.save(Progress(step=step))
+        stalls.append(time.perf_counter() - began)
+        kept.finish()
+        durations.append(time.perf_counter() - began)
+    kept.close()
+    copies += plain_copies(dist, size)
+    rival = dcp if job["wrap"] in ("ddp", "fsdp") else own_format
+    return {
+        "copy": statistics.median(copies),
+        "written": size,
+        "stalls": stalls,
+        "durations": durations,
+        **loaded(ctx, engine),
+        **rival(dist, engine, Path(job["folder"]) / "rival"),
+    }
+
+
+def load_only(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """The bytes that loading reads on another number of processes."""
+    ctx, engine = make(dist, job)
+    found = loaded(ctx, engine)
+    if job["wrap"] in ("ddp", "fsdp"):
+        import torch.distributed.checkpoint as library
+
+        state = dcp_state(engine)
+        found["rival_read"] = bytes_read(
+            lambda: library.load(state, checkpoint_id=Path(job["folder"]) / "rival")
+        )
+    return found
+
+
+def plain_copies(dist: Any, size: int) -> list[float]:
+    """Seconds of copies of `size` bytes into memory that has been written before."""
+    import torch
+
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.zeros(size, dtype=torch.uint8)
+    seconds = []
+    for _ in range(COPIES):
+        dist.barrier()
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def loaded(ctx: Any, engine: Any) -> dict[str, Any]:
+    """Restore, and account for the bytes."""
+    from pipeline.state.restore import Restoration
+    from pipeline.state.store import open_store
+
+    restoration = Restoration(ctx, engine, open_store(str(ctx.run_dir / "checkpoints")))
+    restoration.newest(lambda progress: None)
+    own = sum(
+        tensor.numel() * tensor.itemsize
+        for part in engine.fragments()
+        for tensor in part.state.values()
+    )
+    return {"read": restoration.bytes_read, "own": own}
+
+
+def bytes_read(call: Callable[[], object]) -> int:
+    """Bytes that this process asks the system to read while `call` runs."""
+    before = _read_calls()
+    call()
+    return _read_calls() - before
+
+
+def _read_calls() -> int:
+    lines = Path("/proc/self/io").read_text("ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+def dcp_state(engine: Any) -> dict[str, Any]:
+    """The state that torch.distributed.checkpoint is given."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {
+        "model": get_model_state_dict(engine.model, options=options),
+        "optimizer": get_optimizer_state_dict(engine.model, engine.optimizer, options=options),
+    }
+
+
+def dcp(dist: Any, engine: Any, folder: Path) -> dict[str, Any]:
+    """torch.distributed.checkpoint: synchronous, and how long its asynchronous save blocks."""
+    import torch.distributed.checkpoint as library
+
+    def fresh() -> None:
+        dist.barrier()
+        if dist.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
+
+    sync, blocked, done = [], [], []
+    for _ in range(3):
+        fresh()
+        began = time.perf_counter()
+        library.save(dcp_state(engine), checkpoint_id=folder)
+        sync.append(time.perf_counter() - began)
+    for _ in range(3):
+        fresh()
+        began = time.perf_counter()
+        future = library.async_save(dcp_state(engine), checkpoint_id=folder)
+        blocked.append(time.perf_counter() - began)
+        future.result()
+        done.append(time.perf_counter() - began)
+    state = dcp_state(engine)
+    return {
+        "rival": "torch.distributed.checkpoint",
+        "rival_times": {
+            "save": statistics.median(sync),
+            "async_save, blocks, first": blocked[0],
+            "async_save, blocks, later": statistics.median(blocked[1:]),
+            "async_save, done": statistics.median(done),
+        },
+        "rival_read": bytes_read(lambda: library.load(state, checkpoint_id=folder)),
+    }
+
+
+def own_format(dist: Any, engine: Any, folder: Path) -> dict[str, Any]:
+    """DeepSpeed's save_checkpoint and load_checkpoint."""
+    saves = []
+    for turn in range(3):
+        dist.barrier()
+        began = time.perf_counter()
+        engine.deepspeed.save_checkpoint(str(folder / str(turn)))
+        dist.barrier()
+        saves.append(time.perf_counter() - began)
+    read = bytes_read(lambda: engine.deepspeed.load_checkpoint(str(folder / "2")))
+    return {
+        "rival": "DeepSpeed save_checkpoint",
+        "rival_times": {"save_checkpoint, blocks": statistics.median(saves)},
+        "rival_read": read,
+    }
