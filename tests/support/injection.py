@@ -23,8 +23,8 @@ VARIABLE = "TEST_FAULT"
 
 @dataclasses.dataclass(kw_only=True)
 class Fault:
-    """Where and how. `how`: `before`, `half` (of a write) or `after` kill; the name of an errno
-    makes the operation fail, with `lasting` all later ones of its kind too."""
+    """Where and how. `how`: `before`, `half` (of a write; before anything else) or `after` kill;
+    the name of an errno makes the operation fail, with `lasting` all later ones of its kind too."""
 
     root: str
     at: int = -1
@@ -99,11 +99,11 @@ class _Injector:
     def _begin(self, name: str, first: Any, rest: tuple[Any, ...], real: Any) -> None:
         fault = self._fault
         here = self._count == fault.at
-        if here and fault.how == "before":
-            _die()
         if here and fault.how == "half" and name == "pwrite":
             data, offset = rest
             real(first, data[: len(data) // 2], offset)
+            _die()
+        if here and fault.how in ("before", "half"):
             _die()
         failing = here or (fault.lasting and self._failing == name)
         if failing and hasattr(errno, fault.how):

@@ -1,0 +1,141 @@
+"""A run that is killed twenty times, a rank or a writer at a time, ends as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.metrics import records
+from tests.support.faulty_ranks import infect
+from tests.support.injection import Fault
+from tests.support.processes import PRELOAD
+from tests.support.runs import TINY
+
+KILLS, STEPS, RANKS = 20, 64, 2
+Start = Callable[..., list[int]]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Which rank, or its writer, and when: at that read of a sample, or at that file operation."""
+
+    rank: int
+    writer: bool
+    at: int
+    how: str
+
+    def prepare(self, run: Path) -> None:
+        """In the process of the rank, before it starts."""
+        if self.writer:
+            infect(str(run.parent), Fault(root=str(run / "checkpoints"), at=self.at, how=self.how))
+        else:
+            os.environ["KILL_AT"] = f"read {self.at}"
+
+
+def kills() -> list[Kill]:
+    """Late enough that one checkpoint more is there each time, so that the run gets on."""
+    chance = random.Random(20)
+    found = []
+    for number in range(KILLS):
+        rank, writer = chance.randrange(RANKS), number % 2 == 0
+        one_save = 45 if rank == 0 else 25
+        at = chance.randrange(one_save, 2 * one_save) if writer else chance.randrange(6, 10)
+        found.append(Kill(rank, writer, at, chance.choice(["before", "half", "after"])))
+    return found
+
+
+def recipe(folder: Path) -> Path:
+    stages = {
+        "model": {"use": "model.hf", "config": TINY},
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {"use": "fault.data"},
+        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
+        "wrap": {"use": "wrap.ddp"},
+        "checkpoint": {"use": "checkpoint.sharded", "every": 1, "keep": 1},
+        "train": {"use": "train.causal_lm", "steps": STEPS, "global_batch_size": 4, "log_every": 1},
+        "consolidate": {"use": "consolidate.sharded"},
+        "export": {"use": "export.safetensors"},
+    }
+    path = folder / "recipe.yaml"
+    launch = {"procs": RANKS, "device": "cpu"}
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(plugin: Path) -> Start:
+    """`pipe ARGUMENTS` on ranks that have torch loaded already, killed when one ends badly, as any
+    launcher does; their exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+
+    def call(run: Path, *arguments: str, kill: Kill | None = None) -> list[int]:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = str(probe.getsockname()[1])
+        processes: list[Any] = [
+            context.Process(target=_rank, args=(str(plugin), port, rank, run, arguments, kill))
+            for rank in range(RANKS)
+        ]
+        for process in processes:
+            process.start()
+        waiting = {process.sentinel: process for process in processes}
+        while waiting:
+            for sentinel in wait(list(waiting), 120):
+                process = waiting.pop(sentinel)  # type: ignore[index]
+                process.join()
+                if process.exitcode:
+                    for other in waiting.values():
+                        other.kill()
+        return [process.exitcode for process in processes]
+
+    return call
+
+
+def _rank(
+    plugin: str, port: str, rank: int, run: Path, arguments: tuple[str, ...], kill: Kill | None
+) -> None:
+    from pipeline.cli import main
+
+    sys.path.insert(0, plugin)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    if kill is not None and kill.rank == rank:
+        kill.prepare(run)
+    main(arguments)
+
+
+def outcome(run: Path) -> tuple[bytes, list[float]]:
+    """Exported weights, and the loss of every step in the order of the file."""
+    found = [record for record in records(run / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in found] == list(range(1, STEPS + 1))
+    return (run / "export" / "model.safetensors").read_bytes(), [r["loss"] for r in found]
+
+
+def test_twenty_kills_change_nothing(tmp_path: Path, start: Start) -> None:
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    begin = ("run", str(recipe(tmp_path)), "--run-dir")
+    assert start(calm, *begin, str(calm)) == [0, 0]
+    command = (*begin, str(run))
+    for kill in kills():
+        codes = start(run, *command, kill=kill)
+        assert codes[kill.rank] == (1 if kill.writer else -signal.SIGKILL), (kill, codes)
+        command = ("resume", str(run))
+    assert start(run, *command) == [0, 0]
+    assert outcome(run) == outcome(calm)
+    assert len(list((run / "checkpoints").iterdir())) == 1
