@@ -43,6 +43,8 @@ class Boxes:
     def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         """Bytes of elements [start, stop) of the flattened tensor, with the first one's number.
         Raises CheckpointError."""
+        if start >= stop:
+            return
         row = math.prod(self._shape[1:])
         rows = max(CHUNK // (row * self._itemsize), 1)
         for first in range(start // row, -(-stop // row), rows):

@@ -103,14 +103,18 @@ def _optimizer(folder: Path, model: Described) -> _Optimizer:
             "takes the weights alone",
         )
     saved = guarded.load(file)
-    try:
-        states, saved_groups = saved["state"], saved["param_groups"]
-        pairs = zip(saved_groups, model.groups, strict=True)
-        groups: list[Group] = []
-        updates: dict[str, int] = {}
-        stored: dict[str, Stored] = {}
-        for group, candidates in pairs:
-            own = [states[number] for number in group["params"]]
+    groups: list[Group] = []
+    updates: dict[str, int] = {}
+    stored: dict[str, Stored] = {}
+    with guarded.understood(file, "transformers' Trainer"):
+        if len(saved["param_groups"]) != len(model.groups):
+            raise CheckpointError(
+                f"{file}: has {len(saved['param_groups'])} parameter groups, the Trainer makes "
+                f"{len(model.groups)}",
+                hint="--weights-only takes the weights alone",
+            )
+        for group, candidates in zip(saved["param_groups"], model.groups, strict=True):
+            own = [saved["state"][number] for number in group["params"]]
             for state in own:
                 _require_adam(state, file)
             shapes = [tuple(state[MOMENTS[0]].shape) for state in own]
@@ -119,11 +123,6 @@ def _optimizer(folder: Path, model: Described) -> _Optimizer:
             for name, state in zip(names, own, strict=True):
                 updates[name] = int(state["step"])
                 stored |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: is not the state of an optimizer that the Trainer made: it lacks {error}",
-            hint="--weights-only takes the weights alone",
-        ) from error
     return _Optimizer(groups, updates, stored)
 
 

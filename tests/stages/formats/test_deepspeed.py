@@ -97,6 +97,7 @@ def test_the_live_state_comes_out(name: str, cases: dict[str, Case]) -> None:
     assert [len(group.parameters) for group in source.state.groups] == [15, 5]
     assert (source.state.loss_scale is not None) == (setting.loss_scaling is not None)
     assert f"random/{ranks - 1:05d}/torch" in source.tensors
+    assert ("weight/counts" in source.tensors) == (ranks == 3)
 
 
 def test_other_strategies_and_deepspeed_itself_load_what_was_converted(

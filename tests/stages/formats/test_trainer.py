@@ -120,7 +120,15 @@ def test_one_group_is_not_what_the_trainer_makes(copy: Path) -> None:
     saved = torch.load(copy / "optimizer.pt", weights_only=True)
     del saved["param_groups"][1]
     torch.save(saved, copy / "optimizer.pt")
-    with pytest.raises(CheckpointError, match="is not the state of an optimizer that the Trainer"):
+    with pytest.raises(CheckpointError, match="has 1 parameter groups, the Trainer makes 2"):
+        opened(copy)
+
+
+def test_a_parameter_without_state(copy: Path) -> None:
+    saved = torch.load(copy / "optimizer.pt", weights_only=True)
+    del saved["state"][7]
+    torch.save(saved, copy / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"not as transformers' Trainer writes it .*: 7"):
         opened(copy)
 
 
