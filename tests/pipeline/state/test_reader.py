@@ -1,0 +1,103 @@
+"""Any range of any tensor, however it was cut, is what was written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from pipeline.state import blocks, reader
+from pipeline.state.local_store import LocalStore
+from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
+from pipeline.state.planning import Sharded
+from pipeline.state.reader import CheckpointReader
+from pipeline.state.safetensors_file import ITEM_BYTES
+from pipeline.state.spans import Span, require_cover
+from tests.support.tiny_store import job
+
+NAME = "step-00000001"
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
+    """Tensors, and which rank writes which parts of them."""
+    ranks = draw(st.integers(1, 3))
+    tensors: list[TensorEntry] = []
+    shares: list[list[Span]] = [[] for _ in range(ranks)]
+    for number in range(draw(st.integers(1, 3))):
+        dtype = draw(st.sampled_from(["F64", "F32", "BF16", "U8"]))
+        length = draw(st.integers(1, 3 * blocks.BLOCK))
+        tensors.append(TensorEntry(key=f"weight/{number}", dtype=dtype, shape=(length,)))
+        cuts = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4))
+        edges = sorted({0, *cuts, length})
+        for start, stop in itertools.pairwise(edges):
+            span = Span(tensors[-1].key, start, stop)
+            shares[draw(st.integers(0, ranks - 1))].append(span)
+    return tensors, shares
+
+
+def content(tensor: TensorEntry) -> bytes:
+    """Bytes that differ from one place to another."""
+    size = tensor.numel * tensor.itemsize
+    return bytes((place * 131 + place // 251) % 256 for place in range(size))
+
+
+def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
+    """A checkpoint by hand, without the writer."""
+    table = {tensor.key: tensor for tensor in tensors}
+    numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
+    attempt = LocalStore(root).attempt(NAME, "x")
+    files, parts = [], []
+    for rank, share in enumerate(shares):
+        mine = sorted(share, key=lambda span: -ITEM_BYTES[table[span.key].dtype])
+        layout = Sharded().lay_out(rank, mine, table)
+        memory = bytearray(layout.size)
+        for place, head in layout.heads:
+            memory[place : place + len(head)] = head
+        pieces, sums = [], []
+        for span, _, offset in layout.pieces:
+            size = table[span.key].itemsize
+            data = content(table[span.key])[span.start * size : span.stop * size]
+            memory[offset : offset + len(data)] = data
+            sums += blocks.sums(memoryview(data))
+            pieces.append(Piece(numbers[span.key], rank, offset, span.start, span.stop))
+        attempt.put(layout.files[0].name, bytes(memory))
+        attempt.put(f"rank-{rank:05d}.sums", blocks.pack(sums))
+        files += layout.described
+        digest = xxh3_64_intdigest(blocks.pack(sums))
+        parts.append(Part(sums=f"rank-{rank:05d}.sums", digest=digest, pieces=pieces))
+    facts: dict[str, Any] = json.loads(json.dumps(dict(job(1, "x").facts)))
+    manifest = Manifest(**facts, written="2026-01-01", tensors=tensors, files=files, parts=parts)
+    attempt.commit(manifest.dump())
+
+
+@given(layouts(), st.data())
+@settings(max_examples=60)
+def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.DataObject) -> None:
+    tensors, shares = layout
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "CHUNK", blocks.BLOCK * data.draw(st.integers(1, 3)))
+        write(root, tensors, shares)
+        opened = CheckpointReader(LocalStore(root), NAME)
+        for _ in range(6):
+            tensor = data.draw(st.sampled_from(tensors))
+            start = data.draw(st.integers(0, tensor.numel))
+            stop = data.draw(st.integers(start, tensor.numel))
+            before = opened.bytes_read
+            found = [(first, bytes(part)) for first, part in opened.read(tensor.key, start, stop)]
+            size = tensor.itemsize
+            ranges = [(first - start, first - start + len(part) // size) for first, part in found]
+            assert ranges == sorted(ranges)
+            require_cover(ranges, stop - start)
+            expected = content(tensor)[start * size : stop * size]
+            assert b"".join(part for _, part in found) == expected
+            pieces = sum(len(share) for share in shares)
+            assert opened.bytes_read - before <= len(expected) + 2 * blocks.BLOCK * pieces
+        opened.verify()
+        opened.close()
