@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor, Shard
@@ -20,13 +21,22 @@ from stages.wrap.birth import aliases, stored_tensors
 from stages.wrap.moments import require_known, set_updates, start_state, updates
 
 
+class _Part(NamedTuple):
+    """What a fragment is made of: a tensor and its moments, which may be sharded."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensors: dict[str, Tensor]
+
+
 class _Layout(NamedTuple):
     """Where an engine's training state is: what never changes of it."""
 
     state: EngineState
     trained: dict[str, dict[str, Any]]
     """Optimizer state of every trained parameter."""
-    fragments: list[Fragment]
+    parts: list[_Part]
 
 
 class TorchEngine(Engine):
@@ -50,7 +60,9 @@ class TorchEngine(Engine):
 
     def fragments(self) -> Iterator[Fragment]:
         self.settle()
-        yield from self._layout.fragments
+        with torch.no_grad():
+            parts = [self._fragment(part) for part in self._layout.parts]
+        yield from parts
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         for name, kept in self._layout.trained.items():
@@ -68,7 +80,7 @@ class TorchEngine(Engine):
 
     @functools.cached_property
     def _layout(self) -> _Layout:
-        """Found once: optimizers update in place, so tensors stay where they are."""
+        """Found once: parameters stay the same objects, though not always in the same memory."""
         self.settle()
         start_state(self.optimizer, self.plan)
         tensors = dict(stored_tensors(self.module))
@@ -82,19 +94,18 @@ class TorchEngine(Engine):
             moments=tuple(self.plan.moments),
             loss_scale=None,
         )
-        found = (self._fragment(name, tensor, trained) for name, tensor in tensors.items())
-        parts = [part for part in found if part.state[WEIGHT].numel()]
+        parts = []
+        for name, tensor in tensors.items():
+            kept = trained.get(name, {})
+            kinds = {moment: kept[moment] for moment in self.plan.moments if name in trained}
+            start, length = local_span(name, tensor)
+            if length:
+                parts.append(_Part(name, tuple(tensor.shape), start, {WEIGHT: tensor, **kinds}))
         return _Layout(state, trained, parts)
 
-    def _fragment(
-        self, name: str, tensor: Tensor, trained: Mapping[str, Mapping[str, Any]]
-    ) -> Fragment:
-        weight, start = local_part(name, tensor)
-        moments = self.plan.moments if name in trained else ()
-        state = {moment: local_part(name, trained[name][moment])[0] for moment in moments}
-        return Fragment(
-            name=name, shape=tuple(tensor.shape), start=start, state={WEIGHT: weight, **state}
-        )
+    def _fragment(self, part: _Part) -> Fragment:
+        state = {kind: _local(tensor) for kind, tensor in part.tensors.items()}
+        return Fragment(name=part.name, shape=part.shape, start=part.start, state=state)
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and optimizer state of every trained parameter."""
@@ -113,14 +124,13 @@ class TorchEngine(Engine):
         )
 
 
-def local_part(name: str, tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's part as a flat view, and where it starts in the flattened full tensor.
+def local_span(name: str, tensor: Tensor) -> tuple[int, int]:
+    """Where this rank's part starts in the flattened full tensor, and how long it is, in elements.
 
     Raises StageError for a tensor that is sharded otherwise than by rows.
     """
     if not isinstance(tensor, DTensor):
-        return tensor.detach().view(-1), 0
-    local = tensor.to_local().detach()
+        return 0, tensor.numel()
     rows, first = tensor.shape[0], 0
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -131,8 +141,16 @@ def local_part(name: str, tensor: Tensor) -> tuple[Tensor, int]:
         chunk = -(-rows // tensor.device_mesh.size(axis))
         skip = min(chunk * tensor.device_mesh.get_local_rank(axis), rows)
         first, rows = first + skip, min(chunk, rows - skip)
-    assert local.shape[0] == rows, f"{name}: {local.shape[0]} rows are here, expected {rows}"
-    return local.view(-1), first * (tensor.numel() // max(tensor.shape[0], 1))
+    here = tensor.to_local().shape[0]
+    assert here == rows, f"{name}: {here} rows are here, expected {rows}"
+    width = tensor.numel() // max(tensor.shape[0], 1)
+    return first * width, rows * width
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part as a flat view."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().view(-1)
 
 
 def _loss_scale(scaler: GradScaler) -> LossScale:

@@ -238,6 +238,16 @@ def test_a_checkpoint_of_others_knows_its_step_alone(
         }  # fmt: skip
 
 
+def test_the_loss_scale_goes_there_and_back(cases: dict[str, Case], tmp_path: Path) -> None:
+    source = opened(cases["2 offload fp16"].folder)
+    notes = DeepSpeed().write(source, tmp_path / "universal")
+    assert any("default window" in note for note in notes)
+    back = opened(tmp_path / "universal")
+    assert source.state.loss_scale is not None
+    assert back.state.loss_scale == source.state.loss_scale
+    assert digest_of(back) == same(cases["2 offload fp16"].live)
+
+
 def test_before_the_first_update_there_are_weights_alone(
     saved: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
