@@ -5,8 +5,8 @@
 For each wrap, in the same processes: how long the training loop stands still for a save, against a
 plain copy of the same bytes into warm memory; how long until it is on disk, and the bytes that each
 rank reads to resume on as many and on another number of processes, against
-torch.distributed.checkpoint (torch wraps) or DeepSpeed's save_checkpoint (ZeRO). Exits 1 when a stall
-is over 1.2 copies or a rank reads over 1.05 of its own bytes.
+torch.distributed.checkpoint (torch wraps) or DeepSpeed's save_checkpoint (ZeRO). Exits 1 when a
+stall is over 1.2 copies or a rank reads over 1.05 of its own bytes.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ def show(
         f"x{ratios[0]:.2f}"
     )
     later = sorted(ratios[1:])
-    print(f"  stall, later saves, median and worst    x{later[len(later) // 2]:.2f}  x{later[-1]:.2f}")
+    middle = later[len(later) // 2]
+    print(f"  stall, later saves, median and worst    x{middle:.2f}  x{later[-1]:.2f}")
     seconds = sorted(here[0]["durations"])[len(here[0]["durations"]) // 2]
-    print(f"  on disk after                           {seconds:8.2f} s   {total / seconds / 1e9:.2f} GB/s")
+    speed = total / seconds / 1e9
+    print(f"  on disk after                           {seconds:8.2f} s   {speed:.2f} GB/s")
     print(f"  {here[0]['rival']}:")
     for key, value in here[0]["rival_times"].items():
         print(f"    {key:<38}{value:8.2f} s   {total / value / 1e9:.2f} GB/s")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import tempfile
-
-PAGE = 4096
 
 
 class Arena:
@@ -33,7 +30,7 @@ class Arena:
 
 
 def _anonymous_file() -> int:
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):
         return os.memfd_create("pipe-snapshot")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

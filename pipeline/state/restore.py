@@ -176,13 +176,13 @@ class Restoration:
             )
 
     def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
+        """New streams where the saved ones have another number of owners, or were not saved."""
         dist = self._ctx.dist
-        if reader.manifest.world_size != dist.world_size:
-            randomness.derive(self._ctx.seed, progress.step, dist.rank, dist.world_size)
-            return
-        keys = {name: random_key(dist.rank, name) for name in randomness.NAMES}
-        states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
-        randomness.apply(states, dist.device)
+        randomness.derive(self._ctx.seed, progress.step, dist.rank, dist.world_size)
+        if reader.manifest.world_size == dist.world_size:
+            keys = {name: random_key(dist.rank, name) for name in randomness.NAMES}
+            states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
+            randomness.apply(states, dist.device)
 
 
 def saved_progress(reader: CheckpointReader) -> Progress:

@@ -32,7 +32,9 @@ def require_same_origin(
     now: Mapping[str, Any], accept: Collection[str], progress: Progress
 ) -> None:
     """Raises CheckpointError that tells what is another than when the checkpoint was saved, unless
-    every difference is in an accepted part."""
+    every difference is in an accepted part. What came from a foreign format has no origin."""
+    if not progress.origin:
+        return
     changed = [part for part in now if progress.origin.get(part) != now[part]]
     # The contents of tokenised data follow from the tokenizer.
     if "tokenizer" in changed and "tokenizer" in accept and _only_contents(progress.origin, now):

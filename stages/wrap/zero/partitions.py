@@ -1,7 +1,7 @@
 """Where DeepSpeed 0.19 keeps this rank's part of each master weight and its optimizer state.
 
 Masters lie in flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), the optimizer's
-state beside them. Private names of DeepSpeed; `tests/stages/wrap/test_zero_state.py` guards them.
+state beside them. Private names of DeepSpeed; `tests/stages/wrap/test_deepspeed_contract.py` guards them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MasterPart(NamedTuple):
 class Flat(NamedTuple):
     """One flat master tensor."""
 
-    index: int
+    number: int
     group: int
     """Number of the optimizer group whose hyperparameters it has."""
     parts: Sequence[MasterPart]
@@ -91,7 +91,7 @@ class _Replicated(Partitions):
         return self.zero.optimizer
 
     def master(self, flat: Flat) -> Tensor:
-        return compat.master_partitions(self.zero)[flat.index]
+        return compat.master_partitions(self.zero)[flat.number]
 
     def elements(self, flat: Flat) -> int:
         return self.master(flat).numel()
@@ -135,30 +135,30 @@ class _Sharded(Partitions):
 
     def optimizer(self, flat: Flat) -> Any:
         devices = getattr(self.zero, "subgroup_to_device", {})
-        if devices.get(flat.index, "cpu") == "cpu":
+        if devices.get(flat.number, "cpu") == "cpu":
             return self.zero.optimizer
         return self.zero.backup_optimizer
 
     def master(self, flat: Flat) -> Tensor:
-        master: Tensor = self.zero.fp32_partitioned_groups_flat[flat.index]
+        master: Tensor = self.zero.fp32_partitioned_groups_flat[flat.number]
         return master
 
     def elements(self, flat: Flat) -> int:
-        return int(self.zero.fp16_partitioned_groups_flat_numel[flat.index])
+        return int(self.zero.fp16_partitioned_groups_flat_numel[flat.number])
 
     @contextlib.contextmanager
     def present(self, flat: Flat, *, write: bool) -> Iterator[None]:
-        swapped = self.zero._swappable_optimizer_subgroup(flat.index)
+        swapped = self.zero._swappable_optimizer_subgroup(flat.number)
         if swapped:
-            self.zero._optimizer_states_and_gradient_swap_in(flat.index)
+            self.zero._optimizer_states_and_gradient_swap_in(flat.number)
         fresh = not self.optimizer(flat).state.get(self.master(flat))
         yield
         if write:
-            self.zero._reassign_or_swap_out_partitioned_parameters(flat.index)
+            self.zero._reassign_or_swap_out_partitioned_parameters(flat.number)
         if swapped and (write or fresh):
-            self.zero._optimizer_states_and_gradient_swap_out(flat.index)
+            self.zero._optimizer_states_and_gradient_swap_out(flat.number)
         elif swapped:
-            self.zero._release_swap_buffers(flat.index)
+            self.zero._release_swap_buffers(flat.number)
 
     def gather(self) -> None:
         persistent = self.zero.persistent_parameters

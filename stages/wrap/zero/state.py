@@ -39,7 +39,7 @@ class ZeroState:
         counts: dict[str, int] = {}
         for flat in self._flats:
             count = updates(self._optimizer_state(flat))
-            counts.update(dict.fromkeys(self._members[flat.index], count))
+            counts.update(dict.fromkeys(self._members[flat.number], count))
         return dataclasses.replace(self._fixed, updates=counts, loss_scale=self._loss_scale())
 
     @functools.cached_property
@@ -51,7 +51,7 @@ class ZeroState:
         """Flat master -> names of its parameters, also of those of which this rank has no part."""
         zero = self._partitions.zero
         return {
-            flat.index: [self._names[p] for p in compat.flat_parameters(zero, flat.index)]
+            flat.number: [self._names[p] for p in compat.flat_parameters(zero, flat.number)]
             for flat in self._flats
         }
 
@@ -60,7 +60,7 @@ class ZeroState:
         """What never changes."""
         groups: dict[int, list[str]] = {}
         for flat in self._flats:
-            groups.setdefault(flat.group, []).extend(self._members[flat.index])
+            groups.setdefault(flat.group, []).extend(self._members[flat.number])
         module = self._live.module
         return EngineState(
             shapes={name: _shape(tensor) for name, tensor in self._stored},
@@ -84,7 +84,7 @@ class ZeroState:
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         """See Engine."""
         for flat in self._flats:
-            self._require_one_count(self._members[flat.index], state)
+            self._require_one_count(self._members[flat.number], state)
         for fragment in self._trained(write=True, counts=state.updates):
             yield fragment
         yield from self._others()
@@ -102,7 +102,7 @@ class ZeroState:
             with self._partitions.present(flat, write=write):
                 state = self._optimizer_state(flat)
                 if counts is not None:
-                    count = counts[self._members[flat.index][0]]
+                    count = counts[self._members[flat.number][0]]
                     set_updates(state, count, self._partitions.optimizer(flat), flat.group)
                 tensors = {WEIGHT: self._partitions.master(flat)}
                 tensors |= {moment: state[moment] for moment in self._moments}

@@ -121,4 +121,3 @@ def test_other_strategies_and_world_sizes_go_on_with_the_same_numbers(tmp_path: 
         final = load_file(folder / "final.safetensors")
         for key, weight in load_file(tmp_path / "whole/final.safetensors").items():
             torch.testing.assert_close(final[key], weight, rtol=0, atol=1e-4, msg=key)
-

@@ -1,0 +1,71 @@
+"""Private names of DeepSpeed that the training state is read through: gone, or meaning something
+else, must show here and not in a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+METHODS: dict[Any, dict[str, list[str]]] = {
+    DeepSpeedZeroOptimizer: {"update_lp_params": ["self"]},
+    BF16_Optimizer: {"update_lp_params": ["self"]},
+    DeepSpeedZeroOptimizer_Stage3: {
+        "get_param_id": ["self", "param"],
+        "_get_param_partition_rank": ["self", "param"],
+        "_swappable_optimizer_subgroup": ["self", "sub_group_id"],
+        "_optimizer_states_and_gradient_swap_in": ["self", "sub_group_id", "timer_names"],
+        "_optimizer_states_and_gradient_swap_out": ["self", "sub_group_id", "timer_names"],
+        "_release_swap_buffers": ["self", "sub_group_id"],
+    },
+}
+ATTRIBUTES: dict[Any, list[str]] = {
+    DeepSpeedZeroOptimizer: [
+        "self.single_partition_of_fp32_groups",
+        "self.round_robin_bit16_groups",
+        "self.round_robin_bit16_padding",
+        "self.dp_process_group",
+    ],
+    BF16_Optimizer: ["self.bf16_groups", "self.fp32_groups_flat_partition"],
+    DeepSpeedZeroOptimizer_Stage3: [
+        "self.fp16_groups",
+        "self.fp32_partitioned_groups_flat",
+        "self.fp16_partitioned_groups_flat_numel",
+        "self.grad_position[param_id] = [int(i), int(current_offset), int(num_elements)]",
+        "self.sub_group_to_group_id",
+        "def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id)",
+        "self.subgroup_to_device",
+        "self.backup_optimizer",
+        "self.persistent_parameters",
+    ],
+    DynamicLossScaler: ["self.cur_scale", "self.cur_iter", "self.last_overflow_iter"],
+    DeepSpeedCPUAdam: [
+        "self.fp32_optimizer_states",
+        "self.ds_opt_adam",
+        "self.opt_id",
+        "state['step'] = 0",
+        "state['exp_avg'] = torch.zeros_like",
+        "state['exp_avg_sq'] = torch.zeros_like",
+    ],
+    FusedAdam: ["state['step'] = group.get('step', 0)", "state['exp_avg'] = torch.zeros_like"],
+}
+
+
+@pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
+def test_methods_take_what_they_took(kind: Any) -> None:
+    found = {
+        name: list(inspect.signature(getattr(kind, name)).parameters) for name in METHODS[kind]
+    }
+    assert found == METHODS[kind]
+
+
+@pytest.mark.parametrize("kind", ATTRIBUTES, ids=lambda kind: kind.__name__)
+def test_attributes_are_still_set(kind: Any) -> None:
+    source = inspect.getsource(kind)
+    assert [name for name in ATTRIBUTES[kind] if name not in source] == []
