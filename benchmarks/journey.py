@@ -1,11 +1,11 @@
-"""One training under three strategies on three numbers of processes, against one that stays at home.
+"""One training under three strategies on three numbers of processes, against one at home.
 
     python benchmarks/journey.py [--runs FOLDER] [--picture FILE.svg] [--json FILE]
 
-SmolLM2-135M trains under ZeRO-3 with offload on 2 processes until step 20 is saved and is killed there,
-goes on under FSDP on 3 until step 40 and is killed again, and ends under DDP on 1, which exports it.
-Beside it a run under DDP on 2 that nothing disturbs. Exits 1 when a step's loss differs by more than
-1e-4 between the two, or the export does not generate.
+SmolLM2-135M trains under ZeRO-3 with offload on 2 processes until step 20 is saved and is killed
+there, goes on under FSDP on 3 until step 40 and is killed again, and ends under DDP on 1, which
+exports it. Beside it a run under DDP on 2 that nothing disturbs. Exits 1 when a step's loss differs
+by more than 1e-4 between the two, or the export does not generate.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ class Data:
     pad_id: int
     """Token that fills `input_ids` behind a short sample; its labels are NO_TARGET."""
     identity: Mapping[str, str | int | float | None]
-    """What makes a sample what it is: digests of the files and of the `tokenizer`, and every setting
-    that changes one. Equal identities have equal samples."""
+    """What makes a sample what it is: digests of the files and of the `tokenizer`, and every
+    setting that changes one. Equal identities have equal samples."""
 
     @property
     def fingerprint(self) -> str:
@@ -189,7 +189,7 @@ class OptimizerPlan:
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
     """A model's parameters -> torch parameter groups, each with `params` and its overrides."""
     moments: Sequence[str]
-    """Keys of the optimizer's state that are tensors of the parameter's shape and start as zeros."""
+    """Keys of the optimizer's state that are tensors of the parameter's shape, zeros at first."""
     counts_updates: bool = True
     """Whether the optimizer's state has a `step`, the number of updates of the parameter."""
     build: Callable[[list[dict[str, Any]]], Optimizer]

@@ -25,9 +25,10 @@ SHUTDOWN_SECONDS = 10
 
 
 def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
-    """Run every rank to its end, with changes that are intended. Raises RunFailed with the first failing rank's error.
+    """Run every rank to its end. Raises RunFailed with the first failing rank's error.
 
-    No rank outlives this call: the agent stops the rest when one fails, and ranks die with it.
+    `accept` names changes that are intended. No rank outlives this call: the agent stops the rest
+    when one fails, and ranks die with it.
     """
     _set_threads(plan)
     if plan.view.procs == 1:

@@ -31,7 +31,10 @@ FOLDER_KEY = "pipe/folder"
 
 
 def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
-    """Run what is not done yet; `accept` names changes that are intended. Raises what `prepare` raises, RunLocked, RunFailed, RunStopped."""
+    """Run what is not done yet; `accept` names changes that are intended.
+
+    Raises what `prepare` raises, RunLocked, RunFailed, RunStopped.
+    """
     if worker_rank() > 0:
         _follow(accept)
         return

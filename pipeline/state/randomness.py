@@ -1,7 +1,7 @@
 """The states of a rank's random generators, as bytes of fixed sizes.
 
-With another number of ranks the saved streams have no owners; every rank then starts new ones from a
-digest of the recipe's seed, the step, its rank and the number of ranks.
+With another number of ranks the saved streams have no owners; every rank then starts new ones from
+a digest of the recipe's seed, the step, its rank and the number of ranks.
 """
 
 from __future__ import annotations

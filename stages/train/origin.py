@@ -1,4 +1,4 @@
-"""What a position in a training means something for, and whether another recipe may go on from it."""
+"""What a position in a training means something for, and whether a recipe may go on from it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def updates(state: Mapping[str, Any]) -> int:
 def set_updates(
     state: dict[str, Any], count: int, optimizer: Optimizer, group: int | None = None
 ) -> None:
-    """Put the count of updates back; `group` is the optimizer group, for kernels that count in it."""
+    """Put the count of updates back; `group` is the number of the optimizer group, for kernels that
+    count in it."""
     if isinstance(state.get(UPDATES), Tensor):
         state[UPDATES].fill_(count)
     elif UPDATES in state:
@@ -57,8 +58,8 @@ def require_known(state: Mapping[str, Any], moments: Collection[str], optimizer:
     tensors = {key for key, value in state.items() if isinstance(value, Tensor) and key != UPDATES}
     if tensors != set(moments):
         raise StageError(
-            f"{optimizer} keeps {_list(tensors)} for a parameter, its stage declares {_list(moments)};"
-            " such state cannot be saved"
+            f"{optimizer} keeps {_list(tensors)} for a parameter, its stage declares "
+            f"{_list(moments)}; such state cannot be saved"
         )
 
 

@@ -1,7 +1,8 @@
 """Where DeepSpeed 0.19 keeps this rank's part of each master weight and its optimizer state.
 
-Masters lie in flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), the optimizer's
-state beside them. Private names of DeepSpeed; `tests/stages/wrap/test_deepspeed_contract.py` guards them.
+Masters lie in flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), with the
+optimizer's state beside them. `tests/stages/wrap/test_deepspeed_contract.py` guards the private
+names.
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ class ZeroState:
         """See Engine."""
         for flat in self._flats:
             self._require_one_count(self._members[flat.number], state)
-        for fragment in self._trained(write=True, counts=state.updates):
-            yield fragment
+        yield from self._trained(write=True, counts=state.updates)
         yield from self._others()
         restore_bias_correction(self._live)
         self._set_loss_scale(state.loss_scale)

@@ -33,8 +33,10 @@ FP16 = {"compute": "fp16", "loss_scaling": LossScaling(initial_scale=1024.0, gro
 def train(
     dist: Dist, folder: str, setting: Setting, micro: int, checkpoint: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Train to step 20, saving every 10, from wherever the folder's newest checkpoint is. 40 samples
-    are an epoch, so step 10 is in the middle of the second."""
+    """Train to step 20, saving every 10, from wherever the folder's newest checkpoint is.
+
+    40 samples are an epoch, so step 10 is in the middle of the second.
+    """
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     engine = make_engine(ctx, setting)
