@@ -1,0 +1,183 @@
+"""Checkpoints in a store without rename: killed at every request, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.state.manifest import FILE, Damaged
+from pipeline.state.object_store import ObjectStore
+from pipeline.state.retention import Retention
+from pipeline.state.store import open_store
+from tests.support.injection import Fault
+from tests.support.object_faults import Task, install, start
+from tests.support.recorded import ABANDONED, NEW, NEXT, OLD, PATIENT
+from tests.support.sweep import Found, Injected, Sweep, sweep
+from tests.support.tiny_store import Tiny, digests, read_digests, write
+
+
+def test_killed_at_every_request(memory: Path) -> None:
+    """`file://` is used as an object store is: all is put, listed and removed, nothing renamed."""
+    root = memory / "objects"
+    address = f"file://{root}"
+    tiny = Tiny(address, retention=Retention(last=1))
+    logs = [memory / f"requests-{rank}" for rank in range(2)]
+    calm = [Injected(rank, Fault(root=address, log=str(logs[rank])), PATIENT) for rank in range(2)]
+    for seen in sweep(Sweep(tiny=tiny, root=str(root), faults=calm, install=install)):
+        assert (seen.saved.problems, seen.after.names) == (["", ""], [NEW])
+    requests = [log.read_text().splitlines() for log in logs]
+    points = [
+        requests[0].index(f"pipe_file {root}/{NEW}/{FILE}"),
+        requests[1].index(f"pipe_file {root}/{NEW}/attempt2/rank-00001.report"),
+    ]
+    faults, passed = [], []
+    for rank in range(2):
+        for number in range(len(requests[rank])):
+            for how in ("before", "after"):
+                passed.append(number > points[rank] or (number == points[rank] and how == "after"))
+                grace = PATIENT if rank == 0 or passed[-1] else ABANDONED
+                faults.append(Injected(rank, Fault(root=address, at=number, how=how), grace))
+    found = sweep(Sweep(tiny=tiny, root=str(root), faults=faults, install=install))
+    assert len(found) >= 40
+    for (rank, fault, _), new, seen in zip(faults, passed, found, strict=True):
+        assert seen.saved.fates[rank] == -9, fault
+        assert seen.after.exact, fault
+        assert seen.after.names[-1:] == [NEW if new else OLD], fault
+        assert seen.next_saved.problems == ["", ""], fault
+        assert seen.end == Found([NEXT], True, []), fault
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return ObjectStore(f"file://{tmp_path}/store")
+
+
+def tiny(store: ObjectStore) -> Tiny:
+    return Tiny(store.locate(""))
+
+
+def entries(store: ObjectStore, name: str) -> list[str]:
+    folder = Path(store.locate(name).removeprefix("file://"))
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_dead_attempt_left_beside_a_good_one_is_removed(store: ObjectStore) -> None:
+    store.attempt(OLD, "dead").put("rank-00000.sums", b"rest")
+    write(tiny(store), 1, identity="alive")
+    assert entries(store, OLD) == ["alive", "dead", FILE]
+    store.clean()
+    assert entries(store, OLD) == ["alive", FILE]
+    assert read_digests(store, OLD) == digests(1)
+
+
+def test_damaged_checkpoints_stay_whatever_becomes_of_their_step(store: ObjectStore) -> None:
+    for identity in ("first", "second"):
+        write(tiny(store), 1, identity=identity)
+        assert store.quarantine(OLD) in store.aside()
+    write(tiny(store), 1, identity="third")
+    assert read_digests(store, OLD) == digests(1)
+    store.delete(OLD)
+    store.clean()
+    assert store.names() == []
+    kept = ["damaged-1-manifest.json", "damaged-2-manifest.json", "first", "second"]
+    assert entries(store, OLD) == kept
+    assert store.aside() == [store.locate(OLD, name) for name in kept[:2]]
+
+
+def test_a_commit_whose_answer_is_lost_is_taken_back(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = store._fs.pipe_file
+
+    def lose(path: str, data: bytes) -> None:
+        put(path, data)
+        if path.endswith(FILE):
+            raise RuntimeError("the connection is gone")
+
+    monkeypatch.setattr(type(store._fs), "pipe_file", staticmethod(lose))
+    outcome = write(tiny(store), 1)
+    where = store.locate(OLD, FILE).removeprefix("file://")
+    assert outcome.problem == f"RuntimeError: the connection is gone: {where}"
+    assert store.names() == []
+
+
+def test_what_a_server_says_is_never_damage(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a moment without network would cost all checkpoints."""
+    write(tiny(store), 1)
+
+    def fail(*_: object, **__: object) -> bytes:
+        raise OSError(5, "an internal error of the server")
+
+    monkeypatch.setattr(type(store._fs), "cat_file", fail)
+    with pytest.raises(Exception, match="an internal error of the server") as told:
+        read_digests(store, OLD)
+    assert not isinstance(told.value, Damaged)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket of a server on this machine that speaks S3."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", f"http://{host}:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    import fsspec
+
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    fs = fsspec.filesystem("s3")
+    fs.mkdir("checkpoints")
+    yield "s3://checkpoints/runs/one"
+    fsspec.config.conf.pop("s3")
+    server.stop()
+
+
+def save(tiny: Tiny, step: int, identity: str, fault: Fault | None = None) -> list[int]:
+    """Two processes; rank 0 has the fault. Exit codes."""
+    tasks = [Task(tiny, step, identity, rank, None if rank else fault) for rank in range(2)]
+    processes = [start(task) for task in tasks]
+    for process in processes:
+        with process:
+            assert process.stdout is not None
+            told = process.stdout.read()
+            assert not told or json.loads(told)["problem"] == ""
+    return [process.returncode for process in processes]
+
+
+def test_the_whole_protocol_over_http(bucket: str) -> None:
+    tiny = Tiny(bucket, retention=Retention(last=2))
+    store = open_store(bucket)
+    assert store.names() == []
+    assert write(tiny, 1).problem == ""
+    assert read_digests(store, OLD) == digests(1)
+
+    # rank 0: folder, file, header and four tensors, file complete, sums, report, manifest
+    manifest = 10
+    killed = save(tiny, 2, "b", Fault(root=bucket, at=manifest, how="before"))
+    assert (killed, store.names()) == ([-9, 0], [OLD])
+    store.clean()
+    killed = save(tiny, 2, "c", Fault(root=bucket, at=manifest, how="after"))
+    assert (killed, store.names()) == ([-9, 0], [OLD, NEW])
+    assert read_digests(store, NEW) == digests(2)
+
+    aside = store.quarantine(NEW)
+    assert (store.names(), store.aside()) == ([OLD], [aside])
+    assert write(tiny, 2, identity="d").problem == ""
+    assert write(tiny, 3).problem == ""
+    assert store.names() == [NEW, NEXT]
+    assert read_digests(store, NEXT) == digests(3)
+
+    fs = store._fs  # type: ignore[attr-defined]
+    file = next(path for path in fs.find(f"checkpoints/runs/one/{NEXT}") if "rank-00001.sa" in path)
+    fs.pipe_file(file, fs.cat_file(file)[:-1] + b"?")
+    with pytest.raises(Damaged, match=r"random/00001/torch\): damaged near byte"):
+        read_digests(store, NEXT)
