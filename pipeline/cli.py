@@ -21,6 +21,7 @@ COMMANDS = {
     "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
     "resume": ("pipeline.commands.resume:resume", "Go on with a run where it stopped."),
     "ls": ("pipeline.commands.ls:ls", "List runs."),
+    "inspect": ("pipeline.commands.inspect:inspect", "Show what is in a checkpoint; verify it."),
     "convert": (
         "pipeline.commands.convert:convert",
         "Write a training state in another tool's format, or bring one here.",

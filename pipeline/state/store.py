@@ -154,7 +154,7 @@ class Store(ABC):
 def locate(checkpoint: str) -> tuple[Store, str]:
     """The store that holds the checkpoint at an address, and its name there."""
     root, _, name = checkpoint.rstrip("/").rpartition("/")
-    return open_store(root or "."), name
+    return open_store(root or ("/" if checkpoint.startswith("/") else ".")), name
 
 
 def open_store(address: str) -> Store:
