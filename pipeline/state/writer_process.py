@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -48,7 +49,8 @@ class WriterProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+                pipe.close()
 
     @property
     def _output(self) -> IO[bytes]:

@@ -1,0 +1,95 @@
+"""The process that writes: what it survives, and what is said when it does not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import CheckpointError
+from pipeline.state.arena import Arena
+from pipeline.state.local_store import LocalStore
+from pipeline.state.writer import DEAF_TO
+from pipeline.state.writer_process import WriterProcess
+from tests.support.tiny_store import Tiny, digests, job, read_digests
+
+NAME = "step-00000001"
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[list[WriterProcess]]:
+    """Of two ranks, with what they write at step 1 in their arenas."""
+    tiny = Tiny(str(tmp_path))
+    with ExitStack() as stack:
+        made = []
+        for rank, setup in enumerate(tiny.setups):
+            arena = Arena(setup.size)
+            stack.callback(arena.close)
+            arena.memory[:] = tiny.arena(rank, 1)
+            made.append(WriterProcess(setup, arena))
+            stack.callback(made[-1].close)
+        yield made
+
+
+def pid(writer: WriterProcess) -> int:
+    return writer._process.pid
+
+
+def test_outcomes(writers: list[WriterProcess], tmp_path: Path) -> None:
+    assert [writer.poll() for writer in writers] == [None, None]
+    for writer in writers:
+        writer.begin(job(1, "x"))
+    outcomes = [writer.wait() for writer in writers]
+    assert [outcome.problem for outcome in outcomes] == ["", ""]
+    assert [outcome.place for outcome in outcomes] == [str(tmp_path / NAME), ""]
+    assert outcomes[0].size == sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
+    assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
+
+
+def test_signals_to_the_whole_run_do_not_stop_a_save(
+    writers: list[WriterProcess], tmp_path: Path
+) -> None:
+    """Rank 1 was told nothing yet, so rank 0's writer is waiting when the signals come."""
+    writers[0].begin(job(1, "x"))
+    while not list(tmp_path.glob("*.tmp-x/*.sums")):
+        assert writers[0].poll() is None
+    for number in DEAF_TO:
+        os.kill(pid(writers[0]), number)
+    assert writers[0].poll() is None
+    writers[1].begin(job(1, "x"))
+    assert [writer.wait().problem for writer in writers] == ["", ""]
+    assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
+
+
+def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess]) -> None:
+    os.kill(pid(writers[1]), signal.SIGKILL)
+    os.waitid(os.P_PID, pid(writers[1]), os.WEXITED | os.WNOWAIT)
+    problem = r"the process that writes rank 1's checkpoints ended \(SIGKILL\)"
+    for ask in (writers[1].poll, writers[1].wait, lambda: writers[1].begin(job(1, "x"))):
+        with pytest.raises(CheckpointError, match=problem):
+            ask()
+
+
+def test_a_process_with_many_open_files(tmp_path: Path) -> None:
+    """More than select() can name."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("too few files may be open")
+    tiny = Tiny(str(tmp_path))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        arena = Arena(tiny.setups[1].size)
+        stack.callback(arena.close)
+        writer = WriterProcess(tiny.setups[1], arena)
+        stack.callback(writer.close)
+        assert writer.poll() is None
+        writer.begin(job(1, "x"))
+        assert writer.wait().problem == ""
