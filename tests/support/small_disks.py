@@ -19,7 +19,7 @@ FIRST = 22
 
 def main(root: str) -> None:
     tiny = Tiny(root)
-    for size in range(FIRST, FIRST + 50, 2):
+    for size in range(FIRST, FIRST + 48, 4):
         options = f"size={size * PAGE}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", root], check=True)
         assert save(tiny, 1).problems == ["", ""]

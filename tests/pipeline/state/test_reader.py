@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import tempfile
 from typing import Any
 
@@ -44,8 +45,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
 
 def content(tensor: TensorEntry) -> bytes:
     """Bytes that differ from one place to another."""
-    size = tensor.numel * tensor.itemsize
-    return bytes((place * 131 + place // 251) % 256 for place in range(size))
+    return random.Random(tensor.key).randbytes(tensor.numel * tensor.itemsize)
 
 
 def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
