@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -38,6 +40,12 @@ def pack(values: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(values)}Q", *values)
 
 
-def unpack(data: bytes) -> tuple[int, ...]:
-    """The reverse of `pack`."""
-    return struct.unpack(f"<{len(data) // SUM_BYTES}Q", data)
+def unpack(data: bytes) -> memoryview:
+    """The reverse of `pack`; a view, as there can be millions."""
+    return memoryview(array("Q", data) if sys.byteorder == "little" else _swapped(data))
+
+
+def _swapped(data: bytes) -> array[int]:
+    values = array("Q", data)
+    values.byteswap()
+    return values

@@ -66,7 +66,7 @@ class CheckpointReader(StateSource):
         self._in_file: Mapping[int, list[tuple[TensorEntry, Piece]]] = defaultdict(list)
         self._pieces = self._index()
         self._sources: dict[int, Source] = {}
-        self._sums: dict[int, tuple[int, ...]] = {}
+        self._sums: dict[int, memoryview] = {}
         longest = max(
             ((p.stop - p.start) * t.itemsize for f in self._in_file.values() for t, p in f),
             default=0,
@@ -184,7 +184,7 @@ class CheckpointReader(StateSource):
         if problem:
             raise Damaged(f"{where}: {problem}")
 
-    def _sums_of(self, number: int) -> tuple[int, ...]:
+    def _sums_of(self, number: int) -> memoryview:
         if number not in self._sums:
             part = self.manifest.parts[number]
             with _explained(self._store.locate(self.name, part.sums)):
