@@ -1,0 +1,104 @@
+"""Every strategy on every number of processes, saved and loaded by every other: all pairs.
+
+    python benchmarks/any_to_any.py [--worlds 1,2,3,4] [--part 1/8] [--only WORD] [--json FILE]
+
+The suite goes through a covering subset of these (tests/stages/checkpoint/test_any_to_any.py); this
+is the rest, some hours of it. A pair is good when the digests of all logical tensors, the groups'
+settings, counters, loss scale and progress are equal. Exits 1 when one is not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.support.processes import RankFailed, run_ranks
+from tests.support.state import WRAPS, Setting, load_run, save_run
+from tests.support.zero import has_libaio
+
+NVME = "zero3 nvme"
+BIG = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
+"""A model large enough for a sub-group of it to be swapped."""
+
+
+@click.command()
+@click.option("--worlds", default="1,2,3,4", show_default=True)
+@click.option("--part", default="1/1", show_default=True, help="The first of how many parts.")
+@click.option("--only", default="", help="Savers whose names hold this.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every pair here.")
+def main(worlds: str, part: str, only: str, json_file: Path | None) -> None:
+    """Save under each, load under all, count."""
+    places = [
+        (wrap, int(world))
+        for wrap in [*WRAPS, *([NVME] if has_libaio() else [])]
+        for world in worlds.split(",")
+        if fits(wrap, int(world))
+    ]
+    number, parts = (int(text) for text in part.split("/"))
+    savers = [place for place in places if only in place[0]][number - 1 :: parts]
+    found = [pair for saver in savers for pair in load_everywhere(saver, places)]
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    wrong = [pair for pair in found if pair["problem"]]
+    click.echo(f"{len(found) - len(wrong)} of {len(found)} pairs are equal")
+    for pair in wrong:
+        click.echo(f"  {pair['from']} -> {pair['to']}: {pair['problem']}")
+    if wrong:
+        sys.exit(1)
+
+
+def fits(wrap: str, world: int) -> bool:
+    """Hybrid sharding is over groups of two, or of one."""
+    return world % 2 == 0 if wrap == "fsdp hybrid" else True
+
+
+def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Save once, load under every strategy on every number of processes."""
+    pairs = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = BIG if saver[0] == NVME else {}
+        nvme = f"{folder}/nvme"
+        saved = run_ranks(save_run, saver[1], folder, _setting(saver[0], model, nvme))[0]
+        began = time.monotonic()
+        for wrap, world in places:
+            pair = {"from": _name(saver), "to": _name((wrap, world)), "problem": ""}
+            try:
+                loaded = run_ranks(load_run, world, folder, _setting(wrap, model, nvme))[0]
+            except RankFailed as error:
+                pair["problem"] = str(error)
+            else:
+                pair["problem"] = _difference(saved, loaded)
+            pairs.append(pair)
+        bad = sum(bool(pair["problem"]) for pair in pairs)
+        seconds = time.monotonic() - began
+        click.echo(f"{_name(saver)}: {len(pairs) - bad}/{len(pairs)}  {seconds:.0f} s", err=True)
+    return pairs
+
+
+def _setting(wrap: str, model: dict[str, Any], nvme: str) -> Setting:
+    return Setting(wrap=wrap, model=model, nvme=nvme)
+
+
+def _name(place: tuple[str, int]) -> str:
+    return f"{place[0]} on {place[1]}"
+
+
+def _difference(saved: dict[str, str], loaded: dict[str, Any]) -> str:
+    progress = loaded["progress"]
+    if (progress["step"], progress["samples"], progress["tokens"]) != (3, 36, 100):
+        return f"progress is {progress}"
+    keys = sorted({*saved, *loaded["state"]})
+    wrong = [key for key in keys if saved.get(key) != loaded["state"].get(key)]
+    return f"differ: {', '.join(wrong[:5])}" if wrong else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`pipe resume` under another recipe, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.metrics import records
+from tests.support.pipe import Pipe
+from tests.support.runs import TINY
+
+
+def recipe(path: Path, *, procs: int, wrap: str, **train: Any) -> Path:
+    """A tiny training; the same one for whatever strategy and number of processes."""
+    stages = {
+        "model": {"use": "model.hf", "config": TINY},
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {"use": "fault.data"},
+        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
+        "wrap": {"use": wrap},
+        "checkpoint": {"use": "checkpoint.sharded", "every": 2},
+        "train": {"use": "train.causal_lm", "global_batch_size": 4, "log_every": 1, **train},
+    }
+    launch = {"procs": procs, "device": "cpu"}
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+    return path
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in records(run / "metrics.jsonl") if "loss" in r]
+
+
+def test_another_strategy_and_world_size_go_on_and_another_training_is_refused(pipe: Pipe) -> None:
+    here = recipe(pipe.folder / "ddp.yaml", procs=2, wrap="wrap.ddp", steps=3)
+    there = recipe(pipe.folder / "fsdp.yaml", procs=1, wrap="wrap.fsdp", steps=6)
+    assert pipe.run(here).code == 0
+    run = str(pipe.run_dir)
+    refused = pipe("resume", run, "--recipe", str(there), "train.global_batch_size=8")
+    assert refused.code == 1
+    assert "belongs to another training: global_batch_size was 4, is 8" in refused.stderr
+    assert "--accept global_batch_size" in refused.stderr
+    went_on = pipe("resume", run, "--recipe", str(there), "train.micro_batch_size=1")
+    assert went_on.code == 0, went_on.stderr
+    assert [step for step, _ in losses(pipe.run_dir)] == [1, 2, 3, 4, 5, 6]
+    written = json.loads((pipe.run_dir / "engine.json").read_text())
+    assert (written["engine"], written["world_size"]) == ("fully_shard", 1)
+    accepted = pipe(
+        "resume", run, "train.global_batch_size=8", "train.steps=7", "train.micro_batch_size=8",
+        "--accept", "global_batch_size",
+    )  # fmt: skip
+    assert accepted.code == 0, accepted.stderr
+    assert [step for step, _ in losses(pipe.run_dir)] == [1, 2, 3, 4, 5, 6, 7]
+    last = list(records(pipe.run_dir / "metrics.jsonl"))[-1]
+    assert last["samples"] == 6 * 4 + 8
+
+
+def test_another_model_is_refused_before_anything_is_loaded(pipe: Pipe) -> None:
+    assert pipe.run(recipe(pipe.folder / "a.yaml", procs=1, wrap="wrap.ddp", steps=1)).code == 0
+    longer = "model.config.num_hidden_layers=4"
+    refused = pipe("resume", str(pipe.run_dir), longer, "train.steps=2")
+    assert refused.code == 1
+    assert "model was" in refused.stderr
+    again = pipe("resume", str(pipe.run_dir), longer, "train.steps=2", "--accept", "model")
+    assert again.code == 1
+    assert "model.layers.3.input_layernorm.weight is missing" in again.stderr
+    kept = sorted(path.name for path in (pipe.run_dir / "checkpoints").iterdir())
+    assert kept == ["step-00000001"]
