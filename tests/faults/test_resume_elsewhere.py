@@ -63,6 +63,6 @@ def test_another_model_is_refused_before_anything_is_loaded(pipe: Pipe) -> None:
     assert "model was" in refused.stderr
     again = pipe("resume", str(pipe.run_dir), longer, "train.steps=2", "--accept", "model")
     assert again.code == 1
-    assert "model.layers.3.input_layernorm.weight is missing" in again.stderr
+    assert "model.layers.3.self_attn.q_proj.weight is missing" in again.stderr
     kept = sorted(path.name for path in (pipe.run_dir / "checkpoints").iterdir())
     assert kept == ["step-00000001"]
