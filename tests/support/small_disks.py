@@ -23,7 +23,7 @@ def main(root: str) -> None:
         options = f"size={size * PAGE}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", root], check=True)
         assert save(tiny, 1).problems == ["", ""]
-        problems = save(tiny, 2).problems
+        problems = save(tiny, 2, grace=0.4).problems
         LocalStore(root).clean()  # of what rank 1 began after rank 0 had given up
         found = look(LocalStore(root), root)
         if any(problems):
