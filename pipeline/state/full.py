@@ -7,7 +7,8 @@ train whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -32,51 +33,57 @@ class Full(Format):
     def lay_out(
         self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
     ) -> Layout:
-        content: dict[str, list[TensorEntry]] = defaultdict(list)
-        for tensor in sorted(tensors.values(), key=lambda tensor: -tensor.itemsize):
-            content[_file(tensor.key)].append(tensor)
-        names = sorted(content)
-        heads = {name: _head(content[name]) for name in names}
-        offsets: dict[str, tuple[int, int]] = {}
-        files, described = [], []
-        for number, name in enumerate(names):
-            end = len(heads[name])
-            for tensor in content[name]:
-                offsets[tensor.key] = number, end
-                end += tensor.numel * tensor.itemsize
-            files.append(NewFile(name=name, size=end, shared=True))
-            described.append(
-                DataFile(
-                    name=name,
-                    size=end,
-                    data_start=len(heads[name]),
-                    header=xxh3_64_intdigest(heads[name]),
-                )
-            )
-        place, written, writes = 0, [], []
-        if rank == 0:
-            for number, name in enumerate(names):
-                written.append((place, heads[name]))
-                writes.append(Write(number, 0, place, len(heads[name]), False))
-                place += len(heads[name])
+        files = list(_files(tensors.values()))
+        names = [file.described.name for file in files]
+        place = {key: (number, at) for number, file in enumerate(files) for key, at in file.at}
+        size, heads, writes = 0, [], []
+        for number, file in enumerate(files if rank == 0 else ()):
+            heads.append((size, file.head))
+            writes.append(Write(number, 0, size, len(file.head), False))
+            size += len(file.head)
         pieces, copies = [], defaultdict(list)
-        for span in sorted(mine, key=lambda span: offsets[span.key][0]):
-            number, begin = offsets[span.key]
+        for span in sorted(mine, key=lambda span: place[span.key][0]):
+            number, begin = place[span.key]
             itemsize = tensors[span.key].itemsize
-            offset, size = begin + span.start * itemsize, (span.stop - span.start) * itemsize
-            writes.append(Write(number, offset, place, size, True))
+            offset, length = begin + span.start * itemsize, (span.stop - span.start) * itemsize
+            writes.append(Write(number, offset, size, length, True))
             pieces.append((span, names[number], offset))
-            copies[span.key].append((span.start, span.stop, place))
-            place += size
+            copies[span.key].append((span.start, span.stop, size))
+            size += length
         return Layout(
-            files=files,
-            described=described if rank == 0 else [],
-            heads=written,
+            files=[
+                NewFile(name=f.described.name, size=f.described.size, shared=True) for f in files
+            ],
+            described=[file.described for file in files] if rank == 0 else [],
+            heads=heads,
             writes=writes,
             pieces=pieces,
             copies=copies,
-            size=place,
+            size=size,
         )
+
+
+class _File(NamedTuple):
+    """One of the files, as it will be."""
+
+    described: DataFile
+    head: bytes
+    at: Sequence[tuple[str, int]]
+    """Key of each tensor, and its first byte."""
+
+
+def _files(tensors: Iterable[TensorEntry]) -> Iterator[_File]:
+    content: dict[str, list[TensorEntry]] = defaultdict(list)
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
+        content[_file(tensor.key)].append(tensor)
+    for name in sorted(content):
+        head = _head(content[name])
+        at, end = [], len(head)
+        for tensor in content[name]:
+            at.append((tensor.key, end))
+            end += tensor.numel * tensor.itemsize
+        digest = xxh3_64_intdigest(head)
+        yield _File(DataFile(name=name, size=end, data_start=len(head), header=digest), head, at)
 
 
 def _file(key: str) -> str:

@@ -11,7 +11,8 @@ import torch
 
 from pipeline.artifacts import Weights
 from pipeline.errors import StageError
-from stages.export.layout import DTYPE_CODES, Spec
+from pipeline.state.dtypes import CODES
+from stages.export.layout import Spec
 from stages.model import compat
 from stages.model.names import refuse_differences, ties
 
@@ -83,7 +84,7 @@ class Conversion:
 
 
 def _spec(name: str, tensor: Tensor) -> Spec:
-    if tensor.dtype not in DTYPE_CODES:
+    if tensor.dtype not in CODES:
         raise StageError(f"{name} has dtype {tensor.dtype}, which safetensors files cannot hold")
     return Spec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 

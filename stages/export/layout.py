@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pipeline.state.dtypes import CODES
+from pipeline.state.safetensors_file import Entry, header
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names that the safetensors format gives to dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +43,9 @@ class Shard:
         return sum(spec.size for spec in self.specs)
 
     def header(self) -> bytes:
-        """What precedes the tensors: the length of the JSON as 8 bytes little-endian, and the JSON
-        padded with spaces to a multiple of 8 (https://github.com/huggingface/safetensors)."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        start = 0
-        for spec in self.specs:
-            entries[spec.name] = {
-                "dtype": DTYPE_CODES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [start, start + spec.size],
-            }
-            start += spec.size
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
+        """What precedes the tensors in the file."""
+        entries = [Entry(s.name, CODES[s.dtype], s.shape, s.size) for s in self.specs]
+        return header(entries, metadata={"format": "pt"})
 
 
 def shards(specs: Sequence[Spec], max_size: int) -> list[Shard]:

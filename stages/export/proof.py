@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import ExportError, StageError
-from stages.export.layout import DTYPE_CODES, Shard
+from pipeline.state.dtypes import CODES
+from stages.export.layout import Shard
 from stages.export.writer import Digests
 from stages.model import compat
 from stages.model.names import listed, refuse_differences
@@ -43,7 +44,7 @@ def prove_files(folder: Path, parts: Sequence[Shard], digests: Digests) -> None:
 def _prove_header(file: Path, part: Shard) -> None:
     from safetensors import SafetensorError, safe_open
 
-    expected = {spec.name: (DTYPE_CODES[spec.dtype], spec.shape) for spec in part.specs}
+    expected = {spec.name: (CODES[spec.dtype], spec.shape) for spec in part.specs}
     try:
         with safe_open(str(file), framework="pt", device="cpu") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118

@@ -15,6 +15,7 @@ import torch.distributed
 from pipeline.artifacts import LossScaling, ModelSource, Precision, Progress
 from pipeline.dist import Dist
 from pipeline.engine import Engine
+from stages.checkpoint.full import FullCheckpoint
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
@@ -53,6 +54,7 @@ class Setting:
     frozen: str = "layers.1."
     model: dict[str, Any] = field(default_factory=dict)
     nvme: str = ""
+    full: bool = False
     checkpoint: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,6 +82,11 @@ def make_engine(ctx: Any, setting: Setting) -> Engine:
     plan = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     wrap = WRAPS[setting.wrap] if setting.wrap in WRAPS else nvme_wrap(setting.nvme)
     return wrap.run(ctx, source(ctx, setting), precision, plan)
+
+
+def checkpoint_stage(setting: Setting) -> Any:
+    """In whole tensors, or each rank its own part."""
+    return (FullCheckpoint if setting.full else ShardedCheckpoint)(**setting.checkpoint)
 
 
 def nvme_wrap(path: str) -> Zero:
@@ -150,7 +157,7 @@ def save_run(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[
     """Train, save, tell the state."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
-    checkpoints = ShardedCheckpoint(**setting.checkpoint).run(ctx, engine)
+    checkpoints = checkpoint_stage(setting).run(ctx, engine)
     train(engine, 0, steps)
     progress = Progress(step=steps, samples=12 * steps, tokens=100, origin={"seed": 7})
     checkpoints.save(progress)
@@ -165,7 +172,7 @@ def load_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
     """Restore into a fresh engine, tell the state and the progress."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
-    checkpoints = ShardedCheckpoint(**setting.checkpoint).run(ctx, engine)
+    checkpoints = checkpoint_stage(setting).run(ctx, engine)
     progress = checkpoints.restore(lambda progress: None)
     told = digest(engine, dist)
     checkpoints.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pipeline.artifacts import LossScaling
 from tests.support.processes import run_ranks
@@ -49,6 +52,28 @@ def test_state_travels_from_and_to_disk_offload(first: str, second: str, tmp_pat
     ranks = 3 if second == "fsdp full" else 2
     loaded = run_ranks(load_run, ranks, str(tmp_path), Setting(wrap=second, model=big, nvme=nvme))
     assert loaded[0]["state"] == saved
+
+
+def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(tmp_path: Path) -> None:
+    saved = run_ranks(save_run, 2, str(tmp_path / "run"), Setting(wrap="zero3", full=True))[0]
+    folder = tmp_path / "run/checkpoints/step-00000003"
+    weights = load_file(folder / "model.safetensors")
+    moments = load_file(folder / "optimizer.safetensors")
+    whole = {f"weight/{name}": tensor for name, tensor in weights.items()} | moments
+    assert {key: hashed(tensor) for key, tensor in whole.items()} == {
+        key: text for key, text in saved.items() if "/" in key
+    }
+    # another run starts from it, under another strategy, and keeps its own sharded ones
+    begin = {"start_from": str(folder)}
+    loaded = run_ranks(
+        load_run, 3, str(tmp_path / "new"), Setting(wrap="fsdp full", checkpoint=begin)
+    )[0]
+    assert loaded["state"] == saved
+    assert loaded["progress"]["samples"] == 36
+
+
+def hashed(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
 HALF = [("zero1", "fsdp full"), ("fsdp full", "zero3"), ("zero3", "ddp"), ("ddp", "zero2")]

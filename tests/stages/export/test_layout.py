@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from stages.export.layout import DTYPE_CODES, Shard, Spec, index, shards
+from pipeline.state.dtypes import CODES
+from stages.export.layout import Shard, Spec, index, shards
 from stages.export.safetensors import ExportSafetensors
 from stages.export.sizes import human, parse_size
 
@@ -55,7 +56,7 @@ SPECS = st.lists(
     st.builds(
         lambda shape, dtype: (tuple(shape), dtype),
         st.lists(st.integers(0, 5), max_size=3),
-        st.sampled_from(sorted(DTYPE_CODES, key=str)),
+        st.sampled_from(sorted(CODES, key=str)),
     ),
     min_size=1,
     max_size=12,

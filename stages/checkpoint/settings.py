@@ -1,0 +1,57 @@
+"""What the stages for canonical checkpoints have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt
+
+if TYPE_CHECKING:
+    from pipeline.artifacts import Checkpoints
+    from pipeline.engine import Engine
+    from pipeline.stage import Context
+    from pipeline.state.planning import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When to save, what to keep, and how to begin."""
+
+    every: Annotated[int, Gt(0)] | None = None
+    """Steps between checkpoints; null saves at the end only."""
+
+    keep: Annotated[int, Gt(0)] | None = 2
+    """Newest checkpoints to keep; null keeps all."""
+
+    keep_every: Annotated[int, Gt(0)] | None = None
+    """Keep for good the checkpoints whose step is a multiple of this."""
+
+    keep_best: Annotated[int, Ge(0)] = 0
+    """Keep also so many with the lowest held-out loss (those saved right after an evaluation)."""
+
+    asynchronous: bool = True
+    """Write while training goes on, from a copy of the state in host memory; false makes training
+    wait until the checkpoint is on disk."""
+
+    start_from: str | None = None
+    """A checkpoint (folder or address) to start a new run from; ignored once the run has its
+    own."""
+
+    def checkpoints(
+        self, ctx: Context, engine: Engine, *, format: Format, folder: str | None
+    ) -> Checkpoints:
+        """The artifact, in files of `format` below `folder` (null: the run's own)."""
+        from pipeline.state.checkpoints import StateCheckpoints, address
+        from pipeline.state.retention import Retention
+
+        return StateCheckpoints(
+            ctx,
+            engine,
+            address=address(ctx.run_dir, folder),
+            format=format,
+            every=self.every,
+            retention=Retention(last=self.keep, every=self.keep_every, best=self.keep_best),
+            asynchronous=self.asynchronous,
+            start_from=self.start_from,
+        )
