@@ -28,8 +28,8 @@ STALL_LIMIT, READ_LIMIT = 1.2, 1.05
 @click.option("--wraps", default="fsdp,ddp,zero3", show_default=True)
 @click.option("--procs", default=2, show_default=True)
 @click.option("--other", default=3, show_default=True, help="Processes that load it, too.")
-@click.option("--saves", default=5, show_default=True)
-@click.option("--width", default=512, show_default=True, help="Hidden size of the model.")
+@click.option("--saves", default=9, show_default=True)
+@click.option("--width", default=768, show_default=True, help="Hidden size of the model.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Disk to measure; default: /tmp.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
@@ -68,18 +68,11 @@ def ranks(function: Any, count: int, job: dict[str, Any]) -> list[dict[str, Any]
     return [json.loads(file.read_text("utf-8")) for file in files]
 
 
-def worst(results: list[dict[str, Any]], key: str) -> float:
-    """What the slowest rank took."""
-    return max(float(result[key]) for result in results)
-
-
 def stall_ratios(results: list[dict[str, Any]]) -> list[float]:
-    """Stall of each save over the time of a plain copy, the worst rank's."""
-    copies = [result["copy"] for result in results]
-    rounds = zip(*(result["stalls"] for result in results), strict=True)
-    return [
-        max(stall / copy for stall, copy in zip(stalls, copies, strict=True)) for stalls in rounds
-    ]
+    """Stall of each save over the plain copy just before it; of each what the slowest rank took."""
+    stalls = zip(*(result["stalls"] for result in results), strict=True)
+    copies = zip(*(result["copies"] for result in results), strict=True)
+    return [max(stall) / max(copy) for stall, copy in zip(stalls, copies, strict=True)]
 
 
 def read_ratio(results: list[dict[str, Any]]) -> float:
@@ -101,11 +94,10 @@ def show(
     ratios = stall_ratios(here)
     total = sum(result["written"] for result in here)
     print(f"{wrap}: {total / 1e6:.0f} MB of state, {procs} processes")
-    print(f"  copy of a rank's part into warm memory  {worst(here, 'copy') * 1e3:8.1f} ms")
-    print(
-        f"  stall, first save                       {here[0]['stalls'][0] * 1e3:8.1f} ms  "
-        f"x{ratios[0]:.2f}"
-    )
+    copies = sorted(max(round) for round in zip(*(r["copies"] for r in here), strict=True))
+    stall = max(result["stalls"][0] for result in here)
+    print(f"  copy of a rank's part into warm memory  {copies[len(copies) // 2] * 1e3:8.1f} ms")
+    print(f"  stall, first save                       {stall * 1e3:8.1f} ms  x{ratios[0]:.2f}")
     later = sorted(ratios[1:])
     middle = later[len(later) // 2]
     print(f"  stall, later saves, median and worst    x{middle:.2f}  x{later[-1]:.2f}")

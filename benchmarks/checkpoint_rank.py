@@ -16,7 +16,8 @@ MODEL = {
     "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
-COPIES = 9
+PAUSE = 1.0
+"""Seconds between two saves, in which the system ends what the one before began."""
 
 
 def result_file(job: dict[str, Any], name: str, rank: int) -> Path:
@@ -87,9 +88,11 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     ctx, engine = make(dist, job)
     kept = checkpoints(ctx, engine)
     size = kept.snapshot_bytes
-    copies = plain_copies(dist, size)
-    stalls, durations = [], []
+    copy = PlainCopy(size)
+    copies, stalls, durations = [], [], []
     for step in range(1, job["saves"] + 1):
+        time.sleep(PAUSE)
+        copies.append(copy.seconds(dist))
         dist.barrier()
         began = time.perf_counter()
         kept.save(Progress(step=step))
@@ -97,10 +100,9 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
         kept.finish()
         durations.append(time.perf_counter() - began)
     kept.close()
-    copies += plain_copies(dist, size)
     rival = dcp if job["wrap"] in ("ddp", "fsdp") else own_format
     return {
-        "copy": statistics.median(copies),
+        "copies": copies,
         "written": size,
         "stalls": stalls,
         "durations": durations,
@@ -123,19 +125,21 @@ def load_only(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def plain_copies(dist: Any, size: int) -> list[float]:
-    """Seconds of copies of `size` bytes into memory that has been written before."""
-    import torch
+class PlainCopy:
+    """Copies `size` bytes into memory that has been written before."""
 
-    source = torch.ones(size, dtype=torch.uint8)
-    target = torch.zeros(size, dtype=torch.uint8)
-    seconds = []
-    for _ in range(COPIES):
+    def __init__(self, size: int) -> None:
+        import torch
+
+        self._source = torch.ones(size, dtype=torch.uint8)
+        self._target = torch.zeros(size, dtype=torch.uint8)
+
+    def seconds(self, dist: Any) -> float:
+        """Of one copy, which all ranks make at once."""
         dist.barrier()
         began = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - began)
-    return seconds
+        self._target.copy_(self._source)
+        return time.perf_counter() - began
 
 
 def loaded(ctx: Any, engine: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pipeline.errors import CheckpointError
 from pipeline.stage import Context
 from pipeline.state import randomness
 from pipeline.state.arena import Arena
+from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import Group, Scale, State
 from pipeline.state.planning import Format, make_plan, random_key
 from pipeline.state.restore import Restoration
@@ -64,7 +65,7 @@ class StateCheckpoints(Checkpoints):
         self._plan = make_plan(engine, ctx.dist, format)
         layout = self._plan.layout
         self._arena = Arena(layout.size)
-        self._memory = torch.frombuffer(self._arena.memory or bytearray(1), dtype=torch.uint8)
+        self._targets = self._find_targets()
         for place, head in layout.heads:
             self._arena.memory[place : place + len(head)] = head
         self._writer = WriterProcess(self._setup(address, retention), self._arena)
@@ -115,7 +116,7 @@ class StateCheckpoints(Checkpoints):
     def close(self) -> None:
         """End the writer, and give the snapshot's memory back."""
         self._writer.close()
-        del self._memory
+        self._targets.clear()
         self._arena.close()
 
     def _setup(self, address: str, retention: Retention) -> Setup:
@@ -140,20 +141,28 @@ class StateCheckpoints(Checkpoints):
 
     def _snapshot(self) -> None:
         """Copy this rank's share of the state into the arena."""
-        copies = self._plan.layout.copies
         with torch.no_grad():
             for part in self._engine.fragments():
                 for kind, tensor in part.state.items():
-                    for start, stop, place in copies.get(f"{kind}/{part.name}", ()):
+                    for start, stop, target in self._targets.get(f"{kind}/{part.name}", ()):
                         if part.start <= start and stop <= part.stop:
-                            self._put(place, tensor[start - part.start : stop - part.start])
+                            target.copy_(tensor[start - part.start : stop - part.start])
         for name, state in randomness.capture(self._ctx.dist.device).items():
-            ((_, _, place),) = copies[random_key(self._ctx.dist.rank, name)]
-            self._arena.memory[place : place + len(state)] = state
+            ((_, _, target),) = self._targets[random_key(self._ctx.dist.rank, name)]
+            target.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def _put(self, place: int, tensor: Tensor) -> None:
-        data = tensor.view(torch.uint8)
-        self._memory[place : place + data.numel()].copy_(data)
+    def _find_targets(self) -> dict[str, list[tuple[int, int, Tensor]]]:
+        """Key -> (start, stop, where in the arena) of every part that this rank writes."""
+        memory = torch.frombuffer(self._arena.memory or bytearray(1), dtype=torch.uint8)
+        entries = {entry.key: entry for entry in self._plan.tensors}
+        found: dict[str, list[tuple[int, int, Tensor]]] = {}
+        for key, copies in self._plan.layout.copies.items():
+            kind, itemsize = dtype(entries[key].dtype), entries[key].itemsize
+            found[key] = [
+                (start, stop, memory[place : place + (stop - start) * itemsize].view(kind))
+                for start, stop, place in copies
+            ]
+        return found
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         return {
