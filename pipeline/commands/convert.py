@@ -42,6 +42,9 @@ def convert(
     from pipeline.state.formats import Formats, Reading
     from pipeline.state.views import Watched, WeightsOnly
 
+    for path in (src, dst):
+        if ":/" in str(path):
+            raise UsageError(f"{path}: only folders can be converted, no addresses")
     formats = Formats.installed()
     writing = formats.load(to)
     if not writing.writes:

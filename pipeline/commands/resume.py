@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--accept",
-    metavar="PART",
+    type=click.Choice(
+        ["model", "tokenizer", "data", "seed", "shuffle", "global_batch_size", "precision"]
+    ),
     multiple=True,
-    help="Go on although this part of the training is another than before (model, tokenizer, data, "
-    "seed, shuffle, global_batch_size, precision). May be repeated.",
+    help="Go on although this part of the training is another than before. May be repeated.",
 )
 def resume(
     run_dir: Path, overrides: tuple[str, ...], recipe: Path | None, accept: tuple[str, ...]

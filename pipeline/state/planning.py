@@ -78,6 +78,7 @@ class Plan:
     tensors: Sequence[TensorEntry]
     files: Sequence[DataFile]
     pieces: Sequence[Sequence[Piece]]
+    """By rank; on rank 0 alone, as there can be millions."""
 
 
 def make_plan(engine: Engine, dist: Dist, format: Format) -> Plan:
@@ -101,7 +102,7 @@ def make_plan(engine: Engine, dist: Dist, format: Format) -> Plan:
             Piece(places[key], numbers[file], offset, start, stop)
             for (key, start, stop), file, offset in pieces
         ]
-        for _, pieces in told
+        for _, pieces in (told if dist.is_main else ())
     ]
     return Plan(layout=layout, tensors=list(tensors.values()), files=files, pieces=pieces)
 

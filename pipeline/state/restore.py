@@ -220,7 +220,11 @@ def require_same_model(manifest: Manifest, live: EngineState, where: str) -> Non
     kind of optimizer."""
     saved = engine_state(manifest)
     differences = [
-        *(f"{name} is missing" for name in live.shapes if name not in saved.shapes),
+        *(
+            f"{name} is missing"
+            for name, shape in live.shapes.items()
+            if name not in saved.shapes and 0 not in shape
+        ),
         *(f"{name} is not in this model" for name in saved.shapes if name not in live.shapes),
         *(
             f"{name} has shape {list(saved.shapes[name])}, here {list(shape)}"

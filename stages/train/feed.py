@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.artifacts import Data
+from pipeline.artifacts import Data, Progress
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.order import SampleOrder
@@ -28,8 +28,15 @@ class Feed:
     """The training samples in their global order, cut for this rank."""
 
     def __init__(
-        self, config: TrainCausalLm, data: Data, seed: int, shard: DataShard, device: torch.device
+        self,
+        config: TrainCausalLm,
+        data: Data,
+        seed: int,
+        shard: DataShard,
+        device: torch.device,
+        began: Progress | None = None,
     ) -> None:
+        began = began or Progress()
         self._data = data
         self._shard = shard
         self._device = device
@@ -42,7 +49,9 @@ class Feed:
             raise StageError(
                 f"{config.epochs} epochs of {len(data.train)} samples are less than one sample"
             )
-        self.total_steps = config.steps or -(-(self._end or 0) // self._batch)
+        # Epochs end at a sample, after however many steps with another global batch.
+        left = max((self._end or 0) - began.samples, 0)
+        self.total_steps = config.steps or began.step + -(-left // self._batch)
 
     def count(self, position: int) -> int:
         """Samples of the step that starts at `position`; fewer than a batch only at the very

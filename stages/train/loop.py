@@ -33,12 +33,12 @@ def train(
 ) -> TrainedRun:
     """Train to the last step from wherever the newest checkpoint left off (collective). `began` is
     what positions in this training mean something for."""
-    feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
-    ctx.on_exit(feed.close)
     torch.manual_seed(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
     admit = functools.partial(require_same_origin, began, ctx.accept)
     progress = checkpoints.restore(admit) or Progress()
     progress.origin = dict(began)
+    feed = Feed(config, data, ctx.seed, engine.shard, engine.device, progress)
+    ctx.on_exit(feed.close)
     if progress.step >= feed.total_steps:
         ctx.log.info("nothing left to train: step %d of %d", progress.step, feed.total_steps)
     reporter = Reporter(ctx, engine, config.log_every, feed.total_steps, progress)
@@ -66,6 +66,7 @@ def train_step(
     targets = feed.targets(progress.samples)
     if targets == 0:
         raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
+    progress.metrics.pop("eval_loss", None)  # it was that of other weights
     loss_sum = torch.zeros((), device=engine.device)
     for batch, last in feed.microbatches(progress.samples):
         with engine.microbatch(last=last):

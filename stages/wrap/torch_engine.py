@@ -160,5 +160,6 @@ def _loss_scale(scaler: GradScaler) -> LossScale:
 
 def _set_loss_scale(scaler: GradScaler, saved: LossScale) -> None:
     # The growth settings stay those of the recipe.
-    counters = {"scale": saved.scale, "_growth_tracker": saved.good_steps}
+    good_steps = saved.good_steps % scaler.get_growth_interval()  # it grows at equality alone
+    counters = {"scale": saved.scale, "_growth_tracker": good_steps}
     scaler.load_state_dict({**scaler.state_dict(), **counters})

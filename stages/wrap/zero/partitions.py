@@ -153,7 +153,12 @@ class _Sharded(Partitions):
         if swapped:
             self.zero._optimizer_states_and_gradient_swap_in(flat.number)
         fresh = not self.optimizer(flat).state.get(self.master(flat))
-        yield
+        try:
+            yield
+        except BaseException:  # also when the reader gives up: the buffers are few
+            if swapped:
+                self.zero._release_swap_buffers(flat.number)
+            raise
         if write:
             self.zero._reassign_or_swap_out_partitioned_parameters(flat.number)
         if swapped and (write or fresh):

@@ -174,7 +174,7 @@ class ZeroState:
     def _set_loss_scale(self, saved: LossScale | None) -> None:
         scaler = compat.loss_scaler(self._live)
         if scaler is not None and saved is not None:
-            compat.set_loss_scale(scaler, saved.scale, saved.good_steps)
+            compat.set_loss_scale(scaler, saved.scale, saved.good_steps % self._growth_interval)
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

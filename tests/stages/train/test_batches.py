@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts import Data, Sample
+from pipeline.artifacts import Data, Progress, Sample
 from pipeline.engine import DataShard
 from pipeline.order import SampleOrder
 from stages.train.batches import collate, microbatches
@@ -136,3 +136,15 @@ def test_collate_pads_on_the_right_and_fills_an_empty_micro_batch() -> None:
     empty = collate([], 8, CPU)
     assert empty.input_ids.tolist() == [[8]]
     assert empty.labels.tolist() == [[-100]]
+
+
+def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> None:
+    data = Data(train=Numbered(100), heldout=None, pad_id=0, identity={})
+    config = TrainCausalLm(global_batch_size=7, epochs=1.0)
+    alone = DataShard(index=0, count=1)
+    then = Progress(step=5, samples=50)
+    feed = Feed(config, data, 0, alone, CPU, then)
+    assert feed.total_steps == 5 + 8
+    assert [feed.count(50 + 7 * step) for step in range(8)] == [7] * 7 + [1]
+    assert Feed(config, data, 0, alone, CPU).total_steps == 15
+    assert Feed(config, data, 0, alone, CPU, Progress(step=15, samples=100)).total_steps == 15
