@@ -93,6 +93,10 @@ class CheckpointError(StageError):
     """A checkpoint is incomplete, damaged, or does not belong to this run."""
 
 
+class ResumeRefused(CheckpointError):
+    """The recipe does not belong to the training whose checkpoint it was to go on from."""
+
+
 class ExportError(StageError):
     """An export did not load back as what was trained."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipeError, RunFailed
+from pipeline.errors import PipeError, ResumeRefused, RunFailed
 
 FOLDER = "failures"
 MOST_LINES = 12
@@ -54,6 +54,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
         "slot": slot,
         "message": describe(error),
         "expected": isinstance(error, PipeError),
+        "refused": isinstance(error, ResumeRefused),
         "place": _place(error),
     }
     trace = "".join(traceback.format_exception(error))
@@ -103,6 +104,11 @@ def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunF
 def first_rank(run_dir: Path) -> int | None:
     """The rank that raised first, as far as this machine's view of the folder tells."""
     return next((report["rank"] for report in _reports(run_dir)), None)
+
+
+def refused(run_dir: Path) -> bool:
+    """Whether a rank refused to go on under the recipe that it was given."""
+    return any(report["refused"] for report in _reports(run_dir))
 
 
 def _reports(run_dir: Path) -> list[dict[str, Any]]:

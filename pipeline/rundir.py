@@ -8,6 +8,7 @@ metrics.jsonl    one record a step
 logs/            rank-N.log
 failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
 checkpoints/     step-NNNNNNNN
+checkpoints.at   where they are, if they have ever been elsewhere
 export/          the exported model
 """
 
@@ -122,6 +123,12 @@ def is_locked(folder: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def read_recipe(folder: Path) -> str | None:
+    """The run's own merged recipe; None for a new run."""
+    path = folder / RECIPE
+    return path.read_text("utf-8") if path.exists() else None
 
 
 def write_recipe(folder: Path, text: str) -> None:

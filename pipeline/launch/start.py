@@ -138,8 +138,12 @@ def _show_results(plan: Plan, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(plan: Plan, folder: Path) -> Iterator[None]:
-    """Record in the folder, whose lock is held, what starts and how it ends; tell a good end."""
+    """Record in the folder, whose lock is held, what starts and how it ends; tell a good end.
+
+    A recipe that the run refuses to go on under does not replace the run's own.
+    """
     journal = Journal(folder / rundir.JOURNAL)
+    before = rundir.read_recipe(folder)
     rundir.write_recipe(folder, plan.recipe.dump())
     rundir.write_environment(folder)
     failure.clear(folder)
@@ -150,6 +154,8 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk may be what ended the run
             _journal_end(journal, folder, error)
+            if before is not None and failure.refused(folder):
+                rundir.write_recipe(folder, before)
         raise
     journal.write("run finished")
     click.echo(f"finished in {_duration(time.monotonic() - began)}")

@@ -32,6 +32,8 @@ from pipeline.state.writer_process import WriterProcess
 
 CLOSING_SECONDS = 4.0
 """Less than a failed rank is given to release what it holds."""
+PLACE = "checkpoints.at"
+"""File in the run's folder that tells where its checkpoints are."""
 PACKAGES = ("pipetrain", "torch", "deepspeed", "transformers")
 
 
@@ -56,6 +58,7 @@ class StateCheckpoints(Checkpoints):
         self._every = every
         self._asynchronous = asynchronous
         self._start_from = start_from
+        self._address = address
         self._store = open_store(address)
         self._last: str | None = None
         self._pending: str | None = None
@@ -110,6 +113,8 @@ class StateCheckpoints(Checkpoints):
 
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
         progress = Restoration(self._ctx, self._engine, self._store).newest(admit)
+        if progress is None:
+            self._require_none_elsewhere()
         if progress is not None:
             self._last = step_name(progress.step)
         elif self._start_from is not None:
@@ -183,6 +188,16 @@ class StateCheckpoints(Checkpoints):
             "state": stored_state(self._engine.state()),
         }
 
+    def _require_none_elsewhere(self) -> None:
+        """A run whose checkpoints are in another place must not start from scratch in this one."""
+        place = self._ctx.run_dir / PLACE
+        known = place.read_text("utf-8") if place.exists() else self._address
+        if known != self._address:
+            raise CheckpointError(
+                f"this run saved its checkpoints in {known}, its recipe now says {self._address}",
+                hint=f"set the checkpoint slot's folder as it was, or move them and delete {place}",
+            )
+
     def _settle_pending(self) -> None:
         if self._pending:
             self._settle(self._writer.wait())
@@ -198,6 +213,7 @@ class StateCheckpoints(Checkpoints):
         for warning in outcome.warnings:
             self._ctx.log.warning(warning)
         if outcome.place:
+            (self._ctx.run_dir / PLACE).write_text(self._address, "utf-8")
             self._ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", outcome.place, outcome.size / 1e6, outcome.seconds
             )

@@ -36,7 +36,14 @@ Count = Annotated[int, Ge(0)]
 
 
 class Damaged(CheckpointError):
-    """What is on disk is not what was written; another checkpoint may still be good."""
+    """What is on disk is not what was written; another checkpoint may still be good.
+
+    `key` is the tensor that could not be read, if it is known.
+    """
+
+    def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
+        self.key = key
+        super().__init__(message, hint=hint)
 
 
 class Piece(NamedTuple):

@@ -93,7 +93,11 @@ class CheckpointReader(StateSource):
                 return
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
-                yield from self._read_piece(key, piece, low, high)
+                try:
+                    yield from self._read_piece(key, piece, low, high)
+                except Damaged as error:
+                    error.key = key
+                    raise
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
@@ -109,11 +113,15 @@ class CheckpointReader(StateSource):
         for number, part in enumerate(self.manifest.parts):
             self._require_size(part.sums, self._sum_count(number) * blocks.SUM_BYTES)
 
-    def verify(self, advance: Callable[[int], object] = lambda count: None) -> None:
-        """Read everything; `advance` is told the bytes of tensors that were good."""
+    def require_headers(self) -> None:
+        """Every file is there and begins as it should."""
         self.require_files()
         for number in range(len(self.manifest.files)):
             self._source(number)
+
+    def verify(self, advance: Callable[[int], object] = lambda count: None) -> None:
+        """Read everything; `advance` is told the bytes of tensors that were good."""
+        self.require_headers()
         for key, entry in self.tensors.items():
             for _, data in self.read(key, 0, entry.numel):
                 advance(len(data))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from pipeline.engine import (
     LossScale,
     ParameterGroup,
 )
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ResumeRefused
 from pipeline.stage import Context
 from pipeline.state import randomness
 from pipeline.state.dtypes import dtype
@@ -39,6 +40,14 @@ class _Choice(NamedTuple):
     name: str
     damage: str
     refusal: str
+
+
+class _Problem(NamedTuple):
+    """What a rank could not read: in words, and the tensor's key if it is known."""
+
+    rank: int
+    text: str
+    key: str
 
 
 class Restoration:
@@ -72,22 +81,47 @@ class Restoration:
             damage = choice.damage or damage
             if not choice.name:
                 break
-            progress, problem = None, ""
+            progress, problem = None, None
             try:
                 progress = self._load(choice.name, admit)
             except Damaged as error:
-                problem = str(error)
-            problems = [text for text in self._ctx.dist.gather(problem) if text]
+                problem = _Problem(self._ctx.dist.rank, str(error), error.key)
+            problems = [_Problem(*found) for found in self._ctx.dist.gather(problem) if found]
             if not problems:
                 self._engine.refresh()
                 self._ctx.log.info("restored %s", self._store.locate(choice.name))
                 return progress
-            damage = problems[0]
+            damage = problems[0].text
+            self._require_confirmed(choice.name, problems)
             if self._ctx.dist.is_main:
                 self._put_aside(choice.name, damage)
         if damage:
             raise CheckpointError(f"no checkpoint can be used: {damage}", hint=NONE_LEFT)
         return None
+
+    def _require_confirmed(self, name: str, problems: Sequence[_Problem]) -> None:
+        """Nothing is put aside for what rank 0 reads well: then a machine is bad, not the file."""
+        confirmed = None
+        if self._ctx.dist.is_main:
+            confirmed = json.dumps(self._is_damaged(name, {found.key for found in problems}))
+        if not json.loads(self._ctx.dist.share(confirmed)):
+            raise CheckpointError(
+                f"rank {problems[0].rank} cannot read what rank 0 reads well: {problems[0].text}",
+                hint="look at that rank's machine and its way to the disk; "
+                "the checkpoint was left as it is",
+            )
+
+    def _is_damaged(self, name: str, keys: Set[str]) -> bool:
+        try:
+            reader = CheckpointReader(self._store, name)
+            with contextlib.closing(reader):
+                reader.require_headers()
+                for key in keys - {""}:
+                    for _ in reader.read(key, 0, reader.tensors[key].numel):
+                        pass
+        except CheckpointError:
+            return True
+        return False
 
     def _agreed_choice(self) -> _Choice:
         """Rank 0's choice, on every rank."""
@@ -169,7 +203,7 @@ class Restoration:
         self, reader: CheckpointReader, key: str, stored: torch.dtype, live: torch.dtype
     ) -> None:
         if "precision" not in self._ctx.accept:
-            raise CheckpointError(
+            raise ResumeRefused(
                 f"{reader.where}: {key} is {dtype_name(stored)}, this recipe trains "
                 f"{dtype_name(live)}: loading it loses precision",
                 hint="keep master weights as they were, or pipe resume --accept precision",
@@ -216,8 +250,8 @@ def engine_state(manifest: Manifest) -> EngineState:
 
 
 def require_same_model(manifest: Manifest, live: EngineState, where: str) -> None:
-    """Raises CheckpointError that lists what differs: tensors, shapes, what is trained, by which
-    kind of optimizer."""
+    """Raises ResumeRefused that lists what differs: tensors, shapes, what is trained, by which kind
+    of optimizer."""
     saved = engine_state(manifest)
     differences = [
         *(
@@ -243,7 +277,7 @@ def require_same_model(manifest: Manifest, live: EngineState, where: str) -> Non
             f"the optimizer kept {_list(saved.moments)}, this one keeps {_list(live.moments)}"
         )
     if differences:
-        raise CheckpointError(f"{where} is of another model or optimizer: {_list(differences)}")
+        raise ResumeRefused(f"{where} is of another model or optimizer: {_list(differences)}")
 
 
 def _trained(yes: bool) -> str:

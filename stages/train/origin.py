@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Data, ModelSource, Progress
-from pipeline.errors import CheckpointError
+from pipeline.errors import ResumeRefused
 
 if TYPE_CHECKING:
     from stages.train.causal_lm import TrainCausalLm
@@ -31,7 +31,7 @@ def origin(config: TrainCausalLm, seed: int, data: Data, model: ModelSource) -> 
 def require_same_origin(
     now: Mapping[str, Any], accept: Collection[str], progress: Progress
 ) -> None:
-    """Raises CheckpointError that tells what is another than when the checkpoint was saved, unless
+    """Raises ResumeRefused that tells what is another than when the checkpoint was saved, unless
     every difference is in an accepted part. What came from a foreign format has no origin."""
     if not progress.origin:
         return
@@ -43,7 +43,7 @@ def require_same_origin(
     if not refused:
         return
     told = [text for part in refused for text in _differences(part, progress.origin, now)]
-    raise CheckpointError(
+    raise ResumeRefused(
         f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(told),
         hint="start a new run, or if that is intended: pipe resume RUN "
         + " ".join(f"--accept {part}" for part in refused),

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeline.metrics import records
 from tests.support.pipe import Pipe
 from tests.support.runs import TINY
@@ -40,6 +42,11 @@ def test_another_strategy_and_world_size_go_on_and_another_training_is_refused(p
     assert refused.code == 1
     assert "belongs to another training: global_batch_size was 4, is 8" in refused.stderr
     assert "--accept global_batch_size" in refused.stderr
+    own = yaml.safe_load((pipe.run_dir / "recipe.yaml").read_text())
+    assert own["stages"]["wrap"]["use"] == "wrap.ddp"  # what was refused did not replace it
+    lost = pipe("resume", run, "train.steps=4", f"checkpoint.folder={pipe.folder / 'new'}")
+    assert lost.code == 1
+    assert f"this run saved its checkpoints in {pipe.run_dir / 'checkpoints'}" in lost.stderr
     went_on = pipe("resume", run, "--recipe", str(there), "train.micro_batch_size=1")
     assert went_on.code == 0, went_on.stderr
     assert [step for step, _ in losses(pipe.run_dir)] == [1, 2, 3, 4, 5, 6]
