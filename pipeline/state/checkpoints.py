@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.engine import Engine, EngineState
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ResumeRefused
 from pipeline.stage import Context
 from pipeline.state import randomness
 from pipeline.state.arena import Arena
@@ -193,7 +193,7 @@ class StateCheckpoints(Checkpoints):
         place = self._ctx.run_dir / PLACE
         known = place.read_text("utf-8") if place.exists() else self._address
         if known != self._address:
-            raise CheckpointError(
+            raise ResumeRefused(
                 f"this run saved its checkpoints in {known}, its recipe now says {self._address}",
                 hint=f"set the checkpoint slot's folder as it was, or move them and delete {place}",
             )

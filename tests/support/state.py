@@ -153,6 +153,23 @@ def _digest(parts: dict[int, str]) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def relay_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+    """Restore what is there, train on, save: the state before and after, and the progress."""
+    ctx = context(dist, folder)
+    engine = make_engine(ctx, setting)
+    checkpoints = checkpoint_stage(setting).run(ctx, engine)
+    progress = checkpoints.restore(lambda progress: None) or Progress()
+    before = digest(engine, dist)
+    train(engine, progress.step, progress.step + 2)
+    progress = Progress(step=progress.step + 2, samples=progress.samples + 24, tokens=100)
+    checkpoints.save(progress)
+    checkpoints.finish()
+    after = digest(engine, dist)
+    checkpoints.close()
+    engine.close()
+    return {"before": before, "after": after, "progress": vars(progress)}
+
+
 def save_run(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
     """Train, save, tell the state."""
     ctx = context(dist, folder)
