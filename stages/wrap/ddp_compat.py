@@ -22,3 +22,17 @@ def no_buffer_sync() -> dict[str, Any]:
 def hook_states(model: DistributedDataParallel) -> list[object]:
     """What the registered communication hooks were registered with."""
     return [state for _, state in model._comm_hooks]
+
+
+def settle_buckets(model: DistributedDataParallel) -> None:
+    """Have torch lay out its buckets for good (collective).
+
+    It does so anew after the first backward, in the order in which gradients came. On three or more
+    ranks the layout decides the order of summation, so a resumed run's first step would differ in
+    the last bits from an undisturbed run's. A backward of nothing at birth settles it in both.
+    """
+    model.reducer.prepare_for_backward([])
+    nothing = [p.sum() * 0.0 for p in model.parameters() if p.requires_grad]
+    sum(nothing).backward()  # type: ignore[union-attr]
+    for parameter in model.parameters():
+        parameter.grad = None

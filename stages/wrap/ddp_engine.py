@@ -23,7 +23,7 @@ from stages.wrap.birth import (
     named_parameters,
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
-from stages.wrap.ddp_compat import hook_states, no_buffer_sync
+from stages.wrap.ddp_compat import hook_states, no_buffer_sync, settle_buckets
 from stages.wrap.ddp_reduce import ReduceIn, reduce_in
 from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
 from stages.wrap.torch_engine import TorchEngine
@@ -65,6 +65,8 @@ def _replicate(
     if precision.reduce != precision.master:
         reduction = ReduceIn(torch_dtype(precision.reduce), replicated.process_group)
         replicated.register_comm_hook(reduction, reduce_in)
+    if not config.static_graph:  # which settles with its first real backward
+        settle_buckets(replicated)
     return replicated
 
 

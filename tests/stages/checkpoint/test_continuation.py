@@ -66,6 +66,7 @@ def stopped_at_half(whole: Path, to: Path) -> None:
 
 CASES = {
     "ddp fp32": (Setting(wrap="ddp", frozen="", model=DROPOUT), 2),
+    "ddp of three fp32": (Setting(wrap="ddp", model=DROPOUT), 3),
     "ddp fp16": (Setting(wrap="ddp", model=DROPOUT, **FP16), 2),
     "fsdp full bf16": (Setting(wrap="fsdp full", model=DROPOUT, compute="bf16"), 3),
     "fsdp hybrid": (Setting(wrap="fsdp hybrid", model=DROPOUT), 4),

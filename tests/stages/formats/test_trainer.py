@@ -40,13 +40,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     for parameter in model.model.layers[1].self_attn.parameters():
         parameter.requires_grad_(False)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 101, (12, 8)).tolist()]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=3, save_steps=3, per_device_train_batch_size=2,
-        learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to=[], disable_tqdm=True,
-        save_strategy="steps",
-    )  # fmt: skip
-    with warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.delenv("LOCAL_RANK", raising=False)  # DeepSpeed was here
         warnings.simplefilter("ignore")
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder), max_steps=3, save_steps=3, per_device_train_batch_size=2,
+            learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to=[], disable_tqdm=True,
+            save_strategy="steps",
+        )  # fmt: skip
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
         trainer.train()
     return folder / "checkpoint-3", model, trainer.optimizer.optimizer
