@@ -8,7 +8,7 @@ metrics.jsonl    one record a step
 logs/            rank-N.log
 failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
 checkpoints/     step-NNNNNNNN
-checkpoints.at   where they are, if they have ever been elsewhere
+checkpoints.at   where they are
 export/          the exported model
 """
 

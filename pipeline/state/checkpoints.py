@@ -25,15 +25,13 @@ from pipeline.state.manifest import Group, Scale, State
 from pipeline.state.planning import Format, make_plan, random_key
 from pipeline.state.restore import Restoration
 from pipeline.state.retention import Retention
-from pipeline.state.store import locate, open_store, step_name
+from pipeline.state.store import DEFAULT, PLACE, locate, open_store, step_name
 from pipeline.state.visibility import require_shared
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton
 from pipeline.state.writer_process import WriterProcess
 
 CLOSING_SECONDS = 4.0
 """Less than a failed rank is given to release what it holds."""
-PLACE = "checkpoints.at"
-"""File in the run's folder that tells where its checkpoints are."""
 PACKAGES = ("pipetrain", "torch", "deepspeed", "transformers")
 
 
@@ -230,7 +228,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def address(run_dir: Path, folder: str | None) -> str:
     """Where a run's checkpoints are, given what its recipe says."""
     if folder is None:
-        return str(run_dir / "checkpoints")
+        return str(run_dir / DEFAULT)
     if "://" in folder:
         return f"{folder.rstrip('/')}/{run_dir.name}"
     return str(Path(folder).expanduser().absolute() / run_dir.name)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pipeline.errors import CheckpointError, UsageError
 from pipeline.state.manifest import FILE, Damaged, Manifest
 from pipeline.state.reader import CheckpointReader
-from pipeline.state.store import Store, locate, open_store, step_number
+from pipeline.state.store import DEFAULT, PLACE, Store, locate, open_store, step_number
 
 HINT = (
     "give the folder of a checkpoint, the folder that holds them, or a run; "
@@ -31,7 +31,8 @@ def find(address: str, recipe: str) -> Place:
     if local and not Path(address).is_dir():
         raise UsageError(f"{address} is not there", hint=HINT)
     if local and (Path(address) / recipe).is_file():
-        address = str(Path(address) / "checkpoints")
+        place = Path(address) / PLACE
+        address = place.read_text("utf-8") if place.exists() else str(place.with_name(DEFAULT))
     store, name = locate(address)
     if step_number(name) is not None or store.size(name, FILE) is not None:
         return Place(store, name)
