@@ -14,6 +14,7 @@ from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.wrap import birth
 from stages.wrap.zero import compat
+from stages.wrap.zero.partitions import own_part, partitions
 
 
 def replicated(model: ModelSource, precision: Precision, dist: Dist) -> nn.Module:
@@ -86,18 +87,16 @@ def refine_masters(live: Any, model: ModelSource, ctx: Context) -> None:
     if compat.swaps_masters(live.optimizer):
         ctx.log.info("master weights start from the compute dtype (they are on disk)")
         return
-    sharded = compat.zero_stage(live.optimizer) == 3
-    fragments = {} if sharded else compat.master_fragments(live.optimizer)
+    owned = partitions(live.optimizer)
+    parts = {part.parameter: (flat, part) for flat in owned.flats() for part in flat.parts}
     with birth.source_reader(model, ctx.dist) as reader, torch.no_grad():
         for name, parameter in live.module.named_parameters():
             value = _rounded_off(name, parameter, reader, ctx.dist)
-            if value is None:
+            if value is None or parameter not in parts:
                 continue
-            if sharded:
-                compat.set_sharded_master(live.optimizer, parameter, value)
-            elif parameter in fragments:
-                fragment, start = fragments[parameter]
-                fragment.copy_(value.flatten()[start : start + fragment.numel()])
+            flat, part = parts[parameter]
+            mine = value.flatten()[part.start : part.start + part.length]
+            own_part(owned.master(flat), part).copy_(mine)
 
 
 def _rounded_off(

@@ -1,6 +1,7 @@
 """Names of DeepSpeed 0.19 that are private or differ between versions.
 
-With `restore.py` and `saved.py` (its checkpoints) the only file that knows them.
+With `partitions.py` (masters), `restore.py` and `saved.py` (checkpoints) the only files that
+know them.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,14 +193,6 @@ def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
     scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
 
 
-def flat_parameters(optimizer: Any, index: int) -> list[torch.nn.Parameter]:
-    """The parameters whose masters make up flat master `index`, over all ranks."""
-    for name in ("fp16_groups", "round_robin_bit16_groups", "bf16_groups"):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name)[index])
-    raise AttributeError(f"{type(optimizer).__name__} has no parameter groups")
-
-
 def start_optimizer_state(
     optimizer: Any, master: Tensor, elements: int, plan: OptimizerPlan
 ) -> None:
@@ -231,38 +223,6 @@ def quiet(log: logging.Logger) -> Iterator[None]:
     finally:
         for line in spoken.getvalue().splitlines():
             log.debug("deepspeed: %s", line)
-
-
-def master_fragments(optimizer: Any) -> Mapping[Any, tuple[Tensor, int]]:
-    """Stages 1 and 2: parameter -> (live view of this rank's part of its master, where that part
-    starts in the flattened parameter).
-
-    Not through `safe_set_full_fp32_param`: it mixes parameters up under round_robin_gradients.
-    """
-    groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
-    padding = getattr(optimizer, "round_robin_bit16_padding", None)
-    rank = torch.distributed.get_rank(optimizer.dp_process_group)
-    found = {}
-    for index, flat in enumerate(master_partitions(optimizer)):
-        first, start = rank * flat.numel(), 0
-        pads = padding[index] if padding else itertools.repeat(0)
-        for parameter, pad in zip(groups[index], pads, strict=False):
-            low = max(start, first)
-            high = min(start + parameter.numel(), first + flat.numel())
-            if low < high:
-                found[parameter] = (flat.detach()[low - first : high - first], low - start)
-            start += parameter.numel() + pad
-    return found
-
-
-def set_sharded_master(optimizer: Any, parameter: Any, value: Tensor) -> None:
-    """Stage 3: write the full fp32 `value` into this rank's part of a parameter's master."""
-    length = parameter.ds_tensor.numel()
-    start = optimizer._get_param_partition_rank(parameter) * length
-    mine = value.flatten()[start : start + length]
-    part = value.new_zeros(length)
-    part[: mine.numel()] = mine
-    optimizer.set_local_hp_param(part, parameter)
 
 
 def swaps_masters(optimizer: Any) -> bool:

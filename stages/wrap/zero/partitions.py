@@ -36,6 +36,8 @@ class Flat(NamedTuple):
     number: int
     group: int
     """Number of the optimizer group whose hyperparameters it has."""
+    parameters: Sequence[nn.Parameter]
+    """All of it, also those of which this rank has no part."""
     parts: Sequence[MasterPart]
 
 
@@ -66,9 +68,20 @@ class Partitions(ABC):
         """Have it and its optimizer state in memory; `write` keeps what the body changed, and
         renews this rank's part of the compute weights."""
 
+    def own_range(self, parameter: Any, padded: int) -> tuple[int, int]:
+        """Stage 3: where this rank's part of a flattened parameter starts, and how many of its
+        `padded` elements are the parameter's."""
+        start = self.zero._get_param_partition_rank(parameter) * padded
+        return start, min(max(parameter.ds_numel - start, 0), padded)
+
     @abstractmethod
     def gather(self) -> None:
         """Make compute weights follow the masters on all ranks (collective)."""
+
+
+def own_part(master: Tensor, part: MasterPart) -> Tensor:
+    """A part of a flat tensor (master or moment) as a live view."""
+    return master.detach().view(-1)[part.low : part.low + part.length]
 
 
 def partitions(zero: Any) -> Partitions:
@@ -86,7 +99,7 @@ class _Replicated(Partitions):
         for index, flat in enumerate(compat.master_partitions(self.zero)):
             pads = padding[index] if padding else itertools.repeat(0)
             parts = _overlaps(groups[index], pads, rank * flat.numel(), flat.numel())
-            yield Flat(index, index, list(parts))
+            yield Flat(index, index, groups[index], list(parts))
 
     def optimizer(self, flat: Flat) -> Any:
         return self.zero.optimizer
@@ -124,13 +137,12 @@ class _Sharded(Partitions):
     def flats(self) -> Iterator[Flat]:
         for index, parameters in enumerate(self.zero.fp16_groups):
             parts = list(self._parts(parameters))
-            yield Flat(index, self.zero.sub_group_to_group_id[index], parts)
+            yield Flat(index, self.zero.sub_group_to_group_id[index], parameters, parts)
 
     def _parts(self, parameters: Sequence[Any]) -> Iterator[MasterPart]:
         for parameter in parameters:
             _, low, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
-            start = self.zero._get_param_partition_rank(parameter) * padded
-            length = min(max(parameter.ds_numel - start, 0), padded)
+            start, length = self.own_range(parameter, padded)
             if length:
                 yield MasterPart(parameter, low, length, start)
 

@@ -15,7 +15,7 @@ from pipeline.errors import CheckpointError, StageError
 from stages.wrap.birth import aliases, stored_tensors
 from stages.wrap.moments import require_known, set_updates, updates
 from stages.wrap.zero import compat
-from stages.wrap.zero.partitions import Flat, Partitions, partitions
+from stages.wrap.zero.partitions import Flat, Partitions, own_part, partitions
 from stages.wrap.zero.restore import restore_bias_correction
 
 
@@ -49,11 +49,7 @@ class ZeroState:
     @functools.cached_property
     def _members(self) -> dict[int, list[str]]:
         """Flat master -> names of its parameters, also of those of which this rank has no part."""
-        zero = self._partitions.zero
-        return {
-            flat.number: [self._names[p] for p in compat.flat_parameters(zero, flat.number)]
-            for flat in self._flats
-        }
+        return {flat.number: [self._names[p] for p in flat.parameters] for flat in self._flats}
 
     @functools.cached_property
     def _fixed(self) -> EngineState:
@@ -110,10 +106,7 @@ class ZeroState:
                         name=self._names[part.parameter],
                         shape=_shape(part.parameter),
                         start=part.start,
-                        state={
-                            kind: tensor.detach().view(-1)[part.low : part.low + part.length]
-                            for kind, tensor in tensors.items()
-                        },
+                        state={kind: own_part(tensor, part) for kind, tensor in tensors.items()},
                     )
 
     def _others(self) -> Iterator[Fragment]:
@@ -135,8 +128,7 @@ class ZeroState:
                 f"{name} is frozen and on disk, which checkpoints cannot read",
                 hint="offload parameters to cpu instead of nvme",
             )
-        start = self._partitions.zero._get_param_partition_rank(parameter) * shard.numel()
-        length = min(max(parameter.ds_numel - start, 0), shard.numel())
+        start, length = self._partitions.own_range(parameter, shard.numel())
         return shard.detach().view(-1)[:length], start
 
     def _optimizer_state(self, flat: Flat) -> dict[str, Any]:
