@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pipeline.annotations import init_fields, name_of
@@ -41,6 +41,17 @@ def kind_of(name: str) -> str:
     return name.partition(".")[0]
 
 
+def installed_entries(group: str) -> Iterator[Entry]:
+    """What the installed packages register in an entry-point group; nothing is imported."""
+    for point in importlib.metadata.entry_points(group=group):
+        yield Entry(
+            name=point.name,
+            value=point.value,
+            distribution=point.dist.name if point.dist else "unknown",
+            version=point.dist.version if point.dist else "",
+        )
+
+
 class Registry:
     """Stages by name."""
 
@@ -56,16 +67,7 @@ class Registry:
     @classmethod
     def installed(cls) -> Registry:
         """What the installed packages register under `pipe.stages`."""
-        points = importlib.metadata.entry_points(group=GROUP)
-        return cls(
-            Entry(
-                name=point.name,
-                value=point.value,
-                distribution=point.dist.name if point.dist else "unknown",
-                version=point.dist.version if point.dist else "",
-            )
-            for point in points
-        )
+        return cls(installed_entries(GROUP))
 
     def entries(self) -> list[Entry]:
         """All of them by name; two packages' stages of one name are both there."""

@@ -138,18 +138,23 @@ def write_recipe(folder: Path, text: str) -> None:
     temporary.replace(folder / RECIPE)
 
 
-def write_environment(folder: Path) -> None:
-    """Record what this start runs on."""
-    versions = {}
+def versions() -> dict[str, str]:
+    """Package -> its version, of those that decide what a run computes."""
+    found = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def write_environment(folder: Path) -> None:
+    """Record what this start runs on."""
     facts = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "folder": str(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": versions(),
     }
     (folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline import rundir
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.engine import Engine, EngineState
 from pipeline.errors import CheckpointError, ResumeRefused
@@ -32,7 +32,6 @@ from pipeline.state.writer_process import WriterProcess
 
 CLOSING_SECONDS = 4.0
 """Less than a failed rank is given to release what it holds."""
-PACKAGES = ("pipetrain", "torch", "deepspeed", "transformers")
 
 
 class StateCheckpoints(Checkpoints):
@@ -66,7 +65,7 @@ class StateCheckpoints(Checkpoints):
         self._identity = ctx.dist.share(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
         require_shared(self._store, ctx.dist, self._identity)
         self._attempts = 0
-        self._writer_facts = {"engine": dict(engine.facts()), "packages": _versions()}
+        self._writer_facts = {"engine": dict(engine.facts()), "packages": rundir.versions()}
         self._plan = make_plan(engine, ctx.dist, format)
         layout = self._plan.layout
         self._arena = Arena(layout.size)
@@ -81,9 +80,7 @@ class StateCheckpoints(Checkpoints):
         return self._arena.size
 
     def due(self, step: int) -> bool:
-        outcome = self._writer.poll() if self._pending else None
-        if outcome is not None:
-            self._settle(outcome)
+        self._settle_if_done()
         return self._every is not None and step % self._every == 0
 
     def save(self, progress: Progress) -> None:
@@ -111,14 +108,14 @@ class StateCheckpoints(Checkpoints):
 
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
         progress = Restoration(self._ctx, self._engine, self._store).newest(admit)
-        if progress is None:
-            self._require_none_elsewhere()
         if progress is not None:
             self._last = step_name(progress.step)
-        elif self._start_from is not None:
-            store, name = locate(self._start_from)
-            progress = Restoration(self._ctx, self._engine, store).named(name, admit)
-        return progress
+            return progress
+        self._require_none_elsewhere()
+        if self._start_from is None:
+            return None
+        store, name = locate(self._start_from)
+        return Restoration(self._ctx, self._engine, store).named(name, admit)
 
     def close(self) -> None:
         """End the writer, and give the snapshot's memory back. After a failure, a save that is
@@ -126,7 +123,7 @@ class StateCheckpoints(Checkpoints):
         deadline = time.monotonic() + CLOSING_SECONDS
         while self._pending and time.monotonic() < deadline:
             with contextlib.suppress(CheckpointError):
-                self.due(0)
+                self._settle_if_done()
             time.sleep(0.02)
         self._writer.close()
         self._targets.clear()
@@ -196,6 +193,11 @@ class StateCheckpoints(Checkpoints):
                 hint=f"set the checkpoint slot's folder as it was, or move them and delete {place}",
             )
 
+    def _settle_if_done(self) -> None:
+        outcome = self._writer.poll() if self._pending else None
+        if outcome is not None:
+            self._settle(outcome)
+
     def _settle_pending(self) -> None:
         if self._pending:
             self._settle(self._writer.wait())
@@ -253,13 +255,3 @@ def stored_state(state: EngineState) -> State:
         moments=list(state.moments),
         loss_scale=None if scale is None else Scale(scale=scale.scale, good_steps=scale.good_steps),
     )
-
-
-def _versions() -> Mapping[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

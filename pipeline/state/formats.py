@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.errors import PluginError, UsageError
-from pipeline.registry import Entry
+from pipeline.registry import Entry, installed_entries
 from pipeline.suggest import closest
 
 if TYPE_CHECKING:
@@ -76,16 +76,7 @@ class Formats:
     @classmethod
     def installed(cls) -> Formats:
         """What the installed packages register under `pipe.formats`."""
-        points = importlib.metadata.entry_points(group=GROUP)
-        return cls(
-            Entry(
-                name=point.name,
-                value=point.value,
-                distribution=point.dist.name if point.dist else "unknown",
-                version=point.dist.version if point.dist else "",
-            )
-            for point in points
-        )
+        return cls(installed_entries(GROUP))
 
     def names(self) -> list[str]:
         """All of them, in alphabetical order."""
