@@ -21,7 +21,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.processes import RankFailed, run_ranks
-from tests.support.state import WRAPS, Setting, load_run, save_run
+from tests.support.state import WRAPS, Setting, load_runs, save_run
 from tests.support.zero import has_libaio
 
 NVME = "zero3 nvme"
@@ -62,25 +62,34 @@ def fits(wrap: str, world: int) -> bool:
 
 def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """Save once, load under every strategy on every number of processes."""
-    pairs = []
+    pairs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = BIG if saver[0] == NVME else {}
         nvme = f"{folder}/nvme"
         saved = run_ranks(save_run, saver[1], folder, _setting(saver[0], model, nvme))[0]
         began = time.monotonic()
-        for wrap, world in places:
-            pair = {"from": _name(saver), "to": _name((wrap, world)), "problem": ""}
-            try:
-                loaded = run_ranks(load_run, world, folder, _setting(wrap, model, nvme))[0]
-            except RankFailed as error:
-                pair["problem"] = str(error)
-            else:
-                pair["problem"] = _difference(saved, loaded)
-            pairs.append(pair)
+        for world in sorted({world for _, world in places}):
+            wraps = [wrap for wrap, its_world in places if its_world == world]
+            settings = [_setting(wrap, model, nvme) for wrap in wraps]
+            problems = _problems(saved, folder, world, settings)
+            for wrap, problem in zip(wraps, problems, strict=True):
+                to = _name((wrap, world))
+                pairs.append({"from": _name(saver), "to": to, "problem": problem})
         bad = sum(bool(pair["problem"]) for pair in pairs)
         seconds = time.monotonic() - began
         click.echo(f"{_name(saver)}: {len(pairs) - bad}/{len(pairs)}  {seconds:.0f} s", err=True)
     return pairs
+
+
+def _problems(
+    saved: dict[str, str], folder: str, world: int, settings: list[Setting]
+) -> list[str]:
+    """What is wrong under each setting; a load that fails fails all of its process group."""
+    try:
+        loaded = run_ranks(load_runs, world, folder, settings)[0]
+    except RankFailed as error:
+        return [str(error)] * len(settings)
+    return [_difference(saved, one) for one in loaded]
 
 
 def _setting(wrap: str, model: dict[str, Any], nvme: str) -> Setting:

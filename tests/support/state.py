@@ -195,3 +195,8 @@ def load_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
     checkpoints.close()
     engine.close()
     return {"state": told, "progress": None if progress is None else vars(progress)}
+
+
+def load_runs(dist: Dist, folder: str, settings: list[Setting]) -> list[dict[str, Any]]:
+    """`load_run` under one setting after another, in one process group."""
+    return [load_run(dist, folder, setting) for setting in settings]
