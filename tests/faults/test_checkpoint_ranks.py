@@ -14,6 +14,7 @@ from tests.support.faulty_ranks import FIRST, SECOND, Victim, resume, save_twice
 from tests.support.injection import Fault
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.state import Setting
+from tests.support.zero import has_libaio
 
 OLD, NEW = f"step-{FIRST:08d}", f"step-{SECOND:08d}"
 FSDP = Setting(wrap="fsdp full", checkpoint={"keep": None})
@@ -57,6 +58,22 @@ def test_all_ranks_fall_back_together_when_one_meets_damage(run: Path) -> None:
         assert told["newest"] == str(run / "checkpoints" / NEW)
     aside = run / "checkpoints" / f"{NEW}.damaged-1" / broken.name
     assert aside.read_bytes() == data
+
+
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("wrap", ["ddp", "zero2 offload", "zero3", "zero3 nvme"])
+def test_nothing_is_left_of_a_checkpoint_that_was_loaded_in_part(wrap: str, tmp_path: Path) -> None:
+    if wrap == "zero3 nvme" and not has_libaio():
+        pytest.skip("NVMe offload needs libaio")
+    model = {"vocab_size": 6001, "hidden_size": 96} if wrap == "zero3 nvme" else {}
+    setting = Setting(
+        wrap=wrap, nvme=str(tmp_path / "nvme"), model=model, checkpoint={"keep": None}
+    )
+    run_ranks(save_twice, 2, str(tmp_path), setting)
+    flip(tmp_path / "checkpoints" / NEW / "rank-00001.safetensors")
+    for told in run_ranks(resume, 2, [str(tmp_path)], setting):
+        assert (told["step"], told["state"]) == (FIRST, state(tmp_path, FIRST))
+        assert told["newest"] == str(tmp_path / "checkpoints" / NEW)
 
 
 def test_no_silent_start_from_scratch(run: Path) -> None:

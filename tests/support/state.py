@@ -6,13 +6,13 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed
 
-from pipeline.artifacts import LossScaling, ModelSource, Precision, Progress
+from pipeline.artifacts import LossScaling, ModelSource, OptimizerPlan, Precision, Progress
 from pipeline.dist import Dist
 from pipeline.engine import Engine
 from stages.checkpoint.full import FullCheckpoint
@@ -73,13 +73,13 @@ def source(ctx: Any, setting: Setting) -> ModelSource:
     return made
 
 
-def make_engine(ctx: Any, setting: Setting) -> Engine:
+def make_engine(ctx: Any, setting: Setting, plan: OptimizerPlan | None = None) -> Engine:
     """The model under the setting's strategy, with two optimizer groups."""
     precision = Precision(
         master=setting.master, compute=setting.compute, reduce="fp32", buffer=None,  # type: ignore[arg-type]
         loss_scaling=setting.loss_scaling,
     )  # fmt: skip
-    plan = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
+    plan = plan or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     wrap = WRAPS[setting.wrap] if setting.wrap in WRAPS else nvme_wrap(setting.nvme)
     return wrap.run(ctx, source(ctx, setting), precision, plan)
 
@@ -147,6 +147,11 @@ def _text(tensor: torch.Tensor) -> str:
     return base64.b64encode(tensor.cpu().view(torch.uint8).numpy().tobytes()).decode()
 
 
+def hashed(tensor: torch.Tensor) -> str:
+    """A whole tensor's digest, as `digest` tells it."""
+    return _digest({0: _text(tensor)})
+
+
 def _digest(parts: dict[int, str]) -> str:
     """Parts may overlap where replicas hold the same; each byte counts once."""
     data = b"".join(base64.b64decode(text) for _, text in sorted(parts.items()))
@@ -185,9 +190,9 @@ def save_run(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[
     return told
 
 
-def load_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+def load_run(dist: Dist, folder: str, setting: Setting, *accept: str) -> dict[str, Any]:
     """Restore into a fresh engine, tell the state and the progress."""
-    ctx = context(dist, folder)
+    ctx = replace(context(dist, folder), accept=frozenset(accept))
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
     progress = checkpoints.restore(lambda progress: None)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from pipeline.artifacts import LossScaling
 from tests.support.processes import run_ranks
-from tests.support.state import Setting, load_run, relay_run, save_run
+from tests.support.state import Setting, hashed, load_run, relay_run, save_run
 from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -71,10 +69,6 @@ def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(tmp_path: Path
     )[0]
     assert loaded["state"] == saved
     assert loaded["progress"]["samples"] == 36
-
-
-def hashed(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
 HALF = [("zero1", "fsdp full"), ("fsdp full", "zero3"), ("zero3", "ddp"), ("ddp", "zero2")]

@@ -1,0 +1,61 @@
+"""What the checkpoint stages' settings do in a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.dist import Dist
+from pipeline.metrics import records
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.optimizer.adamw import AdamW
+from stages.train.causal_lm import TrainCausalLm
+from tests.support.processes import RankFailed, run_ranks
+from tests.support.runs import context, toy_data
+from tests.support.state import Setting, hashed, load_run, make_engine, save_run, source
+
+
+def train(dist: Dist, folder: str, **checkpoint: Any) -> list[dict[str, Any]]:
+    """12 steps that soon overshoot, evaluated every 3 and saved every 2."""
+    ctx = context(dist, folder)
+    setting = Setting(wrap="ddp")
+    plan = AdamW(lr=0.05, schedule="constant", warmup_steps=0).run(ctx)
+    engine = make_engine(ctx, setting, plan)
+    checkpoints = ShardedCheckpoint(every=2, **checkpoint).run(ctx, engine)
+    loop = TrainCausalLm(global_batch_size=4, steps=12, eval_every=3)
+    loop.run(ctx, engine, toy_data(), plan, checkpoints, source(ctx, setting))
+    checkpoints.close()
+    engine.close()
+    return list(records(ctx.run_dir / "metrics.jsonl"))
+
+
+def train_keeping_the_best(dist: Dist, folder: str) -> list[dict[str, Any]]:
+    return train(dist, folder, keep=1, keep_best=1)
+
+
+def test_the_best_by_heldout_loss_is_kept(tmp_path: Path) -> None:
+    lines = run_ranks(train_keeping_the_best, 1, str(tmp_path))[0]
+    heldout = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    assert {3, 6, 9, 12} <= heldout.keys()
+    best = min((6, 12), key=lambda step: heldout[step])  # of those that were evaluated and saved
+    assert best == 6
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000006",
+        "step-00000012",
+    ]
+
+
+def test_fewer_bits_are_loaded_only_when_that_is_accepted(tmp_path: Path) -> None:
+    run_ranks(save_run, 1, str(tmp_path), Setting(wrap="ddp", full=True, compute="bf16"))
+    narrow = Setting(wrap="ddp", full=True, compute="bf16", master="bf16")
+    with pytest.raises(RankFailed, match=r"is fp32, this recipe trains bf16.*--accept precision"):
+        run_ranks(load_run, 1, str(tmp_path), narrow)
+    loaded = run_ranks(load_run, 1, str(tmp_path), narrow, "precision")[0]["state"]
+    saved = load_file(tmp_path / "checkpoints/step-00000003/model.safetensors")
+    assert saved["model.norm.weight"].dtype == torch.float32
+    for name, weight in saved.items():
+        assert loaded[f"weight/{name}"] == hashed(weight.bfloat16())
