@@ -81,9 +81,7 @@ def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> li
     return pairs
 
 
-def _problems(
-    saved: dict[str, str], folder: str, world: int, settings: list[Setting]
-) -> list[str]:
+def _problems(saved: dict[str, str], folder: str, world: int, settings: list[Setting]) -> list[str]:
     """What is wrong under each setting; a load that fails fails all of its process group."""
     try:
         loaded = run_ranks(load_runs, world, folder, settings)[0]

@@ -146,7 +146,7 @@ class Engine(ABC):
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
         """This rank's part of every tensor of the training state, to be read. Always in the same
-        order with the same spans. Collective where state is offloaded."""
+        order with the same spans."""
 
     @abstractmethod
     def restore(self, state: EngineState) -> Iterator[Fragment]:

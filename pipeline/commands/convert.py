@@ -76,8 +76,8 @@ def _announce(source: StateSource, name: str) -> None:
     )
     if not source.progress.get("origin"):
         click.echo(
-            "warning: it does not say on which data it was trained, nor how far; "
-            f"samples={source.progress.get('samples', 0)} is assumed; resuming must accept that",
+            "warning: it does not say on which model and data it was trained, so nothing will be "
+            f"compared; samples={source.progress.get('samples', 0)} is assumed (--samples)",
             err=True,
         )
 

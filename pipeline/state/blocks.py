@@ -13,6 +13,9 @@ from xxhash import xxh3_64_intdigest
 BLOCK: Final = 16384
 """Bytes of a block. Blocks count from the start of their piece; the last may be short."""
 
+CHUNK: Final = 256 * BLOCK
+"""Bytes that are read, written or verified at a time; all the memory that one of these needs."""
+
 SUM_BYTES = 8
 
 

@@ -22,7 +22,7 @@ from pipeline.state import randomness
 from pipeline.state.arena import Arena
 from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import Group, Scale, State
-from pipeline.state.planning import Format, make_plan, random_key
+from pipeline.state.planning import Arrangement, make_plan, random_key
 from pipeline.state.restore import Restoration
 from pipeline.state.retention import Retention
 from pipeline.state.store import DEFAULT, PLACE, locate, open_store, step_name
@@ -44,7 +44,7 @@ class StateCheckpoints(Checkpoints):
         engine: Engine,
         *,
         address: str,
-        format: Format,
+        arrangement: Arrangement,
         every: int | None,
         retention: Retention,
         asynchronous: bool,
@@ -66,7 +66,7 @@ class StateCheckpoints(Checkpoints):
         require_shared(self._store, ctx.dist, self._identity)
         self._attempts = 0
         self._writer_facts = {"engine": dict(engine.facts()), "packages": rundir.versions()}
-        self._plan = make_plan(engine, ctx.dist, format)
+        self._plan = make_plan(engine, ctx.dist, arrangement)
         layout = self._plan.layout
         self._arena = Arena(layout.size)
         self._targets = self._find_targets()

@@ -20,11 +20,11 @@ from pipeline.files import sync
 from pipeline.state import blocks
 from pipeline.state.checkpoints import sums_name
 from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
-from pipeline.state.planning import Format, Layout
+from pipeline.state.planning import Arrangement, Layout
 from pipeline.state.source import StateSource
 from pipeline.state.spans import Span
 from pipeline.state.store import Attempt, Sink, Store, step_name, step_number
-from pipeline.state.writer import CHUNK, Write
+from pipeline.state.writer import Write
 
 
 def step_target(folder: Path, step: int) -> Path:
@@ -41,12 +41,14 @@ def step_target(folder: Path, step: int) -> Path:
     return folder
 
 
-def write_checkpoint(source: StateSource, store: Store, name: str, format: Format) -> None:
+def write_checkpoint(
+    source: StateSource, store: Store, name: str, arrangement: Arrangement
+) -> None:
     """Commit `source` as the checkpoint `name`, with checksums. Raises CheckpointError."""
     tensors = {key: entry for key, entry in source.tensors.items() if entry.numel}
     spans = [Span(key, 0, entry.numel) for key, entry in tensors.items()]
     spans.sort(key=lambda span: -tensors[span.key].itemsize)
-    layout = format.lay_out(0, spans, tensors)
+    layout = arrangement.lay_out(0, spans, tensors)
     attempt = store.attempt(name, uuid.uuid4().hex[:12])
     try:
         sums = blocks.pack(list(_write(source, layout, attempt)))
@@ -91,7 +93,7 @@ def _write(source: StateSource, layout: Layout, attempt: Attempt) -> Iterator[in
 def _copy(source: StateSource, span: Span, write: Write, sink: Sink) -> Iterator[int]:
     done = 0
     parts = (data for _, data in source.read(span.key, span.start, span.stop))
-    for chunk in regrouped(parts, CHUNK):
+    for chunk in regrouped(parts, blocks.CHUNK):
         yield from blocks.sums(chunk)
         sink.write(write.offset + done, chunk)
         done += len(chunk)

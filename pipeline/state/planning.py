@@ -58,7 +58,7 @@ class Layout:
     """Bytes of the arena."""
 
 
-class Format(ABC):
+class Arrangement(ABC):
     """How the pieces that a rank writes are put into files."""
 
     name: str
@@ -81,7 +81,7 @@ class Plan:
     """By rank; on rank 0 alone, as there can be millions."""
 
 
-def make_plan(engine: Engine, dist: Dist, format: Format) -> Plan:
+def make_plan(engine: Engine, dist: Dist, arrangement: Arrangement) -> Plan:
     """Agree with all ranks (collective). Raises StageError when what they hold does not make up
     the tensors."""
     own = [*held(engine), *_random(dist)]
@@ -90,7 +90,7 @@ def make_plan(engine: Engine, dist: Dist, format: Format) -> Plan:
     shares = share_writing([[Span(h.key, h.start, h.stop) for h in rank] for rank in everyone])
     _require_whole(shares, tensors)
     mine = sorted(shares[dist.rank], key=lambda span: -tensors[span.key].itemsize)
-    layout = format.lay_out(dist.rank, mine, tensors)
+    layout = arrangement.lay_out(dist.rank, mine, tensors)
     told = dist.gather(
         [[file.model_dump() for file in layout.described], [list(p) for p in layout.pieces]]
     )
@@ -150,7 +150,7 @@ def _require_whole(shares: Sequence[Sequence[Span]], tensors: Mapping[str, Tenso
             raise StageError(f"the ranks' parts of {key} do not make it up: {misfit}") from None
 
 
-class Sharded(Format):
+class Sharded(Arrangement):
     """One safetensors file a rank. A whole tensor has its shape and its key for a name; a part of
     one is flat and named `KEY@START`."""
 

@@ -27,9 +27,6 @@ from pipeline.state.manifest import (
 from pipeline.state.source import StateSource
 from pipeline.state.store import Source, Store, step_number
 
-CHUNK = 256 * blocks.BLOCK
-"""Most bytes that are read and verified at a time; all the memory that a reader needs."""
-
 
 class _Stored(NamedTuple):
     start: int
@@ -71,7 +68,7 @@ class CheckpointReader(StateSource):
             ((p.stop - p.start) * t.itemsize for f in self._in_file.values() for t, p in f),
             default=0,
         )
-        self._buffer = memoryview(bytearray(min(CHUNK, longest)))
+        self._buffer = memoryview(bytearray(min(blocks.CHUNK, longest)))
 
     def close(self) -> None:
         for source in self._sources.values():
@@ -146,8 +143,10 @@ class CheckpointReader(StateSource):
         itemsize = self.tensors[key].itemsize
         size = (piece.stop - piece.start) * itemsize
         begin, end = (low - piece.start) * itemsize, (high - piece.start) * itemsize
-        for chunk in range(begin - begin % blocks.BLOCK, end, CHUNK):
-            length = min(CHUNK, size - chunk, -(-(end - chunk) // blocks.BLOCK) * blocks.BLOCK)
+        for chunk in range(begin - begin % blocks.BLOCK, end, blocks.CHUNK):
+            length = min(
+                blocks.CHUNK, size - chunk, -(-(end - chunk) // blocks.BLOCK) * blocks.BLOCK
+            )
             data = self._read_blocks(key, piece, chunk, length)
             first, last = max(begin, chunk), min(end, chunk + length)
             yield piece.start + first // itemsize, data[first - chunk : last - chunk]

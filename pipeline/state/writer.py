@@ -27,7 +27,6 @@ from pipeline.state.manifest import DataFile, Manifest, Part, Piece, TensorEntry
 from pipeline.state.retention import Retention, forget
 from pipeline.state.store import Attempt, Sink, Store, open_store
 
-CHUNK = 256 * blocks.BLOCK
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
 
@@ -221,8 +220,8 @@ def _write(setup: Setup, attempt: Attempt, arena: memoryview) -> int:
 
 
 def _copy(sink: Sink, write: Write, arena: memoryview) -> Iterator[int]:
-    for start in range(0, write.size, CHUNK):
-        size = min(CHUNK, write.size - start)
+    for start in range(0, write.size, blocks.CHUNK):
+        size = min(blocks.CHUNK, write.size - start)
         data = arena[write.start + start : write.start + start + size]
         if write.piece:
             yield from blocks.sums(data)

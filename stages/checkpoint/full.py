@@ -35,6 +35,6 @@ class FullCheckpoint(CheckpointSettings):
             )
 
     def run(self, ctx: Context, engine: Engine) -> Checkpoints:
-        from pipeline.state.full import Full
+        from pipeline.state.whole import Whole
 
-        return self.checkpoints(ctx, engine, format=Full(), folder=self.folder)
+        return self.checkpoints(ctx, engine, arrangement=Whole(), folder=self.folder)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pipeline.artifacts import Checkpoints
     from pipeline.engine import Engine
     from pipeline.stage import Context
-    from pipeline.state.planning import Format
+    from pipeline.state.planning import Arrangement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class CheckpointSettings:
     own."""
 
     def checkpoints(
-        self, ctx: Context, engine: Engine, *, format: Format, folder: str | None
+        self, ctx: Context, engine: Engine, *, arrangement: Arrangement, folder: str | None
     ) -> Checkpoints:
-        """The artifact, in files of `format` below `folder` (null: the run's own)."""
+        """The artifact, in files of that arrangement, below `folder` (null: the run's own)."""
         from pipeline.state.checkpoints import StateCheckpoints, address
         from pipeline.state.retention import Retention
 
@@ -49,7 +49,7 @@ class CheckpointSettings:
             ctx,
             engine,
             address=address(ctx.run_dir, folder),
-            format=format,
+            arrangement=arrangement,
             every=self.every,
             retention=Retention(last=self.keep, every=self.keep_every, best=self.keep_best),
             asynchronous=self.asynchronous,

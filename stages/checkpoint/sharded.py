@@ -20,9 +20,10 @@ class ShardedCheckpoint(CheckpointSettings):
 
     folder: str | None = None
     """Where to keep checkpoints: a path, or an address that fsspec knows (`s3://bucket/folder`), to
-    which the run's name is added. Default: `checkpoints` in the run's folder."""
+    which the run's name is added: a run of the same name goes on from what is there. Default:
+    `checkpoints` in the run's folder."""
 
     def run(self, ctx: Context, engine: Engine) -> Checkpoints:
         from pipeline.state.planning import Sharded
 
-        return self.checkpoints(ctx, engine, format=Sharded(), folder=self.folder)
+        return self.checkpoints(ctx, engine, arrangement=Sharded(), folder=self.folder)

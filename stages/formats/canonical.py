@@ -50,11 +50,11 @@ class Full(Canonical):
         return (folder / "manifest.json").is_file() and _is_full(folder)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.state import full
         from pipeline.state.local_store import LocalStore
         from pipeline.state.offline import write_checkpoint
+        from pipeline.state.whole import Whole
 
-        write_checkpoint(source, LocalStore(folder.parent), folder.name, full.Full())
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, Whole())
         return ()
 
 

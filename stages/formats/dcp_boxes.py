@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import CheckpointError
-from pipeline.state.writer import CHUNK
+from pipeline.state.blocks import CHUNK
 from stages.formats.mapped import Shape, as_bytes
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import CheckpointError
+from pipeline.state.blocks import CHUNK
 from pipeline.state.dtypes import CODES
 from pipeline.state.manifest import State, TensorEntry
 from pipeline.state.source import StateSource
-from pipeline.state.writer import CHUNK
 
 Shape = tuple[int, ...]
 

@@ -45,13 +45,13 @@ SHARES = [
 
 
 def setups(
-    address: str, format: str = "sharded", retention: Retention | None = None
+    address: str, arrangement: str = "sharded", retention: Retention | None = None
 ) -> tuple[list[Setup], list[Sequence[tuple[int, bytes]]], list[Any]]:
     """For each rank its Setup, the heads at places of its arena, and its copies."""
-    from pipeline.state.full import Full
     from pipeline.state.planning import Sharded
+    from pipeline.state.whole import Whole
 
-    made = Sharded() if format == "sharded" else Full()
+    made = Sharded() if arrangement == "sharded" else Whole()
     tensors = {tensor.key: tensor for tensor in TENSORS}
     layouts = [made.lay_out(rank, share, tensors) for rank, share in enumerate(SHARES)]
     files = [file for layout in layouts for file in layout.described]
@@ -85,9 +85,9 @@ class Tiny:
     """Two writers' setups, and what they write at each step. Pickles; needs no torch once made."""
 
     def __init__(
-        self, address: str, format: str = "sharded", retention: Retention | None = None
+        self, address: str, arrangement: str = "sharded", retention: Retention | None = None
     ) -> None:
-        self.setups, self._heads, self._copies = setups(address, format, retention)
+        self.setups, self._heads, self._copies = setups(address, arrangement, retention)
 
     def arena(self, rank: int, step: int) -> memoryview:
         """The memory that `rank` writes at `step`."""

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.state.full import Full
 from pipeline.state.local_store import LocalStore
 from pipeline.state.manifest import Group, State, TensorEntry
 from pipeline.state.offline import appearing, regrouped, step_target, write_checkpoint
-from pipeline.state.planning import Format, Sharded
+from pipeline.state.planning import Arrangement, Sharded
 from pipeline.state.reader import CheckpointReader
 from pipeline.state.source import StateSource
 from pipeline.state.views import Watched, WeightsOnly
+from pipeline.state.whole import Whole
 
 STEP = "step-00000020"
 SHAPES = {
@@ -65,10 +65,10 @@ def content(key: str, start: int, stop: int) -> bytes:
     return ((seed[turn:] + seed[:turn]) * ((stop - start) // len(seed) + 1))[: stop - start]
 
 
-@pytest.mark.parametrize("format", [Sharded(), Full()], ids=lambda format: format.name)
-def test_everything_is_written(format: Format, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
+def test_everything_is_written(arrangement: Arrangement, tmp_path: Path) -> None:
     source = Made()
-    write_checkpoint(source, LocalStore(tmp_path), STEP, format)
+    write_checkpoint(source, LocalStore(tmp_path), STEP, arrangement)
     reader = CheckpointReader(LocalStore(tmp_path), STEP)
     reader.verify()
     assert set(reader.tensors) == set(SHAPES) - {"weight/none"}
@@ -79,12 +79,12 @@ def test_everything_is_written(format: Format, tmp_path: Path) -> None:
     assert LocalStore(tmp_path).names() == [STEP]
 
 
-@pytest.mark.parametrize("format", [Sharded(), Full()], ids=lambda format: format.name)
-def test_a_failure_leaves_nothing(format: Format, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
+def test_a_failure_leaves_nothing(arrangement: Arrangement, tmp_path: Path) -> None:
     source = Made()
     source.missing = 1
     with pytest.raises(CheckpointError, match=r"has \d+ bytes instead of"):
-        write_checkpoint(source, LocalStore(tmp_path), STEP, format)
+        write_checkpoint(source, LocalStore(tmp_path), STEP, arrangement)
     assert list(tmp_path.iterdir()) == []
 
 

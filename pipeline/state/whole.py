@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.engine import WEIGHT
 from pipeline.state.manifest import DataFile, TensorEntry
-from pipeline.state.planning import ALIGN, Format, Layout
+from pipeline.state.planning import ALIGN, Arrangement, Layout
 from pipeline.state.safetensors_file import Entry, header
 from pipeline.state.spans import Span
 from pipeline.state.writer import NewFile, Write
@@ -24,7 +24,7 @@ OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
 
 
-class Full(Format):
+class Whole(Arrangement):
     """Whole tensors, each once: `model.safetensors` with the names of the source model,
     `optimizer.safetensors` and `random.safetensors` with keys."""
 
