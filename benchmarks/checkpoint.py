@@ -3,10 +3,10 @@
     python benchmarks/checkpoint.py [--wraps fsdp,ddp,zero3] [--procs 2] [--other 3] [--saves 5]
 
 For each wrap, in the same processes: how long the training loop stands still for a save, against a
-plain copy of the same bytes into warm memory; how long until it is on disk, and the bytes that each
-rank reads to resume on as many and on another number of processes, against
-torch.distributed.checkpoint (torch wraps) or DeepSpeed's save_checkpoint (ZeRO). Exits 1 when a
-stall is over 1.2 copies or a rank reads over 1.05 of its own bytes.
+plain copy of the same bytes into warm memory; how long until it is on disk; the bytes that each
+rank reads to resume on as many and on another number of processes, and the memory that takes.
+Beside it torch.distributed.checkpoint (torch wraps) or DeepSpeed's save_checkpoint (ZeRO). Exits 1
+when a stall is over 1.2 copies or a rank reads over 1.05 of its own bytes.
 """
 
 from __future__ import annotations
@@ -104,6 +104,10 @@ def show(
     seconds = sorted(here[0]["durations"])[len(here[0]["durations"]) // 2]
     speed = total / seconds / 1e9
     print(f"  on disk after                           {seconds:8.2f} s   {speed:.2f} GB/s")
+    beyond = max(result["beyond"] for result in here)
+    print(
+        f"  memory beyond the snapshot              {beyond / 1e6:8.1f} MB a rank"
+    )
     print(f"  {here[0]['rival']}:")
     for key, value in here[0]["rival_times"].items():
         print(f"    {key:<38}{value:8.2f} s   {total / value / 1e9:.2f} GB/s")
@@ -114,6 +118,12 @@ def show(
     if "rival_read" in there[0]:
         rival = max(result["rival_read"] / result["own"] for result in there)
         print(f"  {here[0]['rival']} reads per rank on {other}      x{rival:.3f}")
+    own, rival = (
+        max(result.get(key, 0) / 1e6 for result in [*here, *there])
+        for key in ("load_memory", "rival_load_memory")
+    )
+    print(f"  memory of a load                        {own:8.1f} MB a rank")
+    print(f"  {here[0]['rival']}'s                    {rival:8.1f} MB a rank")
 
 
 if __name__ == "__main__":

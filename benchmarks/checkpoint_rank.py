@@ -86,6 +86,7 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     from pipeline.artifacts import Progress
 
     ctx, engine = make(dist, job)
+    grown = growth()
     kept = checkpoints(ctx, engine)
     size = kept.snapshot_bytes
     copy = PlainCopy(size)
@@ -99,6 +100,7 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
         stalls.append(time.perf_counter() - began)
         kept.finish()
         durations.append(time.perf_counter() - began)
+    beyond = grown() - size - copy.size + memory_of_children()
     kept.close()
     rival = dcp if job["wrap"] in ("ddp", "fsdp") else own_format
     return {
@@ -106,6 +108,7 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
         "written": size,
         "stalls": stalls,
         "durations": durations,
+        "beyond": beyond,
         **loaded(ctx, engine),
         **rival(dist, engine, Path(job["folder"]) / "rival"),
     }
@@ -119,9 +122,8 @@ def load_only(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
         import torch.distributed.checkpoint as library
 
         state = dcp_state(engine)
-        found["rival_read"] = bytes_read(
-            lambda: library.load(state, checkpoint_id=Path(job["folder"]) / "rival")
-        )
+        rival = Path(job["folder"]) / "rival"
+        found |= rival_read(lambda: library.load(state, checkpoint_id=rival))
     return found
 
 
@@ -131,6 +133,8 @@ class PlainCopy:
     def __init__(self, size: int) -> None:
         import torch
 
+        self.size = 2 * size
+        """Bytes that it takes itself."""
         self._source = torch.ones(size, dtype=torch.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8)
 
@@ -148,20 +152,43 @@ def loaded(ctx: Any, engine: Any) -> dict[str, Any]:
     from pipeline.state.store import open_store
 
     restoration = Restoration(ctx, engine, open_store(str(ctx.run_dir / "checkpoints")))
+    grown = growth()
     restoration.newest(lambda progress: None)
+    memory = grown()
     own = sum(
         tensor.numel() * tensor.itemsize
         for part in engine.fragments()
         for tensor in part.state.values()
     )
-    return {"read": restoration.bytes_read, "own": own}
+    return {"read": restoration.bytes_read, "own": own, "load_memory": memory}
 
 
-def bytes_read(call: Callable[[], object]) -> int:
-    """Bytes that this process asks the system to read while `call` runs."""
-    before = _read_calls()
+def rival_read(call: Callable[[], object]) -> dict[str, int]:
+    """Bytes that this process asks the system to read while `call` runs, and by how many its memory
+    grows at most."""
+    before, grown = _read_calls(), growth()
     call()
-    return _read_calls() - before
+    return {"rival_read": _read_calls() - before, "rival_load_memory": grown()}
+
+
+def growth() -> Callable[[], int]:
+    """Call what this returns to learn by how many bytes this process has grown at most since now
+    (resident memory, that which it shares too)."""
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak starts anew: proc(5)
+    before = _status("self", "VmRSS")
+    return lambda: _status("self", "VmHWM") - before
+
+
+def memory_of_children() -> int:
+    """Bytes that are theirs alone, of the processes that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text("ascii").split()]
+    return sum(_status(pid, "RssAnon") for pid in children)
+
+
+def _status(process: str, name: str) -> int:
+    lines = Path("/proc", process, "status").read_text("ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
 def _read_calls() -> int:
@@ -216,7 +243,7 @@ def dcp(dist: Any, engine: Any, folder: Path) -> dict[str, Any]:
             "async_save, blocks, later": statistics.median(blocked[1:]),
             "async_save, done": statistics.median(done),
         },
-        "rival_read": bytes_read(lambda: library.load(state, checkpoint_id=folder)),
+        **rival_read(lambda: library.load(state, checkpoint_id=folder)),
     }
 
 
@@ -229,9 +256,8 @@ def own_format(dist: Any, engine: Any, folder: Path) -> dict[str, Any]:
         engine.deepspeed.save_checkpoint(str(folder / str(turn)))
         dist.barrier()
         saves.append(time.perf_counter() - began)
-    read = bytes_read(lambda: engine.deepspeed.load_checkpoint(str(folder / "2")))
     return {
         "rival": "DeepSpeed save_checkpoint",
         "rival_times": {"save_checkpoint, blocks": statistics.median(saves)},
-        "rival_read": read,
+        **rival_read(lambda: engine.deepspeed.load_checkpoint(str(folder / "2"))),
     }
