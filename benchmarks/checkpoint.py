@@ -105,9 +105,7 @@ def show(
     speed = total / seconds / 1e9
     print(f"  on disk after                           {seconds:8.2f} s   {speed:.2f} GB/s")
     beyond = max(result["beyond"] for result in here)
-    print(
-        f"  memory beyond the snapshot              {beyond / 1e6:8.1f} MB a rank"
-    )
+    print(f"  memory beyond the snapshot              {beyond / 1e6:8.1f} MB a rank")
     print(f"  {here[0]['rival']}:")
     for key, value in here[0]["rival_times"].items():
         print(f"    {key:<38}{value:8.2f} s   {total / value / 1e9:.2f} GB/s")

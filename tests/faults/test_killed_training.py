@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -12,37 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics import records
 from tests.support.processes import PRELOAD
-from tests.support.runs import TINY
+from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
 POINTS = ("before_wrap", "after_wrap", "after_train", "after_consolidate", "after_export")
+STEPS = 9
 READ = "read 26"
 """Each step reads four samples: this one is in step 7, one step after a checkpoint."""
 
 
 def recipe(folder: Path) -> Path:
-    """Nine steps of a tiny model; `point` slots stand at the stage boundaries."""
-    stages = {
-        "model": {"use": "model.hf", "config": TINY},
-        "precision": {"use": "precision.policy", "compute": "fp32"},
-        "data": {"use": "fault.data"},
-        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
-        "before_wrap": {"use": "fault.point"},
-        "wrap": {"use": "wrap.ddp"},
-        "after_wrap": {"use": "fault.point"},
-        "checkpoint": {"use": "checkpoint.sharded", "every": 2, "keep": 1},
-        "train": {"use": "train.causal_lm", "steps": 9, "global_batch_size": 4, "log_every": 3},
-        "after_train": {"use": "fault.point"},
-        "consolidate": {"use": "consolidate.sharded"},
-        "after_consolidate": {"use": "fault.point"},
-        "export": {"use": "export.safetensors"},
-        "after_export": {"use": "fault.point"},
-    }
-    path = folder / "recipe.yaml"
-    launch = {"procs": 1, "device": "cpu"}
-    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
-    return path
+    """`fault.point` slots stand at the stage boundaries."""
+    slots = training(checkpoint={"every": 2, "keep": 1}, train={"steps": STEPS, "log_every": 3})
+    stages = {}
+    for slot, fields in (slots | EXPORT).items():
+        if f"before_{slot}" in POINTS:
+            stages[f"before_{slot}"] = {"use": "fault.point"}
+        stages[slot] = fields
+        if f"after_{slot}" in POINTS:
+            stages[f"after_{slot}"] = {"use": "fault.point"}
+    return write(folder / "recipe.yaml", stages)
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +64,7 @@ def reference(
     """Exported weights and losses of the run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("reference")
     assert pipe_in_child("run", str(recipe(folder)), "--run-dir", str(folder / "run")) == 0
-    return outcome(folder / "run")
-
-
-def outcome(run: Path) -> tuple[bytes, list[float]]:
-    """Exported weights, and the loss of every step in the order of the file."""
-    found = [record for record in records(run / "metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in found] == list(range(1, 10))
-    return (run / "export" / "model.safetensors").read_bytes(), [r["loss"] for r in found]
+    return outcome(folder / "run", STEPS)
 
 
 @pytest.mark.parametrize("kill_at", [*POINTS, READ])
@@ -100,4 +81,4 @@ def test_same_weights_and_metrics(
         with (run / file).open("a") as opened:
             opened.write('{"step": 9, "loss": 1.0, "ev')  # as a kill in the middle of a write does
     assert pipe_in_child("resume", str(run)) == 0
-    assert outcome(run) == reference
+    assert outcome(run, STEPS) == reference

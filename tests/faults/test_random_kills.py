@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -17,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.metrics import records
 from tests.support.faulty_ranks import infect
 from tests.support.injection import Fault
 from tests.support.processes import PRELOAD
-from tests.support.runs import TINY
+from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
 KILLS, STEPS, RANKS = 20, 64, 2
 Start = Callable[..., list[int]]
@@ -54,24 +52,6 @@ def kills() -> list[Kill]:
         at = chance.randrange(one_save, 2 * one_save) if writer else chance.randrange(6, 10)
         found.append(Kill(rank, writer, at, chance.choice(["before", "half", "after"])))
     return found
-
-
-def recipe(folder: Path) -> Path:
-    stages = {
-        "model": {"use": "model.hf", "config": TINY},
-        "precision": {"use": "precision.policy", "compute": "fp32"},
-        "data": {"use": "fault.data"},
-        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
-        "wrap": {"use": "wrap.ddp"},
-        "checkpoint": {"use": "checkpoint.sharded", "every": 1, "keep": 1},
-        "train": {"use": "train.causal_lm", "steps": STEPS, "global_batch_size": 4, "log_every": 1},
-        "consolidate": {"use": "consolidate.sharded"},
-        "export": {"use": "export.safetensors"},
-    }
-    path = folder / "recipe.yaml"
-    launch = {"procs": RANKS, "device": "cpu"}
-    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +100,11 @@ def _rank(
     main(arguments)
 
 
-def outcome(run: Path) -> tuple[bytes, list[float]]:
-    """Exported weights, and the loss of every step in the order of the file."""
-    found = [record for record in records(run / "metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in found] == list(range(1, STEPS + 1))
-    return (run / "export" / "model.safetensors").read_bytes(), [r["loss"] for r in found]
-
-
 def test_twenty_kills_change_nothing(tmp_path: Path, start: Start) -> None:
     calm, run = tmp_path / "calm", tmp_path / "run"
-    begin = ("run", str(recipe(tmp_path)), "--run-dir")
+    stages = training(checkpoint={"every": 1, "keep": 1}, train={"steps": STEPS})
+    recipe = write(tmp_path / "recipe.yaml", stages | EXPORT, procs=RANKS)
+    begin = ("run", str(recipe), "--run-dir")
     assert start(calm, *begin, str(calm)) == [0, 0]
     command = (*begin, str(run))
     for kill in kills():
@@ -137,5 +112,5 @@ def test_twenty_kills_change_nothing(tmp_path: Path, start: Start) -> None:
         assert codes[kill.rank] == (1 if kill.writer else -signal.SIGKILL), (kill, codes)
         command = ("resume", str(run))
     assert start(run, *command) == [0, 0]
-    assert outcome(run) == outcome(calm)
+    assert outcome(run, STEPS) == outcome(calm, STEPS)
     assert len(list((run / "checkpoints").iterdir())) == 1

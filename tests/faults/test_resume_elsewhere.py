@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from pipeline.metrics import records
 from tests.support.pipe import Pipe
-from tests.support.runs import TINY
+from tests.support.tiny_recipe import losses, training, write
 
 
-def recipe(path: Path, *, procs: int, wrap: str, **train: Any) -> Path:
-    """A tiny training; the same one for whatever strategy and number of processes."""
-    stages = {
-        "model": {"use": "model.hf", "config": TINY},
-        "precision": {"use": "precision.policy", "compute": "fp32"},
-        "data": {"use": "fault.data"},
-        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
-        "wrap": {"use": wrap},
-        "checkpoint": {"use": "checkpoint.sharded", "every": 2},
-        "train": {"use": "train.causal_lm", "global_batch_size": 4, "log_every": 1, **train},
-    }
-    launch = {"procs": procs, "device": "cpu"}
-    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
-    return path
-
-
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [(r["step"], r["loss"]) for r in records(run / "metrics.jsonl") if "loss" in r]
+def recipe(path: Path, *, procs: int, wrap: str, steps: int) -> Path:
+    stages = training(wrap=wrap, checkpoint={"every": 2}, train={"steps": steps})
+    return write(path, stages, procs=procs)
 
 
 def test_another_strategy_and_world_size_go_on_and_another_training_is_refused(pipe: Pipe) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,32 @@ from typing import Any
 import numpy as np
 
 from pipeline import testing
-from pipeline.artifacts import Data, Sample, Samples
+from pipeline.artifacts import Data, ModelSource, Sample, Samples
 from pipeline.dist import Dist
 from pipeline.stage import Context
+from stages.model.hf import HfModel
 
 TINY = {
     "model_type": "llama", "vocab_size": 101, "hidden_size": 24, "intermediate_size": 37,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
+
+
+def tiny_model(ctx: Context, fields: Mapping[str, Any], frozen: str) -> ModelSource:
+    """A tiny tied model of odd sizes with random weights; parameters whose names hold `frozen` are
+    not trained."""
+    made = HfModel(config={**TINY, **fields}, init="random").run(ctx)
+    build: Callable[[], Any] = made.build
+
+    def build_frozen() -> Any:
+        module = build()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not (frozen and frozen in name))
+        return module
+
+    made.build = build_frozen  # type: ignore[method-assign]
+    return made
 
 
 def context(dist: Dist, run_dir: str | Path, seed: int = 7) -> Context:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +16,11 @@ from pipeline.dist import Dist
 from pipeline.engine import Engine
 from stages.checkpoint.full import FullCheckpoint
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
-from tests.support.runs import TINY, context
+from tests.support.runs import context, tiny_model
 from tests.support.zero import batch, summed_loss
 
 WRAPS: dict[str, Any] = {
@@ -59,18 +57,7 @@ class Setting:
 
 
 def source(ctx: Any, setting: Setting) -> ModelSource:
-    """A tiny tied model of odd sizes, with a frozen layer."""
-    made = HfModel(config={**TINY, **setting.model}, init="random").run(ctx)
-    build: Callable[[], Any] = made.build
-
-    def build_frozen() -> Any:
-        module = build()
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not (setting.frozen and setting.frozen in name))
-        return module
-
-    made.build = build_frozen  # type: ignore[method-assign]
-    return made
+    return tiny_model(ctx, setting.model, setting.frozen)
 
 
 def make_engine(ctx: Any, setting: Setting, plan: OptimizerPlan | None = None) -> Engine:

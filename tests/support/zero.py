@@ -18,11 +18,10 @@ from pipeline.artifacts import LossScaling, ModelSource, Precision, Progress
 from pipeline.dist import Dist
 from pipeline.engine import Engine
 from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
-from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.wrap.birth import named_parameters
 from stages.wrap.zero import Zero
-from tests.support.runs import TINY, context
+from tests.support.runs import TINY, context, tiny_model
 
 LR, DECAY, CLIP, LENGTH = 1e-3, 0.1, 0.5, 13
 
@@ -49,18 +48,7 @@ class Case:
 
 
 def source(ctx: Any, case: Case) -> ModelSource:
-    """The tiny random model; freezes parameters by name as it builds."""
-    made = HfModel(config={**TINY, **case.model}, init="random").run(ctx)
-    build: Callable[[], Any] = made.build
-
-    def build_frozen() -> Any:
-        module = build()
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not (case.frozen and case.frozen in name))
-        return module
-
-    made.build = build_frozen  # type: ignore[method-assign]
-    return made
+    return tiny_model(ctx, case.model, case.frozen)
 
 
 def batch(step: int, samples: int) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
 def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.DataObject) -> None:
     tensors, shares = layout
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "CHUNK", blocks.BLOCK * data.draw(st.integers(1, 3)))
+        patch.setattr(blocks, "CHUNK", blocks.BLOCK * data.draw(st.integers(1, 3)))
         write(root, tensors, shares)
         opened = CheckpointReader(LocalStore(root), NAME)
         for _ in range(6):

@@ -1,0 +1,51 @@
+"""Recipes of a tiny training whose data can be told when to die, and what came of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.metrics import records
+from tests.support.runs import TINY
+
+Stages = dict[str, dict[str, Any]]
+EXPORT: Stages = {
+    "consolidate": {"use": "consolidate.sharded"},
+    "export": {"use": "export.safetensors"},
+}
+
+
+def training(
+    *, wrap: str = "wrap.ddp", checkpoint: Mapping[str, Any], train: Mapping[str, Any]
+) -> Stages:
+    """The slots up to `train`, the same under whatever strategy."""
+    return {
+        "model": {"use": "model.hf", "config": TINY},
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {"use": "fault.data"},
+        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
+        "wrap": {"use": wrap},
+        "checkpoint": {"use": "checkpoint.sharded", **checkpoint},
+        "train": {"use": "train.causal_lm", "global_batch_size": 4, "log_every": 1, **train},
+    }
+
+
+def write(path: Path, stages: Stages, *, procs: int = 1) -> Path:
+    """The recipe's file, which is `path`."""
+    launch = {"procs": procs, "device": "cpu"}
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+    return path
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """Step and loss in the order of the file."""
+    return [(r["step"], r["loss"]) for r in records(run / "metrics.jsonl") if "loss" in r]
+
+
+def outcome(run: Path, steps: int) -> tuple[bytes, list[float]]:
+    """Exported weights, and the loss of every step, of which each is there once."""
+    found = losses(run)
+    assert [step for step, _ in found] == list(range(1, steps + 1))
+    return (run / "export" / "model.safetensors").read_bytes(), [loss for _, loss in found]
