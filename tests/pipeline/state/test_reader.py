@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pipeline.state import blocks, reader
+from pipeline.state import blocks
 from pipeline.state.local_store import LocalStore
 from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
 from pipeline.state.planning import Sharded
