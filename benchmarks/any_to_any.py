@@ -3,7 +3,7 @@
     python benchmarks/any_to_any.py [--worlds 1,2,3,4] [--part 1/8] [--only WORD] [--json FILE]
 
 The suite goes through a covering subset of these (tests/stages/checkpoint/test_any_to_any.py); this
-is the rest, some hours of it. A pair is good when the digests of all logical tensors, the groups'
+is the rest, an hour of it. A pair is good when the digests of all logical tensors, the groups'
 settings, counters, loss scale and progress are equal. Exits 1 when one is not.
 """
 
