@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,3 +116,21 @@ class RunStopped(PipeError):
 
 class RunLocked(UsageError):
     """Another live process works in this run folder."""
+
+
+def in_words(error: Exception) -> str:
+    """Any error in one line."""
+    if isinstance(error, PipeError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@contextlib.contextmanager
+def system_errors_as(kind: type[PipeError]) -> Iterator[None]:
+    """What the system or a store refuses is no bug: raise it as an error for people."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(in_words(error)) from error

@@ -6,6 +6,19 @@ import os
 from pathlib import Path
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Whoever reads the file sees all of the old text or all of the new."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)
+
+
+def sync_tree(folder: Path) -> None:
+    """Force everything in a folder to disk, and the folder itself."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
 def sync(path: Path) -> None:
     """Force a file's content, or a folder's entries, to disk; a rename in a synced folder survives
     a power loss."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.errors import RunLocked, UsageError
+from pipeline.files import replace_text
 
 RECIPE = "recipe.yaml"
 JOURNAL = "journal.jsonl"
@@ -133,9 +134,7 @@ def read_recipe(folder: Path) -> str | None:
 
 def write_recipe(folder: Path, text: str) -> None:
     """Put the merged recipe in place; a crash leaves the old one or the new one."""
-    temporary = folder / f"{RECIPE}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder / RECIPE)
+    replace_text(folder / RECIPE, text)
 
 
 def versions() -> dict[str, str]:

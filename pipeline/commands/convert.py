@@ -38,7 +38,7 @@ def convert(
     (torchtitan, accelerate), or transformers' Trainer. One process does it, with memory for a
     chunk or a tensor at a time. Pickles are never run: a file that would need it is refused.
     """
-    from pipeline.errors import StageError, UsageError
+    from pipeline.errors import StageError, UsageError, system_errors_as
     from pipeline.state.formats import Formats, Reading
     from pipeline.state.views import Watched, WeightsOnly
 
@@ -50,7 +50,7 @@ def convert(
     if not writing.writes:
         raise UsageError(f"{to} can be read, but not written")
     reading = formats.load(from_) if from_ else formats.detect(src)
-    try:
+    with system_errors_as(StageError):
         source = reading.open(src, Reading(samples=samples, weights_only=weights_only))
         with contextlib.closing(source):
             if weights_only:
@@ -61,9 +61,6 @@ def convert(
             _announce(source, reading.name)
             with _progress(source) as advance:
                 notes = writing.write(Watched(source, advance), target)
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        raise StageError(f"{place}{error.strerror or error}") from error
     click.echo(f"wrote {target}")
     for note in notes:
         click.echo(f"note: {note}", err=True)

@@ -16,16 +16,16 @@ from torch import Tensor
 from pipeline import rundir
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.engine import Engine, EngineState
-from pipeline.errors import CheckpointError, ResumeRefused
+from pipeline.errors import CheckpointError, UsageError, system_errors_as
 from pipeline.stage import Context
-from pipeline.state import randomness
+from pipeline.state import randomness, summary, whereabouts
 from pipeline.state.arena import Arena
 from pipeline.state.dtypes import dtype
-from pipeline.state.manifest import Group, Scale, State
+from pipeline.state.manifest import FILE, Group, Scale, State
 from pipeline.state.planning import Arrangement, make_plan, random_key
 from pipeline.state.restore import Restoration
 from pipeline.state.retention import Retention
-from pipeline.state.store import DEFAULT, PLACE, locate, open_store, step_name
+from pipeline.state.store import locate, open_store, step_name
 from pipeline.state.visibility import require_shared
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton
 from pipeline.state.writer_process import WriterProcess
@@ -56,10 +56,10 @@ class StateCheckpoints(Checkpoints):
         self._asynchronous = asynchronous
         self._start_from = start_from
         self._address = address
-        self._store = open_store(address)
         self._last: str | None = None
         self._pending: str | None = None
-        with ctx.dist.main_first() as main:
+        with system_errors_as(CheckpointError), ctx.dist.main_first() as main:
+            self._store = open_store(address)
             if main:
                 self._store.clean()
         self._identity = ctx.dist.share(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
@@ -89,6 +89,9 @@ class StateCheckpoints(Checkpoints):
             return
         began = time.perf_counter()
         self._settle_pending()
+        if self._attempts:
+            # Rank 0's writer ends last; the next collective must not wait for it.
+            self._ctx.dist.barrier()
         self._snapshot()
         self._attempts += 1
         facts = self._facts(progress) if self._ctx.dist.is_main else {}
@@ -98,6 +101,7 @@ class StateCheckpoints(Checkpoints):
         self._ctx.log.debug("snapshot of %s: %.3f s", name, time.perf_counter() - began)
         if not self._asynchronous:
             self._settle_pending()
+            self._ctx.dist.barrier()
 
     def finish(self) -> str:
         self._settle_pending()
@@ -111,23 +115,33 @@ class StateCheckpoints(Checkpoints):
         if progress is not None:
             self._last = step_name(progress.step)
             return progress
-        self._require_none_elsewhere()
+        whereabouts.require_none(self._ctx.run_dir, self._address)
         if self._start_from is None:
             return None
-        store, name = locate(self._start_from)
+        store, name = locate(self._agreed_start(self._start_from))
         return Restoration(self._ctx, self._engine, store).named(name, admit)
 
     def close(self) -> None:
         """End the writer, and give the snapshot's memory back. After a failure, a save that is
-        being written gets a moment to end well."""
+        being written gets a moment to end well: the first rank that is gone ends all."""
         deadline = time.monotonic() + CLOSING_SECONDS
-        while self._pending and time.monotonic() < deadline:
-            with contextlib.suppress(CheckpointError):
-                self._settle_if_done()
-            time.sleep(0.02)
+        with contextlib.suppress(CheckpointError, OSError):
+            while self._is_unfinished() and time.monotonic() < deadline:
+                time.sleep(0.02)
         self._writer.close()
         self._targets.clear()
         self._arena.close()
+
+    def _agreed_start(self, address: str) -> str:
+        """The checkpoint that `start_from` means, as rank 0 finds it."""
+        found = None
+        if self._ctx.dist.is_main:
+            try:
+                store, name = summary.find(address, rundir.RECIPE)
+            except UsageError as error:
+                raise CheckpointError(f"start_from: {error}") from error
+            found = store.locate(name or store.names()[-1])
+        return self._ctx.dist.share(found)
 
     def _setup(self, address: str, retention: Retention) -> Setup:
         plan, rank = self._plan, self._ctx.dist.rank
@@ -183,15 +197,12 @@ class StateCheckpoints(Checkpoints):
             "state": stored_state(self._engine.state()),
         }
 
-    def _require_none_elsewhere(self) -> None:
-        """A run whose checkpoints are in another place must not start from scratch in this one."""
-        place = self._ctx.run_dir / PLACE
-        known = place.read_text("utf-8") if place.exists() else self._address
-        if known != self._address:
-            raise ResumeRefused(
-                f"this run saved its checkpoints in {known}, its recipe now says {self._address}",
-                hint=f"set the checkpoint slot's folder as it was, or move them and delete {place}",
-            )
+    def _is_unfinished(self) -> bool:
+        """Whether the last save is still being written, by this rank or by another."""
+        self._settle_if_done()
+        if self._pending or not self._attempts or self._last is None:
+            return self._pending is not None
+        return self._store.size(self._last, FILE) is None
 
     def _settle_if_done(self) -> None:
         outcome = self._writer.poll() if self._pending else None
@@ -213,7 +224,7 @@ class StateCheckpoints(Checkpoints):
         for warning in outcome.warnings:
             self._ctx.log.warning(warning)
         if outcome.place:
-            (self._ctx.run_dir / PLACE).write_text(self._address, "utf-8")
+            whereabouts.remember(self._ctx.run_dir, self._address)
             self._ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", outcome.place, outcome.size / 1e6, outcome.seconds
             )
@@ -230,7 +241,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def address(run_dir: Path, folder: str | None) -> str:
     """Where a run's checkpoints are, given what its recipe says."""
     if folder is None:
-        return str(run_dir / DEFAULT)
+        return whereabouts.default(run_dir)
     if "://" in folder:
         return f"{folder.rstrip('/')}/{run_dir.name}"
     return str(Path(folder).expanduser().absolute() / run_dir.name)

@@ -38,7 +38,7 @@ class ObjectStore(Store):
     def names(self) -> Sequence[str]:
         with _told(self._address):
             folders = steps_in_order(self._entries(""))
-            return [name for name in folders if self._fs.exists(self._path(name, MANIFEST))]
+            return [name for name in folders if self.size(name, MANIFEST) is not None]
 
     def locate(self, name: str, file: str = "") -> str:
         return "/".join(part for part in (self._address, name, file) if part)

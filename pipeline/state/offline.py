@@ -16,7 +16,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.files import sync
+from pipeline.files import sync, sync_tree
 from pipeline.state import blocks
 from pipeline.state.checkpoints import sums_name
 from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
@@ -66,8 +66,7 @@ def appearing(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
+        sync_tree(partial)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -19,7 +19,7 @@ from pipeline.engine import (
     LossScale,
     ParameterGroup,
 )
-from pipeline.errors import CheckpointError, ResumeRefused
+from pipeline.errors import CheckpointError, ResumeRefused, in_words
 from pipeline.stage import Context
 from pipeline.state import randomness
 from pipeline.state.dtypes import dtype
@@ -119,7 +119,7 @@ class Restoration:
                 for key in keys - {""}:
                     for _ in reader.read(key, 0, reader.tensors[key].numel):
                         pass
-        except CheckpointError:
+        except Damaged:
             return True
         return False
 
@@ -147,7 +147,7 @@ class Restoration:
             earlier = [f"{place}: damaged" for place in self._store.aside()]
             return _Choice("", damage or "".join(earlier[-1:]), "")
         except (CheckpointError, OSError) as error:
-            return _Choice("", damage, str(error))
+            return _Choice("", damage, in_words(error))
 
     def _put_aside(self, name: str, why: str) -> None:
         aside = self._store.quarantine(name)
@@ -253,6 +253,10 @@ def require_same_model(manifest: Manifest, live: EngineState, where: str) -> Non
     """Raises ResumeRefused that lists what differs: tensors, shapes, what is trained, by which kind
     of optimizer."""
     saved = engine_state(manifest)
+    if live.updates and not saved.updates:
+        raise ResumeRefused(
+            f"{where} holds weights without an optimizer's state", hint="load them as a model"
+        )
     differences = [
         *(
             f"{name} is missing"

@@ -11,11 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-DEFAULT = "checkpoints"
-"""Folder of a run's checkpoints in its own folder."""
-PLACE = "checkpoints.at"
-"""File in a run's folder that tells where its checkpoints are, once there is one."""
-
 _STEP = re.compile(r"step-(\d{8,})")
 
 

@@ -6,10 +6,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import CheckpointError, UsageError
+from pipeline.errors import CheckpointError, UsageError, system_errors_as
+from pipeline.state import whereabouts
 from pipeline.state.manifest import FILE, Damaged, Manifest
 from pipeline.state.reader import CheckpointReader
-from pipeline.state.store import DEFAULT, PLACE, Store, locate, open_store, step_number
+from pipeline.state.store import Store, locate, open_store, step_number
 
 HINT = (
     "give the folder of a checkpoint, the folder that holds them, or a run; "
@@ -27,12 +28,16 @@ class Place(NamedTuple):
 def find(address: str, recipe: str) -> Place:
     """Where the checkpoint is that a person means by a checkpoint's folder or address, by a folder
     of checkpoints, or by a run's folder, which holds a file `recipe`. Raises UsageError."""
+    with system_errors_as(UsageError):
+        return _find(address, recipe)
+
+
+def _find(address: str, recipe: str) -> Place:
     local = "://" not in address
     if local and not Path(address).is_dir():
         raise UsageError(f"{address} is not there", hint=HINT)
     if local and (Path(address) / recipe).is_file():
-        place = Path(address) / PLACE
-        address = place.read_text("utf-8") if place.exists() else str(place.with_name(DEFAULT))
+        address = whereabouts.known(Path(address)) or whereabouts.default(Path(address))
     store, name = locate(address)
     if step_number(name) is not None or store.size(name, FILE) is not None:
         return Place(store, name)

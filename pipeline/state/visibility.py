@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, in_words
 from pipeline.state.store import Store, step_name
-from pipeline.state.writer import describe
 
 if TYPE_CHECKING:
     from pipeline.dist import Dist
@@ -24,7 +23,7 @@ def require_shared(store: Store, dist: Dist, identity: str) -> None:
             attempt.put(_SIGN, b"")
     except OSError as error:
         raise CheckpointError(
-            f"rank {dist.rank} cannot write to {store.locate('')}: {describe(error)}"
+            f"rank {dist.rank} cannot write to {store.locate('')}: {in_words(error)}"
         ) from error
     dist.barrier()
     blind = [

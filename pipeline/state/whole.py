@@ -15,13 +15,15 @@ from xxhash import xxh3_64_intdigest
 from pipeline.engine import WEIGHT
 from pipeline.state.manifest import DataFile, TensorEntry
 from pipeline.state.planning import ALIGN, Arrangement, Layout
-from pipeline.state.safetensors_file import Entry, header
+from pipeline.state.safetensors_file import ITEM_BYTES, Entry, header
 from pipeline.state.spans import Span
 from pipeline.state.writer import NewFile, Write
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
+LONGEST_ITEM = max(ITEM_BYTES.values())
+"""Pieces begin at multiples of this in the arena, whose parts are viewed in their dtypes."""
 
 
 class Whole(Arrangement):
@@ -44,6 +46,7 @@ class Whole(Arrangement):
         pieces, copies = [], defaultdict(list)
         for span in sorted(mine, key=lambda span: place[span.key][0]):
             number, begin = place[span.key]
+            size += -size % LONGEST_ITEM
             itemsize = tensors[span.key].itemsize
             offset, length = begin + span.start * itemsize, (span.stop - span.start) * itemsize
             writes.append(Write(number, offset, size, length, True))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
-from pipeline.errors import CheckpointError, PipeError
+from pipeline.errors import CheckpointError, in_words
 from pipeline.launch.children import die_with
 from pipeline.state import blocks
 from pipeline.state.manifest import DataFile, Manifest, Part, Piece, TensorEntry
@@ -111,11 +111,13 @@ def main(argv: Sequence[str]) -> None:
     die_with(int(argv[1]))
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    setup = Setup.model_validate_json(sys.stdin.readline())
+    orders, told = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
+    setup = Setup.model_validate_json(orders.readline())
     arena = memoryview(mmap.mmap(int(argv[0]), max(setup.size, 1), prot=mmap.PROT_READ))
-    for line in sys.stdin:
+    for line in orders:
         outcome = carry_out(setup, Job.model_validate_json(line), arena)
-        print(outcome.model_dump_json(), flush=True)
+        told.write(outcome.model_dump_json().encode() + b"\n")
+        told.flush()
 
 
 def carry_out(setup: Setup, job: Job, arena: memoryview) -> Outcome:
@@ -149,15 +151,6 @@ def report_name(rank: int) -> str:
     return f"rank-{rank:05d}.report"
 
 
-def describe(error: Exception) -> str:
-    """An error in one line."""
-    if isinstance(error, PipeError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 class _Failed(CheckpointError):
     """Another rank's writer has failed."""
 
@@ -165,7 +158,7 @@ class _Failed(CheckpointError):
 def _problem(setup: Setup, error: Exception) -> str:
     if setup.skeleton is None and isinstance(error, FileNotFoundError):
         return f"rank 0 gave up, or somebody removed the files: {error.filename} is gone"
-    return describe(error)
+    return in_words(error)
 
 
 def _give_up(setup: Setup, attempt: Attempt, problem: str) -> None:
@@ -202,7 +195,7 @@ def _forget(store: Store, retention: Retention) -> list[str]:
         for warning in forget(store, retention):
             warnings.append(warning)
     except Exception as error:
-        warnings.append(f"older checkpoints cannot be deleted: {describe(error)}")
+        warnings.append(f"older checkpoints cannot be deleted: {in_words(error)}")
     return warnings
 
 

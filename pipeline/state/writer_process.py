@@ -21,7 +21,8 @@ class WriterProcess:
     def __init__(self, setup: Setup, arena: Arena) -> None:
         self._rank = setup.rank
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.state.writer", str(arena.descriptor), _me()],
+            # -P: what lies in the user's folder must not stand in for our modules
+            [sys.executable, "-P", "-m", "pipeline.state.writer", str(arena.descriptor), _me()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[arena.descriptor],
         )  # fmt: skip
         self._send(setup.model_dump_json())

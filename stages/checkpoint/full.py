@@ -27,6 +27,7 @@ class FullCheckpoint(CheckpointSettings):
     the run's folder."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from super().check(plan)
         if self.folder is not None and "://" in self.folder:
             yield Problem(
                 key="folder",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
+
+from pipeline.errors import Problem
+from pipeline.stage import PlanView
+from stages.checkpoint.addresses import unknown_address
 
 if TYPE_CHECKING:
     from pipeline.artifacts import Checkpoints
@@ -35,8 +40,11 @@ class CheckpointSettings:
     wait until the checkpoint is on disk."""
 
     start_from: str | None = None
-    """A checkpoint (folder or address) to start a new run from; ignored once the run has its
-    own."""
+    """A checkpoint (folder or address), or a run, whose newest it is, to start a new run from;
+    ignored once the run has its own."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from unknown_address("start_from", self.start_from)
 
     def checkpoints(
         self, ctx: Context, engine: Engine, *, arrangement: Arrangement, folder: str | None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.artifacts import Checkpoints
 from pipeline.engine import Engine
-from pipeline.stage import Context
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.checkpoint.addresses import unknown_address
 from stages.checkpoint.settings import CheckpointSettings
 
 
@@ -22,6 +25,10 @@ class ShardedCheckpoint(CheckpointSettings):
     """Where to keep checkpoints: a path, or an address that fsspec knows (`s3://bucket/folder`), to
     which the run's name is added: a run of the same name goes on from what is there. Default:
     `checkpoints` in the run's folder."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from super().check(plan)
+        yield from unknown_address("folder", self.folder)
 
     def run(self, ctx: Context, engine: Engine) -> Checkpoints:
         from pipeline.state.planning import Sharded

@@ -16,10 +16,11 @@ from typing import Any
 
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.errors import CheckpointError
-from pipeline.files import sync
+from pipeline.files import sync, sync_tree
 from pipeline.stage import Context
-from pipeline.state import randomness
+from pipeline.state import randomness, whereabouts
 from pipeline.state.store import step_name, step_number
+from pipeline.state.visibility import HINT
 
 PROGRESS = "progress.json"
 
@@ -43,7 +44,7 @@ class StepCheckpoints(Checkpoints):
         self._ctx = ctx
         self._every = every
         self._keep = keep
-        self._root = ctx.run_dir / "checkpoints"
+        self._root = Path(whereabouts.default(ctx.run_dir))
         self._newest: Path | None = None
 
     @abstractmethod
@@ -72,6 +73,9 @@ class StepCheckpoints(Checkpoints):
         coded = {name: base64.b64encode(state).decode() for name, state in states.items()}
         write_json(partial / f"random-{dist.rank:05d}.json", coded)
         dist.barrier()
+        if dist.local_rank == 0:  # of every machine: what its processes wrote is in its memory
+            sync_tree(partial)
+        dist.barrier()
         if dist.is_main:
             record = {
                 "format": self.format,
@@ -82,6 +86,7 @@ class StepCheckpoints(Checkpoints):
             sync(partial)
             partial.replace(final)
             sync(self._root)
+            whereabouts.remember(self._ctx.run_dir, str(self._root))
             self._forget_old()
         dist.barrier()
         self._newest = final
@@ -93,10 +98,10 @@ class StepCheckpoints(Checkpoints):
         return str(self._newest)
 
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
-        folders = step_folders(self._root)
-        if not folders:
+        newest = self._agreed_newest()
+        if newest is None:
+            whereabouts.require_none(self._ctx.run_dir, str(self._root))
             return None
-        newest = folders[-1]
         record = read_json(newest / PROGRESS)
         self._refuse_strangers(newest, record)
         try:
@@ -112,6 +117,17 @@ class StepCheckpoints(Checkpoints):
         self._ctx.log.info("restored %s", newest)
         self._newest = newest
         return progress
+
+    def _agreed_newest(self) -> Path | None:
+        """Rank 0's choice, on every rank."""
+        dist = self._ctx.dist
+        names = [folder.name for folder in step_folders(self._root)]
+        name = dist.share("".join(names[-1:]) if dist.is_main else None)
+        if name and name not in names:
+            raise CheckpointError(
+                f"rank {dist.rank} does not see what rank 0 sees: {self._root / name}", hint=HINT
+            )
+        return self._root / name if name else None
 
     def _refuse_strangers(self, folder: Path, record: Mapping[str, Any]) -> None:
         if record["format"] != self.format:

@@ -60,7 +60,7 @@ class Reporter:
 
     def evaluated(self, loss: float) -> None:
         """Report a held-out loss."""
-        self._progress.metrics["eval_loss"] = loss
+        self._keep("eval_loss", loss)
         self._ctx.metrics.write({"step": self._progress.step, "eval_loss": _finite(loss)})
         self._ctx.log.info("step %d  eval_loss %.4f", self._progress.step, loss)
 
@@ -76,15 +76,21 @@ class Reporter:
         speed = tokens / (now - self._since)
         for loss, (_, record) in zip(losses.tolist(), self._pending, strict=True):
             self._ctx.metrics.write({**record, "loss": _finite(loss)})
-            self._progress.metrics["loss"] = loss
-        self._line(speed, (now - self._since) / len(self._pending))
+            self._keep("loss", loss)
+        self._line(loss, speed, (now - self._since) / len(self._pending))
         self._pending.clear()
         self._since, self._tokens = now, self._progress.tokens
 
-    def _line(self, speed: float, seconds: float) -> None:
+    def _keep(self, name: str, value: float) -> None:
+        """Let the progress have the newest value, which is none if it is not finite."""
+        self._progress.metrics.pop(name, None)
+        if math.isfinite(value):
+            self._progress.metrics[name] = value
+
+    def _line(self, loss: float, speed: float, seconds: float) -> None:
         minutes, left = divmod(round((self._total - self._progress.step) * seconds), 60)
         self._ctx.log.info(
-            f"step {self._progress.step}/{self._total}  loss {self._progress.metrics['loss']:.4f}"
+            f"step {self._progress.step}/{self._total}  loss {loss:.4f}"
             f"  grad_norm {self._grad_norm:.3f}  {speed:.0f} tokens/s  {seconds:.2f} s/step"
             f"  eta {minutes}:{left:02d}"
         )

@@ -1,0 +1,57 @@
+"""Where a run's checkpoints are, as its own folder remembers it: `checkpoints.at`.
+
+Who finds no checkpoint there has lost them, and must not start from scratch without being told to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import CheckpointError, ResumeRefused
+from pipeline.files import replace_text
+
+DEFAULT = "checkpoints"
+"""Folder of a run's checkpoints in its own folder."""
+FILE = "checkpoints.at"
+
+
+def default(run_dir: Path) -> str:
+    """Where a run keeps its checkpoints if its recipe does not say."""
+    return str(run_dir / DEFAULT)
+
+
+def known(run_dir: Path) -> str | None:
+    """Path or address of the checkpoints that the run has saved; None if it has saved none. Inside
+    the run's folder they move with it."""
+    file = run_dir / FILE
+    text = file.read_text("utf-8") if file.exists() else ""
+    return default(run_dir) if text == DEFAULT else text or None
+
+
+def remember(run_dir: Path, address: str) -> None:
+    """A checkpoint has been saved at `address`. Raises CheckpointError."""
+    if known(run_dir) == address:
+        return
+    text = DEFAULT if address == default(run_dir) else address
+    try:
+        replace_text(run_dir / FILE, text)
+    except OSError as error:
+        raise CheckpointError(f"{run_dir / FILE}: {error.strerror}") from error
+
+
+def require_none(run_dir: Path, address: str) -> None:
+    """To be asked where no checkpoint was found at `address`. Raises ResumeRefused if the run has
+    saved one."""
+    place = known(run_dir)
+    if place is None:
+        return
+    if place == address:
+        raise ResumeRefused(
+            f"this run saved checkpoints in {place}, and now there are none",
+            hint=f"bring them back (is it mounted?); to start over, delete {run_dir / FILE}",
+        )
+    raise ResumeRefused(
+        f"this run saved its checkpoints in {place}, its recipe now says {address}",
+        hint="set the checkpoint slot's folder as it was, or move them and delete "
+        f"{run_dir / FILE}",
+    )
