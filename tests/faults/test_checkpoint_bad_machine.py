@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from pipeline.dist import Dist
 from pipeline.errors import CheckpointError
 from pipeline.state import local_store
+from pipeline.state.restore import Restoration, _Problem
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, make_engine, save_run
+from tests.support.tiny_store import Tiny, write
+
+ENGINE: Any = None
+"""Never asked."""
 
 
 def restore_with_bad_memory(dist: Dist, folder: str) -> str:
@@ -34,6 +44,21 @@ def restore_with_bad_memory(dist: Dist, folder: str) -> str:
     finally:
         checkpoints.close()
     return "restored"
+
+
+def test_what_rank_0_cannot_read_now_is_not_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = local_store.LocalStore(tmp_path)
+    assert write(Tiny(str(tmp_path)), 1).problem == ""
+    restoration = Restoration(context(Dist(device=torch.device("cpu")), tmp_path), ENGINE, store)
+
+    def unreachable(*_: object) -> None:
+        raise OSError(errno.ETIMEDOUT, "timed out")
+
+    monkeypatch.setattr(local_store.LocalStore, "open", unreachable)
+    with pytest.raises(CheckpointError, match="cannot be read: timed out"):
+        restoration._require_confirmed("step-00000001", [_Problem(1, "damaged", "weight/a")])
 
 
 def test_nothing_is_put_aside_for_what_rank_0_reads_well(tmp_path: Path) -> None:

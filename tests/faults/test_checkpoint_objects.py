@@ -55,6 +55,19 @@ def store(tmp_path: Path) -> ObjectStore:
     return ObjectStore(f"file://{tmp_path}/store")
 
 
+def test_a_request_that_fails_hides_no_checkpoint(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert write(tiny(store), 1).problem == ""
+
+    def timed_out(*_: object, **__: object) -> None:
+        raise TimeoutError("the server did not answer")
+
+    monkeypatch.setattr(store._fs, "info", timed_out)
+    with pytest.raises(OSError, match="did not answer"):
+        store.names()
+
+
 def tiny(store: ObjectStore) -> Tiny:
     return Tiny(store.locate(""))
 

@@ -90,6 +90,19 @@ def test_no_silent_start_from_scratch(run: Path) -> None:
     assert names == [f"{OLD}.damaged-1", f"{NEW}.damaged-1"]
 
 
+def test_no_silent_start_where_all_checkpoints_are_gone(run: Path) -> None:
+    """As when a disk was not mounted."""
+    (run / "checkpoints").rename(run / "unmounted")
+    with pytest.raises(RankFailed) as told:
+        run_ranks(resume, 2, [str(run)], FSDP)
+    assert f"this run saved checkpoints in {run / 'checkpoints'}, and now there are" in str(
+        told.value
+    )
+    assert f"delete {run / 'checkpoints.at'}" in str(told.value)
+    (run / "checkpoints.at").unlink()
+    assert run_ranks(resume, 2, [str(run)], FSDP)[0]["step"] == 0
+
+
 def test_ranks_that_write_to_different_places(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with pytest.raises(RankFailed) as told:

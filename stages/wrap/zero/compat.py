@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import io
 import logging
 import os
-import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ def point_at_device(dist: Dist) -> None:
 
 
 def extensions_folder() -> Path:
-    """Where DeepSpeed's operators are compiled to: a folder for this environment alone, because two
-    that share one compile them anew whenever the other was last."""
+    """Where DeepSpeed's operators are compiled to: a folder for what they are compiled from alone,
+    because two installations that share one compile them anew whenever the other was last."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    environment = f"{sys.prefix} {torch.__version__}".encode()
-    return cache / "pipetrain" / "torch_extensions" / hashlib.sha256(environment).hexdigest()[:16]
+    spec = importlib.util.find_spec("deepspeed")
+    places = [torch.__file__, spec and spec.origin, sysconfig.get_path("include")]
+    sources = f"{places} {torch.__version__}".encode()
+    return cache / "pipetrain" / "torch_extensions" / hashlib.sha256(sources).hexdigest()[:16]
 
 
 def warn_of_waiting(log: logging.Logger) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipeline.state.offline import appearing, regrouped, step_target, write_chec
 from pipeline.state.planning import Arrangement, Sharded
 from pipeline.state.reader import CheckpointReader
 from pipeline.state.source import StateSource
+from pipeline.state.spans import Span
 from pipeline.state.views import Watched, WeightsOnly
 from pipeline.state.whole import Whole
 
@@ -63,6 +65,23 @@ def content(key: str, start: int, stop: int) -> bytes:
     seed = hashlib.sha256(key.encode()).digest()
     turn = start % len(seed)
     return ((seed[turn:] + seed[:turn]) * ((stop - start) // len(seed) + 1))[: stop - start]
+
+
+@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
+def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: Arrangement) -> None:
+    """Odd numbers of items of all sizes, in files that follow each other."""
+    kinds = {"weight/a": "BF16", "weight/b": "U8", "exp_avg/a": "F32", "random/0": "I64"}
+    tensors = {k: TensorEntry(key=k, dtype=dtype, shape=(7,)) for k, dtype in kinds.items()}
+    mine = sorted((Span(key, 0, 7) for key in kinds), key=lambda s: -tensors[s.key].itemsize)
+    layout = arrangement.lay_out(0, mine, tensors)
+    copies = [
+        (tensors[key].itemsize, *copy) for key, all_ in layout.copies.items() for copy in all_
+    ]
+    assert len(copies) == 4
+    assert [place % itemsize for itemsize, _, _, place in copies] == [0] * 4
+    taken = sorted((place, place + (stop - start) * n) for n, start, stop, place in copies)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
+    assert taken[-1][1] <= layout.size
 
 
 @pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)

@@ -36,6 +36,28 @@ def writers(tmp_path: Path) -> Iterator[list[WriterProcess]]:
         yield made
 
 
+def test_neither_the_locale_nor_the_users_files_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    (tmp_path / "pipeline.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    tiny = Tiny(str(tmp_path / "f\u00fcr \u4f60"))
+    with ExitStack() as stack:
+        outcomes = []
+        for rank, setup in reversed(list(enumerate(tiny.setups))):
+            arena = Arena(setup.size)
+            stack.callback(arena.close)
+            arena.memory[:] = tiny.arena(rank, 1)
+            writer = WriterProcess(setup, arena)
+            stack.callback(writer.close)
+            writer.begin(job(1, "x"))
+            outcomes.append(writer.wait())
+    assert [outcome.problem for outcome in outcomes] == ["", ""]
+    assert outcomes[1].place == str(tmp_path / "f\u00fcr \u4f60" / NAME)
+    assert Path(outcomes[1].place, "manifest.json").is_file()
+
+
 def pid(writer: WriterProcess) -> int:
     return writer._process.pid
 

@@ -49,6 +49,18 @@ def test_the_best_by_heldout_loss_is_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_can_start_from_another_runs_newest(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    saved = run_ranks(save_run, 1, str(old), Setting(wrap="ddp"))[0]
+    (old / "recipe.yaml").write_text("name: old\n")
+    begin = Setting(wrap="ddp", checkpoint={"start_from": str(old)})
+    loaded = run_ranks(load_run, 2, str(new), begin)
+    assert [told["state"] for told in loaded] == [saved, saved]
+    nowhere = Setting(wrap="ddp", checkpoint={"start_from": str(new)})
+    with pytest.raises(RankFailed, match=r"start_from: .*new.* holds no checkpoint"):
+        run_ranks(load_run, 1, str(tmp_path / "third"), nowhere)
+
+
 def test_fewer_bits_are_loaded_only_when_that_is_accepted(tmp_path: Path) -> None:
     run_ranks(save_run, 1, str(tmp_path), Setting(wrap="ddp", full=True, compute="bf16"))
     narrow = Setting(wrap="ddp", full=True, compute="bf16", master="bf16")

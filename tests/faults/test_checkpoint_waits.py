@@ -1,0 +1,70 @@
+"""Rank 0's writer ends last: how long it takes must not make the other ranks fail."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+
+from pipeline.artifacts import Progress
+from pipeline.dist import Dist
+from pipeline.state.checkpoints import StateCheckpoints
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+from tests.support.state import Setting, checkpoint_stage, make_engine
+
+PATIENCE = 1.0
+"""Seconds that a collective waits for the slowest rank."""
+SLOW = 3.0
+NAMES = [f"step-{step:08d}" for step in (1, 2)]
+
+
+def stop_writer(checkpoints: StateCheckpoints) -> None:
+    """It goes on after SLOW seconds."""
+    pid = checkpoints._writer._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def save_slowly(dist: Dist, folder: str, asynchronous: bool) -> list[str]:
+    """Two saves whose commits take long, each followed by what a training step does next."""
+    ctx = context(dist, folder)
+    impatient = torch.distributed.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
+    setting = Setting(wrap="ddp", checkpoint={"asynchronous": asynchronous, "keep": None})
+    checkpoints = checkpoint_stage(setting).run(ctx, make_engine(ctx, setting))
+    for step in (1, 2):
+        if dist.is_main:
+            stop_writer(checkpoints)
+        checkpoints.save(Progress(step=step))
+        torch.distributed.all_reduce(torch.ones(1), group=impatient)
+    checkpoints.finish()
+    checkpoints.close()
+    return sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_slow_commit_trips_no_collective(asynchronous: bool, tmp_path: Path) -> None:
+    assert run_ranks(save_slowly, 2, str(tmp_path), asynchronous) == [NAMES, NAMES]
+
+
+def close_at_once(dist: Dist, folder: str) -> bool:
+    """As after a failure in the step that follows a save; whether the checkpoint was there then."""
+    ctx = context(dist, folder)
+    setting = Setting(wrap="ddp")
+    checkpoints = checkpoint_stage(setting).run(ctx, make_engine(ctx, setting))
+    if dist.is_main:
+        stop_writer(checkpoints)
+    checkpoints.save(Progress(step=1))
+    checkpoints.close()
+    return Path(folder, "checkpoints", NAMES[0]).is_dir()
+
+
+def test_a_save_ends_well_whichever_rank_fails_after_it(tmp_path: Path) -> None:
+    """The first rank that is gone makes the launcher end all."""
+    assert run_ranks(close_at_once, 2, str(tmp_path)) == [True, True]

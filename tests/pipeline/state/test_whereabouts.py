@@ -1,0 +1,39 @@
+"""Where a run's checkpoints are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import CheckpointError, ResumeRefused
+from pipeline.state import whereabouts
+
+
+def test_nothing_saved_nothing_known(tmp_path: Path) -> None:
+    assert whereabouts.known(tmp_path) is None
+    whereabouts.require_none(tmp_path, "s3://bucket/run")
+    (tmp_path / "checkpoints.at").write_text("")  # as a full disk leaves it
+    assert whereabouts.known(tmp_path) is None
+
+
+def test_an_address_is_remembered(tmp_path: Path) -> None:
+    whereabouts.remember(tmp_path, "s3://bucket/run")
+    assert whereabouts.known(tmp_path) == "s3://bucket/run"
+    with pytest.raises(ResumeRefused, match="saved checkpoints in s3://bucket/run, and now there"):
+        whereabouts.require_none(tmp_path, "s3://bucket/run")
+    with pytest.raises(ResumeRefused, match="in s3://bucket/run, its recipe now says /else"):
+        whereabouts.require_none(tmp_path, "/else")
+
+
+def test_what_is_in_the_runs_folder_moves_with_it(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    whereabouts.remember(old, str(old / "checkpoints"))
+    new = old.rename(tmp_path / "new")
+    assert whereabouts.known(new) == str(new / "checkpoints")
+
+
+def test_a_place_that_cannot_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoints\.at: No such file or directory"):
+        whereabouts.remember(tmp_path / "gone", "s3://bucket/run")

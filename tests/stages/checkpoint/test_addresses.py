@@ -1,0 +1,43 @@
+"""Addresses that nothing knows are found before a process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from pipeline.stage import PlanView
+from stages.checkpoint.full import FullCheckpoint
+from stages.checkpoint.sharded import ShardedCheckpoint
+
+PLAN: PlanView = None  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def no_google(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "gcsfs" else find(name)
+    )
+
+
+@pytest.mark.parametrize("key", ["folder", "start_from"])
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("foo://x/y", "fsspec knows no foo://"),
+        ("gs://bucket/x", "gs:// needs a package"),
+        ("memory://x", None),
+        ("runs/here", None),
+        (None, None),
+    ],
+)
+def test_addresses(key: str, address: str | None, told: str | None) -> None:
+    (*found,) = ShardedCheckpoint(**{key: address}).check(PLAN)
+    assert [(problem.key, problem.message) for problem in found] == ([(key, told)] if told else [])
+    assert all(problem.hint for problem in found)
+
+
+def test_the_full_checkpoint_starts_from_the_same() -> None:
+    (problem,) = FullCheckpoint(start_from="foo://x").check(PLAN)
+    assert (problem.key, problem.message) == ("start_from", "fsspec knows no foo://")
