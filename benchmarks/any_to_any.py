@@ -56,8 +56,8 @@ def main(worlds: str, part: str, only: str, json_file: Path | None) -> None:
 
 
 def fits(wrap: str, world: int) -> bool:
-    """Hybrid sharding is over groups of two, or of one."""
-    return world % 2 == 0 if wrap == "fsdp hybrid" else True
+    """Some shard over groups of two."""
+    return world % 2 == 0 if wrap in ("fsdp hybrid", "zero3 hpz") else True
 
 
 def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> list[dict[str, Any]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Gt
 
 from pipeline.artifacts import Checkpoints
-from pipeline.stage import Context
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.wrap.zero import Zero
 from stages.wrap.zero.artifact import ZeroEngine
 
 
@@ -25,6 +28,15 @@ class DeepSpeedCheckpoint:
 
     keep: Annotated[int, Gt(0)] | None = 2
     """Newest checkpoints to keep; null keeps all."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        zero = plan.find(Zero)
+        if zero and zero.offload_optimizer and zero.offload_optimizer.ratio < 1:
+            yield Problem(
+                message="DeepSpeed does not save the optimizer state that wrap's "
+                "offload_optimizer.ratio leaves on the device",
+                hint="use checkpoint.sharded",
+            )
 
     def run(self, ctx: Context, engine: ZeroEngine) -> Checkpoints:
         from stages.checkpoint.deepspeed_state import DeepSpeedCheckpoints

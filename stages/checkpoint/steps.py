@@ -161,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises CheckpointError when it is missing or damaged."""
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")

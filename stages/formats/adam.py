@@ -37,7 +37,8 @@ def require_moments(kinds: Collection[str], where: str, name: str) -> None:
     if not kinds:
         raise CheckpointError(
             f"{where}: holds no optimizer state of {name}",
-            hint="it was saved before the first update; --weights-only takes the weights alone",
+            hint="it was saved before the first update, or by DeepSpeed with an offload ratio "
+            "below 1; --weights-only takes the weights alone",
         )
     if set(kinds) != set(MOMENTS):
         raise CheckpointError(

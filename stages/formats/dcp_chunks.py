@@ -88,7 +88,8 @@ def map_bytes(spot: Spot, name: str, *, verify: bool) -> Tensor:
                 offset = _data_offset(window, members[0])
     except Exception as error:
         raise explained(error, f"{spot.file} ({name})") from error
-    if wrong is not None or len(members) != 1:
+    wanted = described.numel() * described.element_size()
+    if wrong is not None or len(members) != 1 or wanted > members[0].file_size:
         raise CheckpointError(f"{spot.file} ({name}): damaged")
     mapped = np.memmap(
         spot.file, np.uint8, mode="c", offset=spot.offset + offset, shape=(members[0].file_size,)

@@ -20,10 +20,12 @@ _USED = (*SETTINGS, "initial_lr")
 
 class DcpOptimizer:
     """Keys are `state.NAME.KIND`, and `param_groups.NAME.SETTING` or `param_groups.NUMBER.SETTING`,
-    however they are nested."""
+    however they are nested. With `weights_only` it is asked for what was trained alone, and may be
+    of any kind."""
 
-    def __init__(self, items: Mapping[Path_, Item], where: str) -> None:
+    def __init__(self, items: Mapping[Path_, Item], where: str, *, weights_only: bool) -> None:
         self._where = where
+        self._weights_only = weights_only
         self._groups: dict[str, Item] = {}
         self.moments: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
         """Parameter -> kind -> tensor."""
@@ -37,12 +39,16 @@ class DcpOptimizer:
         found = {}
         for name in self.moments:
             if name not in self._counts:
+                if self._weights_only:
+                    continue
                 raise CheckpointError(f"{self._where}: does not say how often {name} was updated")
             found[name] = int(value_of(self._counts[name], f"{name}.{STEP}"))
         return found
 
     def groups(self) -> list[Group]:
         """Parameters with their hyperparameters; without numbers, those with equal ones."""
+        if self._weights_only:
+            return []
         numbered = {match: item for key, item in self._groups.items()
                     if (match := _BY_NUMBER.fullmatch(key))}  # fmt: skip
         if numbered:
@@ -58,7 +64,7 @@ class DcpOptimizer:
                 self._counts[name] = item
             elif isinstance(item, StoredTensor):
                 self.moments[name][kind] = item
-            else:
+            elif not self._weights_only:
                 raise CheckpointError(f"{self._where}: {key} is no tensor")
 
     def _numbered(self, items: Mapping[re.Match[str], Item]) -> Iterator[Group]:

@@ -28,7 +28,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     for part in parts:
         items |= read_items(part)
     weights = _weights(items, folder)
-    optimizer = DcpOptimizer(items, str(folder))
+    optimizer = DcpOptimizer(items, str(folder), weights_only=reading.weights_only)
     if not optimizer.moments and not reading.weights_only:
         raise CheckpointError(
             f"{folder}: holds no optimizer state", hint="--weights-only takes the weights alone"
@@ -36,7 +36,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     if not reading.weights_only:
         for name, kinds in optimizer.moments.items():
             require_moments(kinds, str(folder), name)
-    return DcpSource(folder, weights, optimizer, writers(items), reading.samples)
+    return DcpSource(folder, weights, optimizer, writers(items), reading)
 
 
 def _weights(items: Mapping[Path_, Item], folder: Path) -> dict[str, StoredTensor]:
@@ -61,14 +61,16 @@ class DcpSource(StateSource):
 
     def __init__(
         self, folder: Path, weights: Mapping[str, StoredTensor], optimizer: DcpOptimizer,
-        world_size: int, samples: int,
+        world_size: int, reading: Reading,
     ) -> None:  # fmt: skip
         self.where = str(folder)
         self.world_size = world_size
         self.writer = {"format": "dcp"}
         self._verified: set[Spot] = set()
         self._stored = {f"{WEIGHT}/{name}": tensor for name, tensor in weights.items()}
-        for name, kinds in optimizer.moments.items():
+        trained = [name for name in optimizer.moments if name in weights]
+        moments = {} if reading.weights_only else optimizer.moments
+        for name, kinds in moments.items():
             if name not in weights:
                 raise CheckpointError(f"{folder}: holds optimizer state of {name}, but no weight")
             self._stored |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
@@ -77,20 +79,19 @@ class DcpSource(StateSource):
             for key, stored in self._stored.items()
         }
         updates = optimizer.updates()
-        aliases = dict(self._aliases(list(updates)))
+        aliases = dict(self._aliases(trained))
         for alias in aliases:
             del self._stored[f"{WEIGHT}/{alias}"], self.tensors[f"{WEIGHT}/{alias}"]
-        moments = sorted({kind for kinds in optimizer.moments.values() for kind in kinds})
         self.state = State(
             aliases=aliases,
-            frozen=[name for name in weights if name not in updates and name not in aliases],
+            frozen=[name for name in weights if name not in trained and name not in aliases],
             groups=optimizer.groups(),
             updates=updates,
-            moments=moments,
+            moments=sorted({kind for kinds in moments.values() for kind in kinds}),
             loss_scale=None,
         )
         self.step = max(updates.values(), default=0)
-        self.progress = fresh_progress(self.step, samples)
+        self.progress = fresh_progress(self.step, reading.samples)
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         if key not in self._stored:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pipeline.errors import CheckpointError
 from pipeline.state.dtypes import dtype
 from pipeline.state.offline import appearing
 from pipeline.state.source import StateSource
-from stages.formats.adam import MOMENTS
+from stages.formats.adam import MOMENTS, SETTINGS
 from stages.formats.assembled import assembled
 from stages.formats.saving import append
 
@@ -133,15 +133,20 @@ def _optimizer(source: StateSource, keys: dict[str, str]) -> dict[str, Any]:
             key = f"state.{name}.{moment}"
             found[key] = _promise(source, f"{moment}/{name}", keys, f"optimizer.{key}")
     for group in source.state.groups:
-        settings = _all_settings(dict(group.settings))
+        settings = _all_settings(group.settings, source.where)
         for name in group.parameters:
             found |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
     return found
 
 
-def _all_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def _all_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A group as torch's AdamW has it; loading asks for every one of its keys."""
-    known = {**settings, "betas": tuple(settings["betas"])} if "betas" in settings else settings
+    if set(settings) != set(SETTINGS):
+        raise CheckpointError(
+            f"{where}: the optimizer has the settings {', '.join(sorted(settings))}; only AdamW's "
+            f"{', '.join(SETTINGS)} can be converted"
+        )
+    known = {**settings, "betas": tuple(settings["betas"])}
     group = dict(torch.optim.AdamW([torch.zeros(1)], **known).param_groups[0])
     del group["params"]
     return {**group, "initial_lr": group["lr"]}

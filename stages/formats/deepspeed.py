@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class DeepSpeed(StateFormat):
-    """What `DeepSpeedEngine.save_checkpoint` writes under ZeRO-1, 2 and 3, with any offload, is
-    read; so is DeepSpeed's universal checkpoint, and that is what is written.
+    """What `DeepSpeedEngine.save_checkpoint` writes under ZeRO-1, 2 and 3, with any offload of the
+    whole optimizer state, is read; so is DeepSpeed's universal checkpoint, and that is what is
+    written.
 
     A universal checkpoint is loaded on any number of ranks with `checkpoint: {load_universal:
     true}` in DeepSpeed's configuration. What DeepSpeed 0.19 makes of it falls short in some points,

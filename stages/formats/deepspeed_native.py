@@ -17,6 +17,7 @@ from pipeline.state.formats import Reading
 from pipeline.state.manifest import Group, Scale, State
 from pipeline.state.source import StateSource
 from stages.formats.adam import fresh_progress, require_moments, settings
+from stages.formats.assembled import require_file_name
 from stages.formats.deepspeed_companions import own_progress, own_random
 from stages.formats.deepspeed_files import Scaler, load, model_files, optimizer_files
 from stages.formats.deepspeed_layout import (
@@ -163,7 +164,8 @@ def _in_memory(folder: Path, rank: int, value: Any) -> Any:
     """A flat tensor that was on disk when it was saved is mapped from the checkpoint's copy."""
     if not isinstance(value, Tensor) or value.numel() or not hasattr(value, "ds_id"):
         return value
-    file = folder / "offloaded_tensors" / f"rank{rank:02d}" / f"{value.ds_id}.tensor.swp"
+    name = require_file_name(f"{value.ds_id}.tensor.swp", str(folder))
+    file = folder / "offloaded_tensors" / f"rank{rank:02d}" / name
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; it holds a part of the training state")
     size = file.stat().st_size // value.element_size()

@@ -18,7 +18,7 @@ from stages.formats.assembled import require_file_name
 from stages.formats.deepspeed_files import load
 from stages.formats.deepspeed_native import loss_scale
 from stages.formats.guarded import load as load_any
-from stages.formats.mapped import MappedSource, Range, Shape, Stored, whole
+from stages.formats.mapped import MappedSource, Range, Shape, Stored, flattened, whole
 
 FP32 = "fp32"
 """DeepSpeed's name of the file of a master weight."""
@@ -66,7 +66,7 @@ def _trained(
             kinds = [kind for kind in MOMENTS if (own / f"{kind}.pt").is_file()]
             require_moments(kinds, str(folder), name)
         for kind, file in {WEIGHT: FP32, **{moment: moment for moment in moments}}.items():
-            flat = _tensor(own / f"{file}.pt").detach().contiguous().view(-1)
+            flat = flattened(_tensor(own / f"{file}.pt"))
             yield f"{kind}/{name}", Stored(shape=shape, ranges=[Range(flat, 0, flat.numel())])
 
 

@@ -63,7 +63,7 @@ def understood(folder: Path, writer: str) -> Iterator[None]:
     """What was read safely can still have another structure than the version that is known here."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder}: not as {writer} writes it in the versions that are known here: "
             f"{type(error).__name__}: {error}"

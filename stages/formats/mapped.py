@@ -34,9 +34,17 @@ class Stored:
     ranges: Sequence[Range]
 
 
+def flattened(tensor: Tensor) -> Tensor:
+    """All elements in order. Raises ValueError for a tensor with more than its memory has, which
+    a few bytes can describe."""
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise ValueError("a tensor is larger than what is stored of it")
+    return tensor.detach().contiguous().view(-1)
+
+
 def whole(tensor: Tensor) -> Stored:
     """A tensor that is stored in one piece."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = flattened(tensor)
     return Stored(shape=tuple(tensor.shape), ranges=[Range(flat, 0, flat.numel())])
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.formats.mapped import Shape
+from stages.model.compat import converts_weights
 
 Named = Sequence[tuple[str, Shape]]
 
@@ -24,6 +25,8 @@ class Described(NamedTuple):
     """Parameters and stored buffers, tied ones once."""
     parameters: set[str]
     aliases: dict[str, str]
+    converted: bool
+    """Whether files of the architecture have other names or shapes than its module."""
 
 
 def describe(folder: Path) -> Described:
@@ -48,6 +51,7 @@ def describe(folder: Path) -> Described:
         shapes={name: shape for name, shape in stored.items() if name not in aliases},
         parameters=set(own),
         aliases=aliases,
+        converted=converts_weights(model),
     )
 
 
@@ -91,8 +95,12 @@ def _build(folder: Path) -> nn.Module:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder / 'config.json'}: missing; it describes the model")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         kind = getattr(transformers, config.architectures[0])
+        if not issubclass(kind, transformers.PreTrainedModel):
+            raise TypeError(f"{kind.__name__} is no model")
         with torch.device("meta"):
             model: nn.Module = kind(config)
     except Exception as error:

@@ -81,6 +81,12 @@ def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _require_same(folder: Path, model: Described, weights: Mapping[str, Stored]) -> None:
+    if model.converted and (weights.keys() ^ model.shapes.keys()) - model.aliases.keys():
+        raise CheckpointError(
+            f"{folder}: this architecture's files store weights under other names or in other "
+            "shapes than the model has, which is not converted",
+            hint="for its weights alone, load the folder as a model",
+        )
     for name, shape in model.shapes.items():
         if name not in weights:
             raise CheckpointError(f"{folder}: holds no {name}, which config.json's model has")

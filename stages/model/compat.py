@@ -51,6 +51,13 @@ def reshapes_weights(model: nn.Module) -> bool:
     return any(not isinstance(transform, WeightRenaming) for transform in found)
 
 
+def converts_weights(model: nn.Module) -> bool:
+    """Whether the architecture's files differ from the module in names or in more."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
 def to_file_layout(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names and tensors as the architecture's files have them, from those of the module."""
     from transformers.core_model_loading import revert_weight_conversion

@@ -108,9 +108,9 @@ class TorchEngine(Engine):
         return Fragment(name=part.name, shape=part.shape, start=part.start, state=state)
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and optimizer state of every trained parameter."""
+        """Name and optimizer state of every trained parameter that has elements."""
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.numel():
                 state = self.optimizer.state[parameter]
                 require_known(state, self.plan.moments, type(self.optimizer).__name__)
                 yield name, state
@@ -120,7 +120,7 @@ class TorchEngine(Engine):
         settings = {key: group[key] for key in self.plan.hyperparameters if key in group}
         return ParameterGroup(
             settings={**settings, "lr": group["initial_lr"]},
-            parameters=[names[parameter] for parameter in group["params"]],
+            parameters=[names[parameter] for parameter in group["params"] if parameter.numel()],
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pipeline import testing
 from pipeline.artifacts import Data, ModelSource, Sample, Samples
@@ -23,9 +24,11 @@ TINY = {
 }  # fmt: skip
 
 
-def tiny_model(ctx: Context, fields: Mapping[str, Any], frozen: str) -> ModelSource:
+def tiny_model(
+    ctx: Context, fields: Mapping[str, Any], frozen: str, *, empty: bool = False
+) -> ModelSource:
     """A tiny tied model of odd sizes with random weights; parameters whose names hold `frozen` are
-    not trained."""
+    not trained, and one more may be there that has no elements."""
     made = HfModel(config={**TINY, **fields}, init="random").run(ctx)
     build: Callable[[], Any] = made.build
 
@@ -33,6 +36,8 @@ def tiny_model(ctx: Context, fields: Mapping[str, Any], frozen: str) -> ModelSou
         module = build()
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(not (frozen and frozen in name))
+        if empty:
+            module.register_parameter("empty", torch.nn.Parameter(torch.zeros(0, 4)))
         return module
 
     made.build = build_frozen  # type: ignore[method-assign]

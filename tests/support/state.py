@@ -34,6 +34,7 @@ WRAPS: dict[str, Any] = {
     "zero2": Zero(stage=2),
     "zero2 round robin": Zero(stage=2, round_robin_gradients=True),
     "zero3": Zero(stage=3, sub_group_size=9000, param_persistence_threshold=100),
+    "zero3 hpz": Zero(stage=3, extra={"zero_optimization": {"zero_hpz_partition_size": 2}}),
     "zero2 offload": Zero(stage=2, offload_optimizer=OptimizerOffload()),
     "zero3 offload": Zero(
         stage=3, offload_optimizer=OptimizerOffload(), offload_param=ParameterOffload()
@@ -52,12 +53,13 @@ class Setting:
     frozen: str = "layers.1."
     model: dict[str, Any] = field(default_factory=dict)
     nvme: str = ""
+    empty: bool = False
     full: bool = False
     checkpoint: dict[str, Any] = field(default_factory=dict)
 
 
 def source(ctx: Any, setting: Setting) -> ModelSource:
-    return tiny_model(ctx, setting.model, setting.frozen)
+    return tiny_model(ctx, setting.model, setting.frozen, empty=setting.empty)
 
 
 def make_engine(ctx: Any, setting: Setting, plan: OptimizerPlan | None = None) -> Engine:

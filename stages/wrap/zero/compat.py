@@ -213,7 +213,7 @@ def start_optimizer_state(
 
 def is_swapped(shard: Any) -> bool:
     """Whether a parameter's shard is on disk only."""
-    return shard.numel() == 0 or str(getattr(shard, "status", "")).endswith("NOT_AVAILABLE")
+    return str(getattr(shard, "status", "")).endswith("NOT_AVAILABLE")
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ ZERO_DECIDED: Mapping[str, str] = {
     "cpu_offload_use_pin_memory": "write pin_memory in the offload blocks",
     "compute_grad_norm": "the gradient norm is always computed",
     "elastic_checkpoint": "a checkpoint is read by as many processes as wrote it",
+    "zero_quantized_nontrainable_weights": "it rounds frozen weights, which checkpoints hold",
     "zenflow": "it replaces the optimizer step, whose meaning is fixed here",
 }
 OFFLOAD_DECIDED = {
@@ -78,6 +79,9 @@ OFFLOAD_DECIDED = {
         *("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
     ),
 }
+
+APART = "it keeps optimizer state in a process of its own, which no checkpoint reaches"
+OFFLOAD_REFUSED: Mapping[str, str] = {"super_offload": APART, "cpuadam_cores_perc": APART}
 
 
 def extra_problems(extra: Mapping[str, Any]) -> Iterator[Problem]:
@@ -119,6 +123,9 @@ def _offload_problems(where: str, block: str, values: Mapping[str, Any]) -> Iter
             field = "path" if key == "nvme_path" else key
             hint = f"write the field {block}.{field}"
             yield Problem(key=f"{where}.{key}", message="is not free", hint=hint)
+        elif key in OFFLOAD_REFUSED:
+            hint = OFFLOAD_REFUSED[key]
+            yield Problem(key=f"{where}.{key}", message="is not supported", hint=hint)
         else:
             yield from _known_problems(f"{where}.{key}", key, value, known)
 

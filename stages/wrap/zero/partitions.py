@@ -179,6 +179,8 @@ class _Sharded(Partitions):
             self.zero._release_swap_buffers(flat.number)
 
     def gather(self) -> None:
-        persistent = self.zero.persistent_parameters
-        if persistent:
-            persistent[0].all_gather(persistent)
+        # What is whole is not gathered again, and second copies (hpZ) are preferred to shards.
+        self.zero.checkpoint_event_prologue()
+        for parameter in self.zero.module.parameters():
+            parameter.ds_secondary_tensor = None
+        self.zero.checkpoint_event_epilogue()

@@ -69,6 +69,8 @@ def swapped_in(folder: Path, rank: int, masters: SavedMasters) -> list[Tensor]:
 
 def _swapped(folder: Path, rank: int, flat: Tensor) -> Tensor:
     name = f"{flat.ds_id}.tensor.swp"  # type: ignore[attr-defined]
+    if Path(name).name != name:
+        raise CheckpointError(f"{folder}: names a file outside of it: {name!r}")
     file = folder / "offloaded_tensors" / f"rank{rank:02d}" / name
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; it holds offloaded master weights")

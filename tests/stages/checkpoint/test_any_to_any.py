@@ -7,9 +7,24 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.artifacts import LossScaling
+from pipeline.artifacts import LossScaling, Progress
+from pipeline.dist import Dist
+from pipeline.state.formats import Reading
+from stages.formats.canonical import Canonical
+from stages.formats.dcp import Dcp
+from stages.formats.deepspeed import DeepSpeed
 from tests.support.processes import run_ranks
-from tests.support.state import Setting, hashed, load_run, relay_run, save_run
+from tests.support.runs import context
+from tests.support.state import (
+    Setting,
+    checkpoint_stage,
+    hashed,
+    load_run,
+    make_engine,
+    relay_run,
+    save_run,
+    train,
+)
 from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -20,7 +35,14 @@ CHAINS = [
     [("ddp", 2), ("zero3", 3), ("fsdp full", 1), ("zero1", 2), ("fsdp offload", 3), ("ddp", 4)],
     [("zero2 offload", 2), ("fsdp full", 3), ("zero3 offload", 2), ("fsdp hybrid", 4), ("ddp", 1)],
     [("fsdp grad-op", 3), ("zero2 round robin", 2), ("fsdp hybrid 1", 2), ("zero2", 3), ("ddp", 3)],
-    [("zero1", 3), ("zero2", 1), ("fsdp offload", 2), ("zero3", 1), ("zero2 round robin", 3)],
+    [
+        ("zero1", 3),
+        ("zero2", 1),
+        ("fsdp offload", 2),
+        ("zero3", 1),
+        ("zero3 hpz", 2),
+        ("zero2 round robin", 3),
+    ],
 ]
 
 
@@ -71,6 +93,28 @@ def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(tmp_path: Path
     assert loaded["progress"]["samples"] == 36
 
 
+def restore_where_it_ran(dist: Dist, folder: str, setting: Setting) -> list[list[float]]:
+    """Steps 2 and 3, and once more after going back to step 2 in the same engine."""
+    ctx = context(dist, folder)
+    engine = make_engine(ctx, setting)
+    checkpoints = checkpoint_stage(setting).run(ctx, engine)
+    train(engine, 0, 2)
+    checkpoints.save(Progress(step=2))
+    checkpoints.finish()
+    first = train(engine, 2, 4)
+    checkpoints.restore(lambda progress: None)
+    again = train(engine, 2, 4)
+    checkpoints.close()
+    engine.close()
+    return [first, again]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero2", "zero3", "zero3 offload"])
+def test_an_engine_that_has_run_goes_back(wrap: str, tmp_path: Path) -> None:
+    first, again = run_ranks(restore_where_it_ran, 2, str(tmp_path), Setting(wrap=wrap))[0]
+    assert first == again
+
+
 HALF = [("zero1", "fsdp full"), ("fsdp full", "zero3"), ("zero3", "ddp"), ("ddp", "zero2")]
 
 
@@ -84,6 +128,19 @@ def test_half_precision_keeps_fp32_masters_and_the_loss_scale(
     assert "scale=2048.0, good_steps=1" in saved["loss_scale"]
     loaded = run_ranks(load_run, 3, str(tmp_path), Setting(wrap=second, **fp16))[0]
     assert loaded["state"] == saved
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp full", "zero2"), ("zero2", "ddp")])
+def test_a_parameter_without_elements(first: str, second: str, tmp_path: Path) -> None:
+    saved = run_ranks(save_run, 2, str(tmp_path), Setting(wrap=first, empty=True))[0]
+    loaded = run_ranks(load_run, 2, str(tmp_path), Setting(wrap=second, empty=True))[0]
+    assert loaded["state"] == saved
+    source = Canonical().open(tmp_path / "checkpoints/step-00000003", Reading())
+    assert "empty" not in source.state.updates
+    for form in (Dcp(), DeepSpeed()):
+        form.write(source, tmp_path / form.name)
+        copy = form.open(tmp_path / form.name, Reading())
+        assert copy.state.updates == source.state.updates
 
 
 def test_a_frozen_layer_keeps_the_precision_that_its_strategy_holds(tmp_path: Path) -> None:

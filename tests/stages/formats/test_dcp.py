@@ -6,6 +6,7 @@ import io
 import itertools
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_weights_alone_keep_the_step_and_the_ties(saved: tuple[Path, dict[str, s
     assert source.state.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     with pytest.raises(CheckpointError, match=r"holds no optimizer state .*--weights-only"):
         opened(saved[0] / "nested" / "pytorch_model_fsdp_0")
+
+
+def test_weights_of_a_training_whose_optimizer_is_another(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = {
+        "model": {"a": torch.ones(3, 4), "b": torch.zeros(5)},
+        "optimizer": {"state.a.momentum_buffer": torch.ones(3, 4), "state.b.factor": "text"},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(state, checkpoint_id=tmp_path, no_dist=True)
+    source = opened(tmp_path, weights_only=True)
+    assert sorted(source.tensors) == ["weight/a", "weight/b"]
+    assert (source.step, source.state.moments, source.state.groups) == (0, [], [])
+    with pytest.raises(CheckpointError, match=r"state\.b\.factor is no tensor"):
+        opened(tmp_path)
 
 
 class Bomb:
@@ -183,9 +201,17 @@ def test_any_range_of_any_grid(data: st.DataObject) -> None:
 @pytest.mark.parametrize(("boxes", "message"), [
     ([Box((0, 0), (2, 3))], "overlap or leave a gap"),
     ([Box((0, 0), (3, 3)), Box((2, 0), (2, 3))], "overlap or leave a gap"),
+    ([Box((0, 0), (3, 3)), Box((2, 0), (1, 3))], "overlap or leave a gap"),
     ([Box((0, 0), (5, 3))], "outside of the tensor"),
     ([Box((0,), (4,))], "outside of the tensor"),
 ])  # fmt: skip
 def test_boxes_that_are_no_tensor(boxes: list[Box], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         list(boxes_of(torch.zeros(4, 3), boxes).read(0, 12))
+
+
+def test_no_memory_is_taken_for_what_is_only_claimed() -> None:
+    shape = (1, 6_000_000_000)
+    boxes = Boxes("w", shape, 4, [Box((0, 0), shape)], lambda _: torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(CheckpointError, match="a chunk has 4 bytes instead of 24000000000"):
+        next(boxes.read(0, shape[1]))

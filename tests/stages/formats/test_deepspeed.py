@@ -19,6 +19,7 @@ from stages.formats import guarded
 from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
 from stages.formats.deepspeed_files import ADMITTED, Fragment, Stage
+from stages.formats.deepspeed_native import _in_memory
 from tests.support.formats import digest_of, load_universal, same, save_deepspeed
 from tests.support.processes import run_ranks
 from tests.support.state import Setting, load_run
@@ -278,3 +279,13 @@ def plain(content: Any) -> Any:
     if isinstance(content, Fragment):
         return fragment_address(numel=content.numel, start=content.start)
     return content
+
+
+def test_a_name_in_a_file_leads_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "secret.tensor.swp").write_bytes(bytes(64))
+    folder = tmp_path / "a/b"
+    folder.mkdir(parents=True)
+    lost = torch.empty(0)
+    lost.ds_id = "../../../../secret"  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="cannot be the name"):
+        _in_memory(folder, 0, lost)

@@ -101,6 +101,45 @@ def test_nothing_but_tensors_is_read(copy: Path) -> None:
         opened(copy)
 
 
+def test_no_code_of_the_folder_is_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after a question either."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    mark = copy / "it-ran"
+    (copy / "conf.py").write_text(
+        f"open({str(mark)!r}, 'w')\nfrom transformers import PretrainedConfig\n"
+        "class Own(PretrainedConfig): model_type = 'own'\n"
+    )
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "conf.Own"}, "architectures": ["Own"]}
+    (copy / "config.json").write_text(json.dumps(own))
+    with pytest.raises(CheckpointError, match="models with code of their own are not converted"):
+        opened(copy)
+    assert not mark.exists()
+
+
+def test_only_a_model_is_built(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["Trainer"]}))
+    with pytest.raises(CheckpointError, match="Trainer is no model"):
+        opened(copy)
+
+
+def test_files_in_another_layout_than_the_model(copy: Path) -> None:
+    """Mixtral's experts are stored one by one and are one tensor in the model."""
+    import transformers
+
+    sizes = {key: value for key, value in TINY.items() if key != "model_type"}
+    config = transformers.MixtralConfig(**sizes, num_local_experts=2)
+    transformers.MixtralForCausalLM(config).save_pretrained(copy)
+    with pytest.raises(CheckpointError, match="under other names or in other shapes"):
+        opened(copy, weights_only=True)
+
+
+def test_json_that_is_nested_without_end(copy: Path) -> None:
+    (copy / "trainer_state.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json: cannot be read"):
+        opened(copy)
+
+
 def test_without_an_optimizer_there_are_weights(copy: Path) -> None:
     (copy / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer\.pt: missing; it holds the optimizer's"):

@@ -115,6 +115,11 @@ def test_merge_keeps_what_the_other_does_not_touch(base: Any, extra: Any) -> Non
 @pytest.mark.parametrize(
     ("extra", "key", "said"),
     [
+        (
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            "extra.zero_optimization.offload_optimizer.super_offload",
+            "which no checkpoint reaches",
+        ),
         ({"gradient_clipping": 1}, "extra.gradient_clipping", "the optimizer slot decides"),
         ({"bf16": {"enabled": True}}, "extra.bf16", "the precision slot decides"),
         ({"train_batch_size": 8}, "extra.train_batch_size", "the train stage decides"),
