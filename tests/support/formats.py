@@ -24,15 +24,10 @@ from pipeline.dist import Dist
 from pipeline.engine import LossScale
 from pipeline.state.source import StateSource
 from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
-from stages.wrap.zero import Zero
-from tests.support import state
 from tests.support.runs import context
 from tests.support.state import Setting, digest, make_engine, train
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-state.WRAPS["zero3 sub-groups"] = Zero(
-    stage=3, sub_group_size=2000, param_persistence_threshold=100
-)
 
 
 def same(told: Mapping[str, str]) -> dict[str, str]:

@@ -34,6 +34,7 @@ WRAPS: dict[str, Any] = {
     "zero2": Zero(stage=2),
     "zero2 round robin": Zero(stage=2, round_robin_gradients=True),
     "zero3": Zero(stage=3, sub_group_size=9000, param_persistence_threshold=100),
+    "zero3 sub-groups": Zero(stage=3, sub_group_size=2000, param_persistence_threshold=100),
     "zero3 hpz": Zero(stage=3, extra={"zero_optimization": {"zero_hpz_partition_size": 2}}),
     "zero2 offload": Zero(stage=2, offload_optimizer=OptimizerOffload()),
     "zero3 offload": Zero(
