@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline import rundir
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.engine import Engine, EngineState
-from pipeline.errors import CheckpointError, UsageError, system_errors_as
+from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.stage import Context
 from pipeline.state import randomness, summary, whereabouts
 from pipeline.state.arena import Arena
@@ -138,9 +138,9 @@ class StateCheckpoints(Checkpoints):
         if self._ctx.dist.is_main:
             try:
                 store, name = summary.find(address, rundir.RECIPE)
-            except UsageError as error:
-                raise CheckpointError(f"start_from: {error}") from error
-            found = store.locate(name or store.names()[-1])
+                found = store.locate(name or store.names()[-1])
+            except (UsageError, OSError) as error:
+                raise CheckpointError(f"start_from: {in_words(error)}") from error
         return self._ctx.dist.share(found)
 
     def _setup(self, address: str, retention: Retention) -> Setup:
@@ -200,7 +200,7 @@ class StateCheckpoints(Checkpoints):
     def _is_unfinished(self) -> bool:
         """Whether the last save is still being written, by this rank or by another."""
         self._settle_if_done()
-        if self._pending or not self._attempts or self._last is None:
+        if self._pending or self._ctx.dist.is_main or not self._attempts or self._last is None:
             return self._pending is not None
         return self._store.size(self._last, FILE) is None
 
@@ -217,6 +217,7 @@ class StateCheckpoints(Checkpoints):
         """Take note of how a save ended. Raises CheckpointError if it failed."""
         self._pending = None
         if outcome.problem:
+            self._last = None
             raise CheckpointError(
                 f"{outcome.name} could not be saved: {outcome.problem}",
                 hint="what was saved before is untouched",
