@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import jsonl
+from pipeline.files import replace_text
 
 
 class Metrics:
@@ -27,11 +28,7 @@ class Metrics:
         if self.path is None or not self.path.exists():
             return
         kept = [record for record in jsonl.read(self.path) if record.get("step", 0) <= step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(
-            "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept), encoding="utf-8"
-        )
-        temporary.replace(self.path)
+        replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:

@@ -57,29 +57,28 @@ class Boxes:
 
     def _band(self, first: int, last: int) -> Tensor:
         """Rows [first, last)."""
+        # Each has to be as large as it is said to be before a band is made for them.
+        parts = list(self._parts(first, last))
         shape = (last - first, *self._shape[1:])
-        reached = [self._reaches(box, first, last) for box in self._boxes]
-        for number, here in enumerate(reached):
-            if here:
-                self._memory(number)  # has to be as large as said, before a band is made for it
         band = torch.empty((*shape, self._itemsize), dtype=torch.uint8)
         filled = torch.zeros(shape, dtype=torch.uint8)
-        for number, box in enumerate(self._boxes):
-            if not reached[number]:
-                self._held.pop(number, None)
-                continue
-            low, high = max(first, box.offsets[0]), min(last, box.offsets[0] + box.sizes[0])
+        for box, low, high, memory in parts:
             others = zip(box.offsets[1:], box.sizes[1:], strict=True)
             place = (slice(low - first, high - first), *(slice(o, o + s) for o, s in others))
-            band[place] = self._memory(number)[low - box.offsets[0] : high - box.offsets[0]]
+            band[place] = memory[low - box.offsets[0] : high - box.offsets[0]]
             filled[place] += 1
         if not bool((filled == 1).all()):
             raise CheckpointError(f"{self._where}: chunks overlap or leave a gap")
         return band
 
-    @staticmethod
-    def _reaches(box: Box, first: int, last: int) -> bool:
-        return box.offsets[0] < last and first < box.offsets[0] + box.sizes[0]
+    def _parts(self, first: int, last: int) -> Iterator[tuple[Box, int, int, Tensor]]:
+        """The boxes that reach into rows [first, last): which rows of it, and their memory."""
+        for number, box in enumerate(self._boxes):
+            low, high = max(first, box.offsets[0]), min(last, box.offsets[0] + box.sizes[0])
+            if low < high:
+                yield box, low, high, self._memory(number)
+            else:
+                self._held.pop(number, None)
 
     def _memory(self, number: int) -> Tensor:
         if number not in self._held:

@@ -44,18 +44,20 @@ def without_init() -> Iterator[None]:
 def reshapes_weights(model: nn.Module) -> bool:
     """Whether the tensors of the architecture's files differ from those of the module in more than
     their names (experts stored one by one, fused in the module)."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    found = get_model_conversion_mapping(model, add_legacy=False)
-    return any(not isinstance(transform, WeightRenaming) for transform in found)
+    return any(not isinstance(transform, WeightRenaming) for transform in _conversions(model))
 
 
 def converts_weights(model: nn.Module) -> bool:
     """Whether the architecture's files differ from the module in names or in more."""
+    return bool(_conversions(model))
+
+
+def _conversions(model: nn.Module) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
+    return list(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def to_file_layout(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def test_mistakes(checkpoint: Path, tmp_path: Path) -> None:
         (
             (checkpoint, checkpoint / "manifest.json" / "x", "--to", "full"),
             1,
-            "error: File exists: ",
+            f"error: File exists: {checkpoint / 'manifest.json'}",
         ),
     ):
         result = convert(*arguments)
