@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,17 +37,58 @@ class Durable(ABC):
         """The artifact from its record; raises StageError when it is gone."""
 
 
+class TensorSpec(NamedTuple):
+    """What is known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
+
 class TensorReader(ABC):
-    """Random access to named full tensors, one at a time, on the CPU."""
+    """Named tensors that are somewhere else, of which any range can be read."""
+
+    bytes_read: int = 0
+    """Bytes of tensors that were read from files so far."""
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Names as in the model's state dict. Tied tensors may be listed once or under every
-        name."""
+        """As in the model's state dict. Tied tensors may be listed once or under every name."""
 
     @abstractmethod
+    def spec(self, name: str) -> TensorSpec:
+        """Full shape and stored dtype. Raises StageError if `name` is not there."""
+
+    @abstractmethod
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        """Elements [start, stop) of the flattened tensor, in order, as flat tensors of a few MiB on
+        the CPU in the stored dtype, each valid until the next is taken. Raises StageError."""
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill the flat tensor `out`, of any dtype and device, with the elements from `start` on of
+        the flattened tensor, cast to its dtype. Raises StageError."""
+        done = 0
+        for chunk in self.chunks(name, start, start + out.numel()):
+            out[done : done + chunk.numel()].copy_(chunk)
+            done += chunk.numel()
+
     def read(self, name: str) -> Tensor:
-        """The full tensor in its source dtype. Raises StageError if `name` is not there."""
+        """The full tensor in its stored dtype. Raises StageError if `name` is not there."""
+        import torch
+
+        spec = self.spec(name)
+        flat = torch.empty(spec.numel, dtype=spec.dtype)
+        self.read_into(name, 0, flat)
+        return flat.view(spec.shape)
 
     def close(self) -> None:
         """Release files and caches."""
@@ -66,7 +108,9 @@ class ModelSource(ABC):
 
     @abstractmethod
     def weights(self) -> TensorReader:
-        """Open the source's weights; for a random initialisation, a pure function of the seed."""
+        """Open the source's weights, under the names of `build`'s module and with its shapes; for a
+        random initialisation, a pure function of the seed. Raises StageError, naming the tensors
+        that are missing, too much or of another shape."""
 
     @abstractmethod
     def tie(self, model: nn.Module) -> None:
@@ -271,13 +315,8 @@ class TrainedRun(Durable):
 class Weights(TensorReader):
     """Named full tensors of the trained model, streamed from a checkpoint, never all in memory."""
 
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The full shape, without reading the tensor."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self.names():
-            yield name, self.read(name)
+    identity: str
+    """Equal for equal contents: what tells an interrupted export that it can go on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,12 @@ def _exclusive(stage: HfModel) -> Iterator[Problem]:
         for key in ("revision", "gguf_file"):
             if getattr(stage, key) is not None:
                 yield Problem(message=f"`{key}` needs `path`", key=key)
+    if stage.path is None or stage.init == "random":
+        for key in ("new_weights", "unused_weights"):
+            if getattr(stage, key):
+                yield Problem(message=f"`{key}` needs weights that are loaded", key=key)
+    if stage.vocab_size is not None and stage.config is not None:
+        yield Problem(message="`config` says it already", key="vocab_size")
 
 
 def _config(config: Any) -> Iterator[Problem]:

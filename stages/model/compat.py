@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.weights.change import Change, renamed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,30 +45,107 @@ def without_init() -> Iterator[None]:
         yield
 
 
-def reshapes_weights(model: nn.Module) -> bool:
-    """Whether the tensors of the architecture's files differ from those of the module in more than
-    their names (experts stored one by one, fused in the module)."""
-    from transformers.core_model_loading import WeightRenaming
+def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
+    """How tensors of files become those of the module, as the architecture declares it: older names,
+    a missing or superfluous prefix, experts stacked. A name that fits nothing stays as it is."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    return any(not isinstance(transform, WeightRenaming) for transform in _conversions(model))
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
+    groups = _Groups(model, converters)
+    for name in _in_order(names):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        groups.add(name, target, pattern)
+    return groups.changes(lambda name: name)
+
+
+def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
+    """The reverse: how tensors of the module become those of the architecture's files."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+    )
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    # Nobody knows whether the files had a prefix that the module has not.
+    kept = [entry for entry in mapping[::-1] if not isinstance(entry, PrefixChange)]
+    reverse = [entry.reverse_transform() for entry in kept]
+    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    groups = _Groups(model, converters)
+    for name in _in_order(names):
+        target, pattern = apply_converters(name, converters)
+        groups.add(name, target if pattern else apply_renamings(name, renamings), pattern)
+    return groups.changes(lambda name: apply_renamings(name, renamings))
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Numbers in names count as numbers, so that experts are stacked in their order."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return sorted(names, key=dot_natural_key)
+
+
+class _Groups:
+    """Tensors that a converter takes together: those that it gives the same first name."""
+
+    def __init__(self, model: nn.Module, converters: Sequence[Any]) -> None:
+        self._model = model
+        self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
+        self._members: dict[str, list[tuple[str, str]]] = {}
+        self._plain: dict[str, str] = {}
+
+    def add(self, name: str, target: str, pattern: str | None) -> None:
+        if pattern is None:
+            self._plain[name] = target
+        else:
+            self._members.setdefault(target, []).append((name, pattern))
+
+    def changes(self, rename: Callable[[str], str]) -> list[Change]:
+        """`rename` is applied to what converters give."""
+        plain = [renamed(old, new) for old, new in self._plain.items()]
+        return plain + [self._change(target, rename) for target in self._members]
+
+    def _change(self, target: str, rename: Callable[[str], str]) -> Change:
+        members = self._members[target]
+        pristine = self._converters[members[0][1]]
+
+        def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            converter = copy.deepcopy(pristine)
+            for name, pattern in members:
+                converter.add_tensor(target, name, pattern, tensors[name])
+            made = converter.convert(target, model=self._model, config=self._model.config)
+            return {rename(name): one[0] if isinstance(one, list) else one
+                    for name, one in made.items()}  # fmt: skip
+
+        return Change(sources=tuple(name for name, _ in members), convert=convert)
 
 
 def converts_weights(model: nn.Module) -> bool:
     """Whether the architecture's files differ from the module in names or in more."""
-    return bool(_conversions(model))
-
-
-def _conversions(model: nn.Module) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return list(get_model_conversion_mapping(model, add_legacy=False))
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def to_file_layout(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names and tensors as the architecture's files have them, from those of the module."""
-    from transformers.core_model_loading import revert_weight_conversion
+def gguf_names(file: Path, architecture: str, model: nn.Module) -> tuple[Any, dict[str, str]]:
+    """What turns a GGUF file's arrays into those of the module, and its names into the module's."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
 
-    return cast("dict[str, Tensor]", revert_weight_conversion(model, dict(tensors)))
+    with quiet():
+        parsed = gguf.load_gguf_checkpoint(file)
+    kind = gguf.TENSOR_PROCESSORS.get(architecture, gguf.TensorProcessor)
+    processor = kind(config=parsed["config"])
+    return processor, gguf.get_gguf_hf_weights_map(model, processor)
 
 
 def initialise(owner: Any, module: nn.Module) -> None:
@@ -77,6 +158,17 @@ def initialise(owner: Any, module: nn.Module) -> None:
 def declared_ties(model: Any) -> dict[str, str]:
     """Tied name -> the name that files keep, as the architecture declares it."""
     return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+
+
+def vocabulary(model: Any) -> list[str]:
+    """Names of the tensors that have one row for each token."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [
+        f"{name}.{leaf}"
+        for name, module in model.named_modules()
+        if any(module is table for table in tables)
+        for leaf, _ in module.named_parameters(recurse=False)
+    ]
 
 
 def block_classes(model: nn.Module) -> Collection[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ EDGE = 1 << 20
 UNSTABLE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path")
 
 
-def source_fingerprint(config: Any, files: Iterable[Path], *, seed: int | None) -> str:
-    """sha256 over the config, and either the seed or the weight files.
+def source_fingerprint(
+    config: Any, files: Iterable[Path], *, seed: int | None, new: Sequence[str] = ()
+) -> str:
+    """sha256 over the config, the weight files, and the seed and names of what is drawn.
 
     Of a file count its name, size, first and last MiB: cheap for any model, and the first MiB of a
     safetensors file is (or starts with) its header.
@@ -22,6 +24,7 @@ def source_fingerprint(config: Any, files: Iterable[Path], *, seed: int | None) 
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
     if seed is not None:
         digest.update(f"random {seed}".encode())
+        digest.update("\0".join(new).encode())
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         digest.update(_edges(file))

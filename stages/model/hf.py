@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
@@ -38,6 +40,14 @@ class HfModel:
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the architecture from `path` and initialises the weights from the run's
     seed. With `config` the weights are always random."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Rows of the embedding and of the head, if not those of `path`: rows beyond its are
+    initialised as the architecture does, from the run's seed; surplus ones are cut off."""
+    new_weights: tuple[str, ...] = ()
+    """Patterns (`lm_head.*`) of tensors to be initialised from the run's seed instead of loaded:
+    what `path` lacks, such as a head, or holds for another purpose."""
+    unused_weights: tuple[str, ...] = ()
+    """Patterns of tensors in `path` that this model has no use for."""
     attention: str = "sdpa"
     """Attention implementation of transformers: `sdpa`, `eager`, `flash_attention_2`,
     `flex_attention`, or another name that it knows."""

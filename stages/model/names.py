@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHOWN = 10
+WAYS_OUT = (
+    "what is meant to differ is declared in the model slot: new_weights, unused_weights, vocab_size"
+)
 
 
 def ties(model: nn.Module) -> dict[str, str]:
@@ -33,20 +36,30 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_differences(
-    where: str, model: nn.Module, missing: Iterable[str], unexpected: Iterable[str]
+    where: str,
+    model: nn.Module,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    misshapen: Collection[str] = (),
 ) -> None:
-    """Raise StageError, listing names, except where the architecture calls it harmless."""
+    """Raise StageError, listing names, except where the architecture calls it harmless.
+
+    `misshapen` are sentences of a name and its two shapes.
+    """
     may_lack, may_have = compat.ignorable(model)
     lacking = _without(missing, may_lack)
     extra = _without(unexpected, may_have)
-    if lacking or extra:
+    if lacking or extra or misshapen:
         parts = []
         if lacking:
             parts.append(f"missing {listed(lacking)}")
         if extra:
             parts.append(f"unexpected {listed(extra)}")
+        if misshapen:
+            parts.append(f"of another shape {listed(misshapen)}")
         raise StageError(
-            f"the weights in {where} do not fit {type(model).__name__}: {'; '.join(parts)}"
+            f"the weights in {where} do not fit {type(model).__name__}: {'; '.join(parts)}",
+            hint=WAYS_OUT,
         )
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
 from stages.model.config import config_of_files, config_of_recipe
-from stages.model.loaded_reader import require_gguf
+from stages.model.gguf import require_gguf
 from stages.model.paths import Files, is_gguf, is_local, local
+from stages.model.fit import Allowed
 from stages.model.source import HfSource
 
 if TYPE_CHECKING:
@@ -30,16 +31,20 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
     else:
         assert files is not None
         config = config_of_files(files, trust_remote_code=stage.trust_remote_code)
+    if stage.vocab_size is not None:
+        config.get_text_config().vocab_size = stage.vocab_size
     random = stage.config is not None or stage.init == "random"
     return HfSource(
         name=stage.path or "random initialisation",
         config=config,
         files=files,
         tokenizer_files=words,
-        seed=ctx.seed if random else None,
+        seed=ctx.seed,
+        random=random,
+        allowed=Allowed(new=stage.new_weights, unused=stage.unused_weights),
+        resized=stage.vocab_size is not None,
         attention=stage.attention,
         trust_remote_code=stage.trust_remote_code,
-        log=ctx.log,
     )
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import TensorReader
+from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
+from stages.weights.memory import pieces
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,27 +34,36 @@ class RandomReader(TensorReader):
         self._blocks = set(map(id, blocks))
         self._tied = tied
         self._seed = seed
+        self._state: Mapping[str, Tensor] = model.state_dict()
         self._unit_of = _units(model, self._blocks)
         self._unit = ""
         self._tensors: dict[str, Tensor] = {}
 
     def names(self) -> Collection[str]:
-        return self._model.state_dict().keys()
+        return self._state.keys()
 
-    def read(self, name: str) -> Tensor:
+    def spec(self, name: str) -> TensorSpec:
+        tensor = self._declared(name)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        yield from pieces(self._values(name), start, stop)
+
+    def _declared(self, name: str) -> Tensor:
+        if name not in self._state:
+            raise StageError(f"no tensor named {name}")
+        return self._state[name]
+
+    def _values(self, name: str) -> Tensor:
         name = self._tied.get(name, name)
         if name not in self._unit_of:
-            buffers = self._model.state_dict()
-            if name not in buffers:
-                raise StageError(f"no tensor named {name}")
-            buffer: Tensor = buffers[name]
-            return buffer.clone()
+            return self._declared(name)
         unit = self._unit_of[name]
         if unit != self._unit or not self._tensors:
             self._tensors = {}  # frees the old block before the new one is made
             self._tensors = self._initialised(unit)
             self._unit = unit
-        return self._tensors[name].clone()
+        return self._tensors[name]
 
     def close(self) -> None:
         self._tensors = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,18 +17,22 @@ from pipeline.errors import StageError
 from stages.model import assets, compat
 from stages.model.files import safetensors_files, weight_files
 from stages.model.fingerprint import source_fingerprint
-from stages.model.loaded_reader import load_whole
+from stages.model.fit import Allowed, fit
+from stages.model.gguf import open_gguf
 from stages.model.names import ties
 from stages.model.paths import Files, has_tokenizer
 from stages.model.random_reader import RandomReader
-from stages.model.safetensors_reader import direct_reader
+from stages.weights.converted import ConvertedReader
+from stages.weights.safetensors import SafetensorsReader
+from stages.weights.torch_files import TorchFilesReader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class HfSource(ModelSource):
-    """Declared by `model.hf`. A `seed` makes the weights random; without, `files` has them."""
+    """Declared by `model.hf`. Either `files` has the weights, or they are `random`; what is
+    `allowed` to be new, and new rows of a `resized` vocabulary, are drawn from the seed."""
 
     def __init__(
         self,
@@ -37,19 +41,23 @@ class HfSource(ModelSource):
         config: Any,
         files: Files | None,
         tokenizer_files: Files | None,
-        seed: int | None,
+        seed: int,
+        random: bool,
+        allowed: Allowed,
+        resized: bool,
         attention: str,
         trust_remote_code: bool,
-        log: logging.Logger,
     ) -> None:
         self.name = name
         self.config = config
         self._files = files
         self._tokenizer_files = tokenizer_files
         self._seed = seed
+        self._random = random
+        self._declared = allowed
+        self._resized = resized
         self._attention = attention
         self._trust_remote_code = trust_remote_code
-        self._log = log
 
     def build(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -82,23 +90,40 @@ class HfSource(ModelSource):
         return model
 
     @functools.cached_property
+    def _allowed(self) -> Allowed:
+        tables = compat.vocabulary(self._outline) if self._resized else ()
+        return dataclasses.replace(self._declared, vocabulary=tables)
+
+    @functools.cached_property
     def _ties(self) -> Mapping[str, str]:
         return ties(self._outline)
 
     def weights(self) -> TensorReader:
+        if self._random:
+            return self._initialised()
+        assert self._files is not None
+        held = self._stored()
+        try:
+            return fit(
+                str(self._files), held, self._outline, self._ties, self._allowed, self._initialised
+            )
+        except BaseException:
+            held.close()
+            raise
+
+    def _initialised(self) -> TensorReader:
         model = self._outline
-        if self._seed is not None:
-            return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
+        return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
+
+    def _stored(self) -> TensorReader:
+        """What the files hold, under the names of the module as far as they are known."""
         assert self._files is not None
         folder, gguf = self._files.folder, self._files.gguf
         files = weight_files(folder, gguf)
-        if gguf is None and safetensors_files(folder) and not compat.reshapes_weights(model):
-            return direct_reader(str(folder), files, model, self._ties)
-        self._log.info(
-            "%s has to be converted: this process holds the whole model in memory", self._files
-        )
-        config = copy.deepcopy(self.config)
-        return load_whole(folder, gguf, config, trust_remote_code=self._trust_remote_code)
+        if gguf is not None:
+            return open_gguf(files[0], self._outline)
+        base = SafetensorsReader(files) if safetensors_files(folder) else TorchFilesReader(files)
+        return ConvertedReader(base, compat.changes_on_load(self._outline, base.names()))
 
     def tie(self, model: nn.Module) -> None:
         model.tie_weights()  # type: ignore[operator]
@@ -151,10 +176,13 @@ class HfSource(ModelSource):
     @functools.cached_property
     def _fingerprint(self) -> str:
         files: Sequence[Path] = ()
-        if self._seed is None:
+        if not self._random:
             assert self._files is not None
             files = weight_files(self._files.folder, self._files.gguf)
-        return source_fingerprint(self.config, files, seed=self._seed)
+        drawn = self._random or self._resized or bool(self._declared.new)
+        return source_fingerprint(
+            self.config, files, seed=self._seed if drawn else None, new=self._declared.new
+        )
 
     @property
     def fingerprint(self) -> str:

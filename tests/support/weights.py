@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from pipeline.artifacts import ModelSource, Weights
+from stages.weights.memory import MemoryReader
 
 
-class MemoryWeights(Weights):
-    """Tensors from a dict; keeps count of reads."""
+class MemoryWeights(MemoryReader, Weights):
+    """Tensors from a dict; notes the names that are read."""
+
+    identity = "memory"
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = dict(tensors)
+        super().__init__(tensors)
         self.reads: list[str] = []
 
-    def names(self) -> Collection[str]:
-        return self.tensors.keys()
-
-    def read(self, name: str) -> Tensor:
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         self.reads.append(name)
-        return self.tensors[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
+        yield from super().chunks(name, start, stop)
 
 
 def trained(source: ModelSource) -> MemoryWeights:

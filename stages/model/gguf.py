@@ -1,0 +1,129 @@
+"""A GGUF file's tensors, dequantized while they are read, a range of rows at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+from pipeline.state.blocks import CHUNK
+from stages.model import compat
+from stages.weights.change import Change
+from stages.weights.converted import ConvertedReader
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def require_gguf() -> None:
+    """Raise StageError when the package that reads GGUF files is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise StageError(
+            "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
+        )
+
+
+def open_gguf(file: Path, model: nn.Module) -> TensorReader:
+    """The file's tensors in fp32 under the names of `model`; those that it has no use for are left
+    out, as transformers does. Raises StageError."""
+    tensors = GgufTensors(file)
+    try:
+        processor, names = compat.gguf_names(file, tensors.architecture, model)
+    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
+        raise StageError(f"{file} cannot be read: {error}") from error
+    groups: dict[str, list[str]] = {}
+    for name in tensors.names():
+        target = names.get(name) or names.get(name.removesuffix(".weight"))
+        if target is not None:
+            groups.setdefault(target, []).append(name)
+    changes = [_change(sources, processor, names) for sources in groups.values()]
+    return ConvertedReader(tensors, changes)
+
+
+class GgufTensors(TensorReader):
+    """Under their own names, in fp32."""
+
+    def __init__(self, file: Path) -> None:
+        from gguf import GGUFReader
+
+        try:
+            reader = GGUFReader(file)
+            field = reader.fields["general.architecture"]
+            self.architecture = str(bytes(field.parts[field.data[0]]), "utf-8")
+        except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
+            raise StageError(f"{file} cannot be read as GGUF: {error}") from error
+        self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        if name not in self._tensors:
+            raise StageError(f"no tensor named {name}")
+        shape = tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return TensorSpec(shape, torch.float32)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        width = self.spec(name).shape[-1]
+        stored = self._tensors[name]
+        data = stored.data.reshape(-1, stored.data.shape[-1])
+        step = max(CHUNK // (4 * width), 1)
+        while start < stop:
+            row = start // width
+            last = min(row + step, -(-stop // width))
+            flat = self._dequantized(data[row:last], stored.tensor_type)
+            end = min(last * width, stop)
+            yield flat[start - row * width : end - row * width]
+            start = end
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+    def _dequantized(self, rows: Any, kind: Any) -> Tensor:
+        from gguf import dequantize
+
+        self.bytes_read += rows.nbytes
+        try:
+            values = dequantize(rows, kind).astype(np.float32, copy=False)
+        except NotImplementedError as error:
+            raise StageError(str(error), hint="use a file with another quantization") from error
+        return torch.from_numpy(np.require(values, requirements=["C", "W"])).view(-1)
+
+
+def _change(sources: Sequence[str], processor: Any, names: Mapping[str, str]) -> Change:
+    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        made: dict[str, Tensor] = {}
+        for name in sources:
+            result = processor.process(
+                weights=_array(tensors[name]),
+                name=name,
+                tensor_key_mapping=names,
+                parsed_parameters=parsed,
+            )
+            if result.name is not None:
+                made[names[result.name]] = _tensor(result.weights, like=tensors[name])
+        outline = any(tensor.is_meta for tensor in tensors.values())
+        rest = parsed["tensors"].items()
+        return made | {name: one.to("meta") if outline else one for name, one in rest}
+
+    return Change(sources=sources, convert=convert)
+
+
+def _array(tensor: Tensor) -> Any:
+    """Of a tensor without memory, an array without memory."""
+    if tensor.is_meta:
+        return np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
+    return tensor.numpy()
+
+
+def _tensor(array: Any, *, like: Tensor) -> Tensor:
+    if like.is_meta:
+        return torch.empty(array.shape, dtype=like.dtype, device="meta")
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))

@@ -1,0 +1,78 @@
+"""A reader's tensors with some of their rows from another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Origin(NamedTuple):
+    """A tensor whose first `kept` elements are those of `source` in the base, and whose others are
+    those of the same place in the fresh reader."""
+
+    source: str
+    kept: int
+    spec: TensorSpec
+
+
+class ExtendedReader(TensorReader):
+    """Tensors of `base` by the names in `origins`, with what they lack from `fresh`. Closes both.
+
+    A tensor with nothing from the base has the dtype of the fresh one.
+    """
+
+    def __init__(
+        self, base: TensorReader, fresh: TensorReader | None, origins: Mapping[str, Origin]
+    ) -> None:
+        self._base = base
+        self._fresh = fresh
+        self._origins = origins
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Of the base."""
+        return self._base.bytes_read
+
+    def names(self) -> Collection[str]:
+        return self._origins.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._origin(name).spec
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        origin = self._origin(name)
+        edge = min(max(origin.kept, start), stop)
+        if start < edge:
+            yield from self._base.chunks(origin.source, start, edge)
+        if edge < stop:
+            for chunk in self._new(name, edge, stop):
+                yield chunk.to(origin.spec.dtype)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        origin = self._origin(name)
+        kept = min(max(origin.kept - start, 0), out.numel())
+        if kept:
+            self._base.read_into(origin.source, start, out[:kept])
+        if kept < out.numel():
+            assert self._fresh is not None
+            self._fresh.read_into(name, start + kept, out[kept:])
+
+    def close(self) -> None:
+        self._base.close()
+        if self._fresh is not None:
+            self._fresh.close()
+
+    def _new(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        assert self._fresh is not None
+        return self._fresh.chunks(name, start, stop)
+
+    def _origin(self, name: str) -> Origin:
+        if name not in self._origins:
+            raise StageError(f"no tensor named {name}")
+        return self._origins[name]

@@ -1,0 +1,129 @@
+"""Any range of any tensor of safetensors files, by plain reads into the memory it is meant for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+from pipeline.state.blocks import CHUNK
+from pipeline.state.dtypes import DTYPES
+from pipeline.state.safetensors_file import Placed, table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LONGEST_HEADER = 100_000_000
+"""Bytes; the format's own limit."""
+
+
+class _Place(NamedTuple):
+    file: Path
+    offset: int
+    spec: TensorSpec
+
+
+class SafetensorsReader(TensorReader):
+    """Tensors by the names that the files give them. Raises StageError for a damaged file, and for
+    a name that two of the files have."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._places: dict[str, _Place] = {}
+        for file in files:
+            for name, place in places(file).items():
+                if name in self._places:
+                    raise StageError(f"{name} is in {self._places[name].file} and in {file}")
+                self._places[name] = place
+        self._open: dict[Path, int] = {}
+        self._buffer: Tensor | None = None
+
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._place(name).spec
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        place = self._place(name)
+        size = place.spec.dtype.itemsize
+        step = CHUNK // size
+        for first in range(start, stop, step):
+            count = min(step, stop - first)
+            memory = self._staging()[: count * size]
+            self._read(place, first * size, memory)
+            yield memory.view(place.spec.dtype)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        place = self._place(name)
+        if out.dtype != place.spec.dtype or out.device.type != "cpu":
+            super().read_into(name, start, out)
+        elif out.numel():
+            self._read(place, start * out.element_size(), out.detach().view(torch.uint8))
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+        self._buffer = None
+
+    def _place(self, name: str) -> _Place:
+        if name not in self._places:
+            raise StageError(f"no tensor named {name}")
+        return self._places[name]
+
+    def _read(self, place: _Place, begin: int, memory: Tensor) -> None:
+        """Fill `memory` with the bytes from `begin` of the tensor on."""
+        if place.file not in self._open:
+            self._open[place.file] = os.open(place.file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = self._open[place.file]
+        view = memoryview(memory.numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(descriptor, [view[done:]], place.offset + begin + done)
+            except OSError as error:
+                raise StageError(f"{place.file}: cannot be read: {error.strerror}") from error
+            if not count:
+                raise StageError(f"{place.file}: has become shorter while it was read")
+            done += count
+        self.bytes_read += done
+
+    def _staging(self) -> Tensor:
+        if self._buffer is None:
+            pinned = torch.cuda.is_initialized()  # copies to a GPU from there are faster
+            self._buffer = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer
+
+
+def places(file: Path) -> dict[str, _Place]:
+    """Where each tensor of a file lies. Raises StageError unless all of them are really there."""
+    try:
+        with file.open("rb") as stream:
+            length = stream.read(8)
+            head = length + stream.read(min(int.from_bytes(length, "little"), LONGEST_HEADER))
+            size = os.fstat(stream.fileno()).st_size
+        entries = table(head)
+        return {
+            name: _Place(file, len(head) + entry.begin, _spec(name, entry, size - len(head)))
+            for name, entry in entries.items()
+        }
+    except (ValueError, OSError) as error:
+        raise StageError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _spec(name: str, entry: Placed, available: int) -> TensorSpec:
+    if entry.dtype not in DTYPES:
+        raise ValueError(f"{name} has the dtype {entry.dtype}, which is not known here")
+    if not all(isinstance(rows, int) and rows >= 0 for rows in entry.shape):
+        raise ValueError(f"{name} has the shape {list(entry.shape)}")
+    spec = TensorSpec(tuple(entry.shape), DTYPES[entry.dtype])
+    if entry.begin < 0 or entry.end - entry.begin != spec.nbytes:
+        raise ValueError(f"{name} lies at bytes {entry.begin} to {entry.end}")
+    if entry.end > available:
+        raise ValueError(f"the file ends before {name} does: it is incomplete")
+    return spec

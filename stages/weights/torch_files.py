@@ -1,0 +1,60 @@
+"""Files of `torch.save` that hold nothing but tensors (`pytorch_model.bin`)."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.errors import CheckpointError, StageError
+from stages.formats.guarded import explained
+from stages.formats.mapped import flattened
+from stages.weights.memory import MemoryReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TorchFilesReader(MemoryReader):
+    """Their tensors, mapped: only what is asked for is read. No code in a file is ever run.
+
+    Raises StageError for a file that is damaged or holds more than tensors.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            for name, tensor in _content(file):
+                if name in tensors:
+                    raise StageError(f"{file}: holds {name}, which another file holds too")
+                tensors[name] = tensor
+        super().__init__(tensors)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        for piece in super().chunks(name, start, stop):
+            self.bytes_read += piece.numel() * piece.element_size()
+            yield piece
+
+
+def _content(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        # Files of torch before 1.6 are no archives and cannot be mapped.
+        mapped = zipfile.is_zipfile(file)
+        content: Any = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:
+        refusal: CheckpointError = explained(error, str(file))
+        raise StageError(str(refusal), hint=refusal.hint) from error
+    if not isinstance(content, dict):
+        raise StageError(f"{file}: holds no state dict")
+    for name, tensor in content.items():
+        if isinstance(name, str) and isinstance(tensor, torch.Tensor):
+            try:
+                flattened(tensor)
+            except ValueError as error:
+                raise StageError(f"{file}: {name}: {error}") from error
+            yield name, tensor
+        elif name != "_metadata":
+            raise StageError(f"{file}: {name!r} is no tensor")
