@@ -21,6 +21,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "train.causal_lm": {"global_batch_size": 8, "steps": 10},
     "wrap.zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
+    "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
 }
 """Fields of a slot without mistakes, where none at all would be too few or too dull."""
 
@@ -55,6 +56,11 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
         ),
     ],
     "export.safetensors": [("max_shard_size", {"max_shard_size": "5 bananas"})],
+    "publish.hub": [
+        ("repo", {"repo": "tiny", "dry_run": True}),
+        ("revision", {"repo": "someone/tiny", "revision": "refs/pr/1", "dry_run": True}),
+        ("token_env", {"repo": "someone/tiny", "token_env": "MY-TOKEN", "dry_run": True}),
+    ],
 }
 
 

@@ -1,0 +1,1 @@
+"""Stages that put the exported model where others can fetch it."""
