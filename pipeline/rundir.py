@@ -33,6 +33,7 @@ from pipeline.files import replace_text
 RECIPE = "recipe.yaml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
+ENGINE = "engine.json"
 LOCK = "lock"
 LOCK_SECONDS = 1.0
 """How long to ask for the lock before another process is believed to hold it for good."""

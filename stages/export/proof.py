@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipeline.errors import ExportError, StageError
+from pipeline.machine import free_memory
 from pipeline.state.dtypes import CODES
 from stages.export.layout import Shard
-from stages.export.writer import Digests
-from stages.model import compat
-from stages.model.names import listed, refuse_differences
+from stages.export.logits import loaded, logits, reference
+from stages.export.manifest import Position, Proof
+from stages.export.writer import Sums, check
+from stages.model.names import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeline.artifacts import ModelSource
-    from stages.export.conversion import Conversion
+    from pipeline.artifacts import ModelSource, TensorReader
+    from pipeline.dist import Dist
 
-CHUNK = 8 << 20
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest of them; the same kernels run on the same
 numbers, so only their scheduling can tell them apart."""
+TOP = 8
+"""Logits of a position that are remembered."""
+ROOM = 2 << 30
+"""Bytes that must stay free beside a model that is loaded whole."""
 
 
-def prove_files(folder: Path, parts: Sequence[Shard], digests: Digests) -> None:
-    """Read every file back: names, shapes, dtypes, and the bytes of each tensor.
+def prove_files(
+    folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: Dist
+) -> None:
+    """Read every file back (collective): names, shapes, dtypes, and the bytes of each tensor.
 
     Raises ExportError.
     """
     for part in parts:
-        file = folder / part.file
-        _prove_header(file, part)
-        _prove_bytes(file, part, digests)
+        prove_header(folder / part.file, part)
+        wrong = check(folder / part.file, part, sums[part.file], dist)
+        if wrong:
+            raise ExportError(
+                f"{folder / part.file} does not hold the trained values in {listed(wrong)}",
+                hint="the disk or the memory of this machine is not to be trusted",
+            )
 
 
-def _prove_header(file: Path, part: Shard) -> None:
+def prove_header(file: Path, part: Shard) -> None:
+    """The file's own account of its tensors is the planned one. Raises ExportError."""
     from safetensors import SafetensorError, safe_open
 
-    expected = {spec.name: (CODES[spec.dtype], spec.shape) for spec in part.specs}
+    expected = {tensor.name: (CODES[tensor.dtype], tensor.shape) for tensor in part.tensors}
     try:
         with safe_open(str(file), framework="pt", device="cpu") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -58,54 +68,33 @@ def _prove_header(file: Path, part: Shard) -> None:
         raise ExportError(f"{file} differs from what was written in {listed(wrong)}")
 
 
-def _prove_bytes(file: Path, part: Shard, digests: Digests) -> None:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-        wrong = []
-        for spec in part.specs:
-            start, end = header[spec.name]["data_offsets"]
-            stream.seek(8 + length + start)
-            if _digest(stream, end - start) != digests[spec.name]:
-                wrong.append(spec.name)
-    if wrong:
-        raise ExportError(
-            f"{file} does not hold the trained values in {listed(wrong)}",
-            hint="the disk or the memory of this machine is not to be trusted",
-        )
-
-
-def _digest(stream: Any, size: int) -> bytes:
-    digest = hashlib.blake2b()
-    while size > 0:
-        data = stream.read(min(size, CHUNK))
-        if not data:
-            break
-        digest.update(data)
-        size -= len(data)
-    return digest.digest()
-
-
 def prove_model(
-    folder: Path, source: ModelSource, conversion: Conversion, outline: nn.Module, prompt: str
-) -> float:
+    folder: Path, source: ModelSource, tensors: TensorReader, outline: nn.Module, prompt: str
+) -> Proof:
     """Load the folder as a user would and compare logits on the prompt with a reference.
 
-    The reference is the declared module filled from the checkpoint, in the loaded one's dtypes.
-    Both run with plain attention on the CPU, one after the other. Returns the largest difference.
-    Raises ExportError.
+    The reference is the declared module with the checkpoint's values, in the loaded one's dtypes,
+    one block in memory at a time. So is the loaded one when it does not fit into host memory. Both
+    run with plain attention on the CPU, one after the other. Raises ExportError.
     """
-    ids = _token_ids(source, prompt)
-    loaded = _load(folder, outline)
-    dtypes = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
-    found = _logits(loaded, ids)
-    del loaded
+    ids = token_ids(source, prompt)
+    with loaded(folder, outline, whole=fits(folder)) as model:
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        found = logits(model, ids)
+        del model
     gc.collect()
-    expected = _logits(_reference(source, conversion, dtypes), ids)
-    return _compare(found, expected)
+    expected = logits(reference(source, tensors, dtypes), ids)
+    difference = _compare(found, expected)
+    return Proof(prompt=ids[0].tolist(), logits=in_short(found), difference=difference)
 
 
-def _token_ids(source: ModelSource, prompt: str) -> Tensor:
+def fits(folder: Path) -> bool:
+    """Whether host memory has room for all weights of the folder at once."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return size + size // 4 + ROOM < free_memory()
+
+
+def token_ids(source: ModelSource, prompt: str) -> Tensor:
     """Shape (1, length)."""
     try:
         ids = source.tokenizer()(prompt)["input_ids"]
@@ -114,46 +103,37 @@ def _token_ids(source: ModelSource, prompt: str) -> Tensor:
     return torch.tensor([ids or [0]])
 
 
-def _load(folder: Path, outline: nn.Module) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def in_short(logits: Tensor) -> list[Position]:
+    """Enough of logits, shape (1, length, vocabulary), to recognise them."""
+    found = []
+    for row in logits[0]:
+        top = row.topk(min(TOP, row.numel()))
+        pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        found.append(Position(norm=float(row.norm()), top=pairs))
+    return found
 
-    kind: Any = type(outline) if compat.is_remote_code(outline) else AutoModelForCausalLM
-    try:
-        with compat.quiet():
-            model, info = kind.from_pretrained(
-                folder, dtype="auto", local_files_only=True, output_loading_info=True
-            )
-        refuse_differences(str(folder), model, info["missing_keys"], info["unexpected_keys"])
-    except (OSError, ValueError, RuntimeError, ImportError, StageError) as error:
-        raise ExportError(f"transformers cannot load the export: {error}") from error
-    if type(model).__name__ != type(outline).__name__:
+
+def recognise(logits: Tensor, remembered: Sequence[Position]) -> float:
+    """The largest difference between logits and what is remembered of them. Raises ExportError when
+    it is more than scheduling can make."""
+    if len(remembered) != logits.shape[1]:
+        raise ExportError(f"logits at {logits.shape[1]} positions instead of {len(remembered)}")
+    if any(token >= logits.shape[2] for one in remembered for token, _ in one.top):
+        raise ExportError(f"logits of {logits.shape[2]} tokens only")
+    known = torch.tensor([value for one in remembered for _, value in one.top])
+    found = torch.stack(
+        [row[token] for row, one in zip(logits[0], remembered, strict=True) for token, _ in one.top]
+    )
+    norms = torch.tensor([one.norm for one in remembered])
+    scale = max(1.0, float(known.abs().max()))
+    difference = float((found - known).abs().max())
+    drift = float(((logits[0].norm(dim=-1) - norms) / norms.clamp(min=1e-9)).abs().max())
+    if not (difference <= TOLERANCE * scale and drift <= TOLERANCE):
         raise ExportError(
-            f"the export loads as {type(model).__name__}, trained was {type(outline).__name__}"
+            "the model computes something else than when it was exported: "
+            f"logits differ by up to {difference:.3g}"
         )
-    loaded: nn.Module = model
-    return loaded
-
-
-def _reference(
-    source: ModelSource, conversion: Conversion, dtypes: Mapping[str, torch.dtype]
-) -> nn.Module:
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        model = source.build()
-    state = {name: conversion.read(name).to(dtypes[name]) for name in conversion.spelling}
-    model.load_state_dict(state, strict=False, assign=True)
-    source.tie(model)
-    return model
-
-
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    """In fp32, shape (1, length, vocabulary)."""
-    model.eval()
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        result: Tensor = model(input_ids=ids, use_cache=False).logits
-    return result.float()
+    return difference
 
 
 def _compare(found: Tensor, expected: Tensor) -> float:

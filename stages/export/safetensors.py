@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from pipeline.artifacts import DtypeName, ExportedModel, ModelSource, Weights
+from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
 from stages.export.sizes import parse_size
@@ -17,16 +18,18 @@ class ExportSafetensors:
     """Write the model as safetensors in Hugging Face layout, then prove that it loads and computes
     the same.
 
-    Weights are streamed: memory stays at the largest tensor while writing (for architectures whose
-    files differ from their module, such as fused experts, at the converted tensors of one block).
-    The proof loads the written model, and then a reference, on the CPU of rank 0.
+    All ranks write, each its share of every file, a few MiB at a time whatever the model's size. An
+    interrupted export goes on with the files that it has not finished. The proof loads the written
+    model on the CPU of rank 0, block by block when it does not fit into host memory, and compares
+    it with the checkpoint's weights in the declared module.
     """
 
     folder: str | None = None
     """Where the model goes; the run's folder `export` when not set. An earlier export there is
     replaced once the new one is proven; anything else there is refused."""
-    dtype: DtypeName = "bf16"
-    """Dtype of the floating point weights in the files."""
+    dtype: Literal["fp32", "bf16", "fp16", "source"] = "bf16"
+    """Dtype of the floating point weights in the files; `source` keeps that of each tensor in the
+    model that was trained from."""
     max_shard_size: str = "5GB"
     """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets a file of its own."""
     prompt: str = "The quick brown fox jumps over the lazy dog."
@@ -50,7 +53,22 @@ class ExportSafetensors:
         if reason:
             yield Problem(message=reason, key="folder", hint="name a new folder")
 
-    def run(self, ctx: Context, weights: Weights, model: ModelSource) -> ExportedModel:
+    def run(
+        self,
+        ctx: Context,
+        weights: Weights,
+        model: ModelSource,
+        trained: TrainedRun | None = None,
+    ) -> ExportedModel:
         from stages.export.steps import export
 
-        return export(self, ctx, weights, model)
+        return export(self, ctx, weights, model, trained)
+
+    @classmethod
+    def verify(
+        cls, folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool
+    ) -> None:
+        """What `pipe verify` does with a folder that this stage has written. Raises ExportError."""
+        from stages.export.verify import verify
+
+        verify(folder, tell, trust_remote_code=trust_remote_code)

@@ -28,13 +28,3 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ValueError(f"{text!r} is less than one byte")
     return size
-
-
-def human(size: int) -> str:
-    """`1.5 GB`."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,94 +1,162 @@
-"""Run an export: plan, write, prove, put in place. Rank 0 works, the others wait."""
+"""Run an export: plan, write, prove, put in place. All ranks write and read back; rank 0 decides.
+
+What an interrupted export has finished is kept: a second one goes on from there.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.artifacts import ExportedModel, ModelSource, Weights, torch_dtype
-from pipeline.errors import ExportError
-from stages.export.card import write_card
-from stages.export.conversion import Conversion
-from stages.export.layout import Shard, shards
+from xxhash import xxh3_64_hexdigest
+
+from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
+from pipeline.errors import ExportError, StageError, in_words
+from pipeline.files import replace_text
+from pipeline.state.dtypes import CODES
+from pipeline.throughput import Throughput, human
+from stages.export import manifest
+from stages.export.card import facts_of, write_card
+from stages.export.layout import INDEX, index
+from stages.export.manifest import Manifest, WeightFile
+from stages.export.plan import ExportPlan, make_plan
 from stages.export.proof import prove_files, prove_model
-from stages.export.sizes import human, parse_size
-from stages.export.target import claim, require_space, seal, swap
-from stages.export.writer import write
+from stages.export.sizes import parse_size
+from stages.export.target import claim, finished, reject, require_space, seal, swap
+from stages.export.writer import check, write
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from pipeline.stage import Context
     from stages.export.safetensors import ExportSafetensors
 
 
 def export(
-    stage: ExportSafetensors, ctx: Context, weights: Weights, source: ModelSource
+    stage: ExportSafetensors,
+    ctx: Context,
+    weights: Weights,
+    source: ModelSource,
+    trained: TrainedRun | None,
 ) -> ExportedModel:
-    """Write and prove on rank 0; every rank returns the same record."""
-    record = None
+    """Write and prove (collective); every rank returns the same record. Raises StageError."""
+    folder = Path(stage.folder).expanduser() if stage.folder else ctx.run_dir / "export"
+    folder = folder.absolute()
+    plan = make_plan(source, weights, stage.dtype, parse_size(stage.max_shard_size))
+    try:
+        found = _shared(ctx, finished(folder, plan.digest) if ctx.dist.is_main else None)
+        if found is None or _wrong(ctx, folder, plan, found):
+            facts = facts_of(ctx, source, plan, trained)
+            found = _exported(stage, ctx, source, plan, folder, facts)
+        else:
+            ctx.log.info("%s holds this export already", folder)
+    except OSError as error:
+        raise StageError(f"cannot write the export in {folder}: {in_words(error)}") from error
+    return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
+
+
+def _shared(ctx: Context, found: Manifest | None) -> Manifest | None:
+    """Rank 0's manifest, on every rank."""
+    text = None
     if ctx.dist.is_main:
-        record = json.dumps(_export(stage, ctx, weights, source).record())
-    return _restored(ctx.dist.share(record))
+        text = found.model_dump_json() if found else ""
+    told = ctx.dist.share(text)
+    return Manifest.model_validate_json(told) if told else None
 
 
-def _restored(record: str) -> ExportedModel:
-    content = json.loads(record)
-    return ExportedModel(
-        folder=Path(content["folder"]), files=content["files"], total_bytes=content["total_bytes"]
+def _wrong(ctx: Context, folder: Path, plan: ExportPlan, found: Manifest) -> bool:
+    """Whether any weight file of a finished export is not as it was written (collective)."""
+    return any(
+        check(folder / part.file, part, found.weights[part.file].sums, ctx.dist)
+        for part in plan.parts
     )
 
 
-def _export(
-    stage: ExportSafetensors, ctx: Context, weights: Weights, source: ModelSource
-) -> ExportedModel:
-    folder = Path(stage.folder).expanduser() if stage.folder else ctx.run_dir / "export"
-    folder = folder.absolute()
-    outline = _outline(source)
-    conversion = Conversion(outline, weights, torch_dtype(stage.dtype))
-    parts = shards(conversion.specs, parse_size(stage.max_shard_size))
-    total = sum(part.size + len(part.header()) for part in parts)
-    partial = claim(folder)
-    require_space(partial, total)
-    ctx.log.info("writing %s in %d file(s) to %s", human(total), len(parts), folder)
-    digests = write(partial, parts, conversion.tensors())
-    source.save_assets(partial, dtype=stage.dtype)
-    _card(partial, ctx, source, outline, stage.dtype, parts)
-    try:
-        prove_files(partial, parts, digests)
-        difference = prove_model(partial, source, conversion, outline, stage.prompt)
-    except ExportError as error:
-        raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
-    ctx.log.info("the export loads and computes the same (largest difference %.2g)", difference)
-    files = seal(partial, {"run": ctx.run_dir.name, "dtype": stage.dtype, "bytes": total})
-    swap(partial, folder)
-    return ExportedModel(folder=folder, files=files, total_bytes=total)
-
-
-def _outline(source: ModelSource) -> nn.Module:
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        model = source.build()
-    source.tie(model)
-    return model
-
-
-def _card(
-    folder: Path,
+def _exported(
+    stage: ExportSafetensors,
     ctx: Context,
     source: ModelSource,
-    outline: nn.Module,
-    dtype: str,
-    parts: list[Shard],
-) -> None:
-    specs = [spec for part in parts for spec in part.specs]
-    facts = {
-        "architecture": type(outline).__name__,
-        "trained from": Path(source.name).name,
-        "run": ctx.run_dir.name,
-        "seed": str(ctx.seed),
-        "weights": f"{len(specs)} tensors, {human(sum(spec.size for spec in specs))}, {dtype}",
+    plan: ExportPlan,
+    folder: Path,
+    facts: Mapping[str, str],
+) -> Manifest:
+    partial, begun = _claimed(ctx, folder, plan)
+    if ctx.dist.is_main:
+        require_space(partial, plan.total - sum(file.size for file in begun.weights.values()))
+        ctx.log.info("writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder)
+    written = _write_all(ctx, plan, partial, begun)
+    sums = {file: entry.sums for file, entry in written.weights.items()}
+    try:
+        prove_files(partial, plan.parts, sums, ctx.dist)
+        done = None
+        if ctx.dist.is_main:
+            done = _finish(stage, ctx, source, plan, partial, written, facts)
+            swap(partial, folder)
+    except ExportError as error:
+        if ctx.dist.is_main:
+            reject(partial)
+        raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
+    found = _shared(ctx, done)
+    assert found is not None
+    return found
+
+
+def _claimed(ctx: Context, folder: Path, plan: ExportPlan) -> tuple[Path, Manifest]:
+    """Rank 0's finding, on every rank."""
+    text = None
+    if ctx.dist.is_main:
+        partial, begun = claim(folder, plan.digest)
+        text = json.dumps([str(partial), begun.model_dump_json()])
+    place, told = json.loads(ctx.dist.share(text))
+    return Path(place), Manifest.model_validate_json(told)
+
+
+def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -> Manifest:
+    """Write the files that are not there yet; what is there is read back first."""
+    watch = Throughput(ctx.log, "writing weights", plan.total // ctx.dist.world_size)
+    done = begun
+    for part in plan.parts:
+        file = partial / part.file
+        if part.file in done.weights and not check(
+            file, part, done.weights[part.file].sums, ctx.dist
+        ):
+            ctx.log.info("%s is there already", part.file)
+            continue
+        entry = WeightFile(
+            size=part.size + len(part.header()),
+            tensors={t.name: (CODES[t.dtype], t.shape) for t in part.tensors},
+            sums=write(file, part, plan.files, ctx.dist, watch.advance),
+        )
+        done = done.model_copy(update={"weights": {**done.weights, part.file: entry}})
+        if ctx.dist.is_main:
+            done.save(partial)
+    ctx.log.info("weights written: this process %s", watch.summary())
+    return done
+
+
+def _finish(
+    stage: ExportSafetensors,
+    ctx: Context,
+    source: ModelSource,
+    plan: ExportPlan,
+    partial: Path,
+    written: Manifest,
+    facts: Mapping[str, str],
+) -> Manifest:
+    """Everything beside the weights, and the proof that they are read as what they are."""
+    if len(plan.parts) > 1:
+        replace_text(partial / INDEX, json.dumps(index(plan.parts), indent=2) + "\n")
+    source.save_assets(partial, dtype=plan.dtype)
+    write_card(partial, ctx.run_dir.name, facts)
+    proof = prove_model(partial, source, plan.tensors, plan.outline, stage.prompt)
+    ctx.log.info(
+        "the export loads and computes the same (largest difference %.2g)", proof.difference
+    )
+    others = {
+        entry.name: xxh3_64_hexdigest(entry.read_bytes())
+        for entry in sorted(partial.iterdir())
+        if entry.is_file() and entry.name not in {*written.weights, manifest.NAME}
     }
-    write_card(folder, ctx.run_dir.name, facts)
+    done = written.model_copy(update={"others": others, "facts": dict(facts), "proof": proof})
+    seal(partial, done)
+    return done

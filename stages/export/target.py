@@ -5,18 +5,15 @@ Only what an earlier export of ours wrote is ever replaced: its manifest says wh
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pipeline.errors import StageError
+from pipeline.errors import ExportError, StageError
 from pipeline.files import sync
-from stages.export.sizes import human
+from pipeline.throughput import human
+from stages.export import manifest
+from stages.export.manifest import BLOCK, Manifest
 
-MANIFEST = "export.json"
-WRITER = "pipetrain export.safetensors"
 MARGIN = 16 << 20
 """Room for config and tokenizer beside the weights."""
 
@@ -30,17 +27,33 @@ def foreign(folder: Path) -> str | None:
     entries = {entry.name for entry in folder.iterdir()}
     if not entries:
         return None
-    manifest = _manifest(folder)
-    if manifest is None:
+    try:
+        written = manifest.load(folder)
+    except ExportError as error:
+        return str(error)
+    if written is None:
         return f"{folder} holds files that are not an export of ours"
-    others = sorted(entries - set(manifest["files"]) - {MANIFEST})
-    if others and manifest["complete"]:
+    others = sorted(entries - set(written.files))
+    if others and written.proof is not None:
         return f"{folder} holds files that its export did not write: {', '.join(others[:10])}"
     return None
 
 
-def claim(folder: Path) -> Path:
-    """A fresh, empty partial folder beside `folder`. Raises StageError when either is not ours."""
+def finished(folder: Path, plan: str) -> Manifest | None:
+    """The manifest of the export `plan`, if `folder` holds that and nothing else."""
+    if foreign(folder) or not folder.is_dir():
+        return None
+    found = manifest.load(folder)
+    if found is None or found.proof is None or found.plan != plan:
+        return None
+    return found if all((folder / name).is_file() for name in found.files) else None
+
+
+def claim(folder: Path, plan: str) -> tuple[Path, Manifest]:
+    """A partial folder beside `folder`, and what it already holds of the export `plan`.
+
+    Raises StageError when either folder is not ours.
+    """
     partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
@@ -49,12 +62,22 @@ def claim(folder: Path) -> Path:
         reason = foreign(place)
         if reason:
             raise StageError(reason, hint="name another folder in the export slot, or move it away")
-    for place in (partial, previous):
-        if place.exists():
-            shutil.rmtree(place)
+    if previous.exists():
+        shutil.rmtree(previous)
+    begun = manifest.load(partial) if partial.exists() else None
+    if begun is not None and begun.plan == plan:
+        return partial, begun
+    if partial.exists():
+        shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    _write_manifest(partial, files=[], complete=False)
-    return partial
+    fresh = Manifest(plan=plan, block=BLOCK)
+    fresh.save(partial)
+    return partial, fresh
+
+
+def reject(partial: Path) -> None:
+    """A later export starts anew instead of going on with what is in the folder."""
+    Manifest(plan="", block=BLOCK).save(partial)
 
 
 def require_space(folder: Path, size: int) -> None:
@@ -67,15 +90,13 @@ def require_space(folder: Path, size: int) -> None:
         )
 
 
-def seal(partial: Path, facts: dict[str, Any]) -> Sequence[str]:
-    """Write the final manifest and flush everything to disk. Returns the names of all files."""
-    files = sorted(entry.name for entry in partial.iterdir())
-    files = sorted({*files, MANIFEST})
-    _write_manifest(partial, files=files, complete=True, **facts)
-    for name in files:
-        sync(partial / name)
+def seal(partial: Path, finished: Manifest) -> None:
+    """Flush everything to disk, the final manifest last."""
+    for name in finished.files:
+        if name != manifest.NAME:
+            sync(partial / name)
+    finished.save(partial)
     sync(partial)
-    return files
 
 
 def swap(partial: Path, folder: Path) -> None:
@@ -91,17 +112,3 @@ def swap(partial: Path, folder: Path) -> None:
 
 def _beside(folder: Path, what: str) -> Path:
     return folder.with_name(f"{folder.name}.{what}")
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads((folder / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    ours = isinstance(content, dict) and content.get("writer") == WRITER
-    return content if ours else None
-
-
-def _write_manifest(folder: Path, *, files: Sequence[str], complete: bool, **facts: Any) -> None:
-    content = {"writer": WRITER, "complete": complete, "files": list(files), **facts}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,67 +1,111 @@
-"""Write safetensors files tensor by tensor, without holding more than one."""
+"""Write safetensors files block by block, all ranks into the same file, and read them back."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from xxhash import xxh3_64
 
+from pipeline.artifacts import TensorReader
 from pipeline.errors import StageError
-from stages.export.layout import INDEX, Shard, Spec, index
+from stages.export.layout import Block, Shard, share
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Digests = dict[str, bytes]
-"""Tensor name -> BLAKE2b over its bytes in memory."""
+    from pipeline.dist import Dist
+
+Sums = dict[str, list[str]]
+"""Tensor -> the checksum (XXH3, 64 bits, hexadecimal) of each of its blocks, in order."""
+
+READ = 1 << 22
+"""Bytes read at a time."""
 
 
-def write(folder: Path, parts: Sequence[Shard], tensors: Iterable[tuple[Spec, Tensor]]) -> Digests:
-    """Write every shard, and the index when there are several.
+def write(
+    file: Path, part: Shard, reader: TensorReader, dist: Dist, advance: Callable[[int], None]
+) -> Sums:
+    """Write the file from `reader`, each rank its share of the blocks (collective).
 
-    `tensors` come in the order of the shards. Returns digests of what was to be written, for the
-    comparison with what a reader finds. Raises StageError when the disk does not take it.
+    Returns checksums of what was to be written, for the comparison with what a reader finds.
+    `advance` is told the bytes that this rank has written. Raises OSError when the disk does not
+    take it, StageError when the reader fails.
     """
-    stream = iter(tensors)
-    digests: Digests = {}
+    blocks = list(part.blocks())
+    if dist.is_main:
+        _create(file, part)
+    dist.barrier()
+    with file.open("r+b") as out:
+        mine = [
+            _write_block(out.fileno(), block, reader, advance)
+            for block in share(blocks, dist.rank, dist.world_size)
+        ]
+    return _by_tensor(blocks, dist.gather(mine))
+
+
+def check(file: Path, part: Shard, sums: Sums, dist: Dist) -> list[str]:
+    """Names of the tensors whose bytes in the file are not those of `sums`, on every rank
+    (collective). What one rank wrote another reads."""
+    blocks = list(part.blocks())
+    wanted = dict(zip(blocks, _in_order(blocks, sums), strict=True))
+    mine = share(blocks, (dist.rank + 1) % dist.world_size, dist.world_size)
     try:
-        for part in parts:
-            digests.update(_write_shard(folder / part.file, part, stream))
-        if len(parts) > 1:
-            text = json.dumps(index(parts), indent=2) + "\n"
-            (folder / INDEX).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StageError(f"cannot write the export in {folder}: {error}") from error
-    return digests
+        with file.open("rb") as stream:
+            wrong = {b.name for b in mine if _sum_of(stream.fileno(), b) != wanted[b]}
+    except OSError:
+        wrong = {block.name for block in mine}
+    return sorted({name for names in dist.gather(sorted(wrong)) for name in names})
 
 
-def _write_shard(file: Path, part: Shard, stream: Iterator[tuple[Spec, Tensor]]) -> Digests:
-    digests = {}
+def _create(file: Path, part: Shard) -> None:
+    head = part.header()
     with file.open("wb") as out:
-        out.write(part.header())
-        for planned in part.specs:
-            spec, tensor = next(stream)
-            assert spec == planned, f"{spec.name} came where {planned.name} was planned"
-            data = _bytes(spec, tensor)
-            out.write(data)
-            digests[spec.name] = hashlib.blake2b(data).digest()
-            del tensor, data  # before the next one is read
-        out.flush()
-        os.fsync(out.fileno())
-    return digests
+        out.write(head)
+        out.truncate(len(head) + part.size)
 
 
-def _bytes(spec: Spec, tensor: Tensor) -> memoryview:
-    """The tensor's bytes, row-major, without a copy where it is contiguous."""
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-        raise StageError(
-            f"{spec.name} is {tensor.dtype} {tuple(tensor.shape)}, "
-            f"planned was {spec.dtype} {spec.shape}"
-        )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+def _write_block(
+    out: int, block: Block, reader: TensorReader, advance: Callable[[int], None]
+) -> str:
+    digest = xxh3_64()
+    done = 0
+    for chunk in reader.chunks(block.name, block.start, block.stop):
+        data = _bytes(chunk)
+        digest.update(data)
+        while data:
+            count = os.pwrite(out, data, block.offset + done)
+            done, data = done + count, data[count:]
+    if done != block.size:
+        raise StageError(f"{block.name}: {done} bytes came where {block.size} were planned")
+    advance(done)
+    return digest.hexdigest()
+
+
+def _sum_of(stream: int, block: Block) -> str:
+    digest = xxh3_64()
+    for begin in range(block.offset, block.offset + block.size, READ):
+        digest.update(os.pread(stream, min(READ, block.offset + block.size - begin), begin))
+    return digest.hexdigest()
+
+
+def _by_tensor(blocks: Sequence[Block], shares: Iterable[list[str]]) -> Sums:
+    found: Sums = {}
+    sums = (one for share in shares for one in share)
+    for block, one in zip(blocks, sums, strict=True):
+        found.setdefault(block.name, []).append(one)
+    return found
+
+
+def _in_order(blocks: Sequence[Block], sums: Sums) -> Iterator[str]:
+    left = {name: iter(own) for name, own in sums.items()}
+    for block in blocks:
+        yield next(left[block.name], "") if block.name in left else ""
+
+
+def _bytes(chunk: Tensor) -> memoryview:
+    """A flat tensor's memory."""
+    return memoryview(chunk.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
-from stages.model.names import refuse_differences
+from stages.model.names import misfit, refuse_differences
 from stages.weights.extended import ExtendedReader, Origin
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def fit(
                 resized = TensorSpec(shape, spec.dtype)
                 origins[name] = Origin(source, min(spec.numel, resized.numel), resized)
             else:
-                misshapen.append(f"{name} {_text(spec.shape)} instead of {_text(shape)}")
+                misshapen.append(misfit(name, spec.shape, shape))
     found = {*origins, *(text.partition(" ")[0] for text in misshapen)}
     extra = {name for name in given if name not in wanted}
     refuse_differences(where, model, wanted.keys() - found, extra, misshapen)
@@ -128,7 +128,3 @@ def _equal(held: TensorReader, one: Origin, other: Origin) -> bool:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"

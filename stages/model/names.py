@@ -44,7 +44,7 @@ def refuse_differences(
 ) -> None:
     """Raise StageError, listing names, except where the architecture calls it harmless.
 
-    `misshapen` are sentences of a name and its two shapes.
+    `misshapen` are what `misfit` says of tensors.
     """
     may_lack, may_have = compat.ignorable(model)
     lacking = _without(missing, may_lack)
@@ -61,6 +61,12 @@ def refuse_differences(
             f"the weights in {where} do not fit {type(model).__name__}: {'; '.join(parts)}",
             hint=WAYS_OUT,
         )
+
+
+def misfit(name: str, found: Sequence[int], needed: Sequence[int]) -> str:
+    """`name 4x3 instead of 5x3`."""
+    shapes = ("x".join(map(str, shape)) or "scalar" for shape in (found, needed))
+    return f"{name} {' instead of '.join(shapes)}"
 
 
 def listed(names: Collection[str]) -> str:

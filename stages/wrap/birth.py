@@ -1,31 +1,13 @@
-"""How parameters come to life: declared empty, then filled tensor by tensor from the source.
-
-Rank 0 reads; every other rank is sent each tensor, so that no file is read twice and no process
-ever holds the model twice.
-"""
+"""How parameters come to life: declared empty, given memory, and filled from the source."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
-from pipeline.artifacts import (
-    ModelSource,
-    NamedParameter,
-    Precision,
-    TensorReader,
-    dtype_name,
-    torch_dtype,
-)
-from pipeline.errors import StageError
-
-if TYPE_CHECKING:
-    from pipeline.dist import Dist
+from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_name, torch_dtype
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
@@ -56,19 +38,6 @@ def expected_buffers(precision: Precision) -> dict[str, list[str]]:
     return {"buffers": [precision.buffer]} if precision.buffer else {}
 
 
-@contextlib.contextmanager
-def source_reader(model: ModelSource, dist: Dist) -> Iterator[TensorReader | None]:
-    """The source's weights, opened on rank 0 only; None elsewhere."""
-    if not dist.is_main:
-        yield None
-        return
-    reader = model.weights()
-    try:
-        yield reader
-    finally:
-        reader.close()
-
-
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint of the model holds, tied ones once: parameters, then
     persistent buffers."""
@@ -87,37 +56,6 @@ def aliases(module: nn.Module) -> dict[str, str]:
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if first[parameter] != name
     }
-
-
-def fill(
-    module: nn.Module,
-    model: ModelSource,
-    dist: Dist,
-    place: Callable[[Tensor, Tensor], object],
-) -> None:
-    """Fill every stored tensor of `module` from the source (collective).
-
-    `place(target, value)` puts the full `value`, on the run's device and in the target's dtype,
-    into the part of it that this rank owns. Raises StageError on a tensor of another shape.
-    """
-    with source_reader(model, dist) as reader, torch.no_grad():
-        for name, target in stored_tensors(module):
-            place(target, _received(name, target, reader, dist))
-
-
-def _received(name: str, target: Tensor, reader: TensorReader | None, dist: Dist) -> Tensor:
-    if reader is None:
-        value = torch.empty(target.shape, dtype=target.dtype, device=dist.device)
-    else:
-        value = reader.read(name).to(device=dist.device, dtype=target.dtype).contiguous()
-        if value.shape != target.shape:
-            raise StageError(
-                f"{name}: the source has shape {tuple(value.shape)}, "
-                f"the model expects {tuple(target.shape)}"
-            )
-    if dist.world_size > 1:
-        torch.distributed.broadcast(value, src=0)
-    return value
 
 
 def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:

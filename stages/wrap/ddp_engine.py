@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,15 +19,15 @@ from stages.wrap.birth import (
     cast_buffers,
     dtype_names,
     expected_buffers,
-    fill,
     materialise,
     named_parameters,
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
 from stages.wrap.ddp_compat import hook_states, no_buffer_sync, settle_buckets
 from stages.wrap.ddp_reduce import ReduceIn, reduce_in
+from stages.wrap.fill import fill
 from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import TorchEngine, local_parts
 from stages.wrap.witness import attest
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def build(
     """Build, fill, cast, replicate; the optimizer last."""
     module = build_empty(model, precision)
     materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
-    fill(module, model, ctx.dist, lambda target, value: target.copy_(value))
+    fill(local_parts(module), model, ctx, torch.distributed.group.WORLD)
     cast_buffers(module, precision)
     if precision.compute != precision.master:
         cast_on_use(module, torch_dtype(precision.compute))

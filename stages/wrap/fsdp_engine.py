@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
 from pipeline.engine import DataShard, StepReport
@@ -27,14 +26,14 @@ from stages.wrap.birth import (
     cast_buffers,
     dtype_names,
     expected_buffers,
-    fill,
     materialise,
     named_parameters,
 )
+from stages.wrap.fill import fill
 from stages.wrap.fsdp_compat import sharding_facts
 from stages.wrap.fsdp_units import choose_units
 from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import TorchEngine, local_parts
 from stages.wrap.witness import attest
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ def build(
     device = ctx.dist.device
     home = torch.device("cpu") if config.cpu_offload else device
     materialise(module, home, buffer_device=device)
-    fill(module, model, ctx.dist, _place)
+    replicas = mesh["replicate"].get_group() if mesh.ndim == 2 else None
+    fill(local_parts(module), model, ctx, replicas)
     cast_buffers(module, precision)
     _prefetch(config, units)
     engine = FsdpEngine(module, mesh, config, ctx, precision, plan)
@@ -93,15 +93,6 @@ def _shard(
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
         )
-
-
-def _place(target: Tensor, value: Tensor) -> None:
-    """Every rank has the full value: keep this rank's part of it."""
-    if not isinstance(target, DTensor):
-        target.copy_(value)
-        return
-    mine = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    target.to_local().copy_(mine.to_local())
 
 
 def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:

@@ -18,6 +18,7 @@ from pipeline.artifacts import OptimizerPlan
 from pipeline.engine import WEIGHT, Engine, EngineState, Fragment, LossScale, ParameterGroup
 from pipeline.errors import StageError
 from stages.wrap.birth import aliases, stored_tensors
+from stages.wrap.fill import Part
 from stages.wrap.moments import require_known, set_updates, start_state, updates
 
 
@@ -122,6 +123,14 @@ class TorchEngine(Engine):
             settings={**settings, "lr": group["initial_lr"]},
             parameters=[names[parameter] for parameter in group["params"] if parameter.numel()],
         )
+
+
+def local_parts(module: nn.Module) -> Iterator[Part]:
+    """This rank's part of every parameter and stored buffer."""
+    for name, tensor in stored_tensors(module):
+        start, length = local_span(name, tensor)
+        if length:
+            yield Part(name, start, _local(tensor))
 
 
 def local_span(name: str, tensor: Tensor) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline import rundir
 from pipeline.engine import Engine
 from pipeline.errors import EngineMismatch
 from pipeline.stage import Context
@@ -24,7 +25,7 @@ def attest(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> None:
         if facts.get(key) != value
     ]
     if ctx.dist.is_main:
-        (ctx.run_dir / "engine.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+        (ctx.run_dir / rundir.ENGINE).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
     ctx.log.info("running: %s", ", ".join(f"{key} {_shown(facts[key])}" for key in facts))
     if differences:
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))

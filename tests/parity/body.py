@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from pipeline.dist import Dist
 from pipeline.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.consolidate.sharded import ConsolidateSharded
+from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
@@ -54,7 +54,7 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     checkpoints.close()
     engine.close()
     if dist.is_main:
-        weights = ConsolidateSharded().run(ctx, trained)
+        weights = ConsolidateStream().run(ctx, trained)
         save_file(dict(weights), f"{folder}/final.safetensors")
     dist.barrier()
     return {

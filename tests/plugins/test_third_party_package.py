@@ -56,7 +56,7 @@ def quickstart() -> dict[str, object]:
         "train": {
             "use": "train.causal_lm", "steps": 2, "global_batch_size": BATCH, "shuffle": False
         },
-        "consolidate": {"use": "consolidate.sharded"},
+        "consolidate": {"use": "consolidate.stream"},
         "export": {"use": "export.safetensors", "dtype": "fp32"},
     }  # fmt: skip
     launch = {"procs": 1, "device": "cpu"}

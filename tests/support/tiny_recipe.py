@@ -12,7 +12,7 @@ from tests.support.runs import TINY
 
 Stages = dict[str, dict[str, Any]]
 EXPORT: Stages = {
-    "consolidate": {"use": "consolidate.sharded"},
+    "consolidate": {"use": "consolidate.stream"},
     "export": {"use": "export.safetensors"},
 }
 

@@ -17,6 +17,7 @@ class MemoryWeights(MemoryReader, Weights):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
+        self.tensors = self._tensors
         self.reads: list[str] = []
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:

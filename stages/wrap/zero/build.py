@@ -14,6 +14,7 @@ from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.wrap.birth import cast_buffers, expected_buffers
+from stages.wrap.fill import fill
 from stages.wrap.witness import attest
 from stages.wrap.zero import birth, compat
 from stages.wrap.zero.config import generate
@@ -45,11 +46,13 @@ def build(
     cast_buffers(module, precision)
     with compat.quiet(ctx.log):
         live = _initialize(stage, module, plan, config)
-    if precision.compute != precision.master:
-        birth.refine_masters(live, model, ctx)
     engine = LiveZeroEngine(live, ctx.dist, precision, plan)
     # Weakly, so that the engine's memory can be freed before the run ends.
     ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
+    # Masters, not parameters: those that DeepSpeed makes of parameters lack what the compute dtype
+    # rounds off.
+    fill(engine.weights(), model, ctx)
+    engine.refresh()
     attest(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.dist import Dist
 from pipeline.engine import DataShard, EngineState, Fragment, StepReport
+from stages.wrap.fill import Part
 from stages.wrap.zero import compat
 from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.facts import facts
@@ -72,6 +73,10 @@ class LiveZeroEngine(ZeroEngine):
 
     def refresh(self) -> None:
         self._state.refresh()
+
+    def weights(self) -> Iterator[Part]:
+        """See ZeroState."""
+        return self._state.weights()
 
     def facts(self) -> Mapping[str, Any]:
         return facts(self.deepspeed)

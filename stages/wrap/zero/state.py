@@ -13,6 +13,7 @@ from pipeline.artifacts import OptimizerPlan
 from pipeline.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterGroup
 from pipeline.errors import CheckpointError, StageError
 from stages.wrap.birth import aliases, stored_tensors
+from stages.wrap.fill import Part
 from stages.wrap.moments import require_known, set_updates, updates
 from stages.wrap.zero import compat
 from stages.wrap.zero.partitions import Flat, Partitions, own_part, partitions
@@ -89,6 +90,17 @@ class ZeroState:
     def refresh(self) -> None:
         """See Engine."""
         self._partitions.gather()
+
+    def weights(self) -> Iterator[Part]:
+        """This rank's part of every parameter and stored buffer, the masters of trained ones, to be
+        overwritten, each before the next is taken; then `refresh`."""
+        for flat in self._flats:
+            with self._partitions.present(flat, write=True):
+                master = self._partitions.master(flat)
+                for part in flat.parts:
+                    yield Part(self._names[part.parameter], part.start, own_part(master, part))
+        for fragment in self._others():
+            yield Part(fragment.name, fragment.start, fragment.state[WEIGHT])
 
     def _trained(
         self, *, write: bool, counts: Mapping[str, int] | None = None

@@ -14,7 +14,7 @@ from pipeline.artifacts import LossScaling
 from pipeline.dist import Dist
 from pipeline.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.consolidate.sharded import ConsolidateSharded
+from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from tests.support.processes import run_ranks
@@ -47,7 +47,7 @@ def train(
     checkpoints.close()
     engine.close()
     if dist.is_main:
-        save_file(dict(ConsolidateSharded().run(ctx, trained)), f"{folder}/final.safetensors")
+        save_file(dict(ConsolidateStream().run(ctx, trained)), f"{folder}/final.safetensors")
     return list(records(ctx.run_dir / "metrics.jsonl"))
 
 

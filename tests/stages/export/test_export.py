@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts import ExportedModel
 from stages.export import steps
+from stages.export.manifest import Proof
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.exports import Run, run_of, stored
@@ -136,19 +137,22 @@ def test_default_folder_and_record(llama: Run, tmp_path: Path) -> None:
     assert ExportedModel.restore(done.record()) == done
 
 
-def test_writing_holds_one_tensor_at_a_time(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
+def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
 
     class Watched(MemoryWeights):
-        def read(self, name: str) -> torch.Tensor:
-            nonlocal most
-            tensor = super().read(name).clone()
-            alive.append(weakref.ref(tensor))
-            most = max(most, sum(reference() is not None for reference in alive))
-            return tensor
+        def chunks(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+            for chunk in super().chunks(name, start, stop):
+                sizes.append(chunk.numel() * chunk.element_size())
+                yield chunk
 
-    monkeypatch.setattr(steps, "prove_model", lambda *args: 0.0)
+        def read(self, name: str) -> torch.Tensor:
+            raise AssertionError(name)
+
+        read_into = read  # type: ignore[assignment]
+
+    monkeypatch.setattr("stages.weights.memory.CHUNK", 512)
+    monkeypatch.setattr(steps, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0))
     llama._replace(weights=Watched(llama.weights.tensors)).export(dtype="fp32")
-    assert len(alive) == len(llama.weights.tensors)
-    assert most == 1
+    assert sum(sizes) == sum(t.numel() * 4 for t in llama.weights.tensors.values())
+    assert max(sizes) == 512

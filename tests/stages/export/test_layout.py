@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from pipeline.state.dtypes import CODES
-from stages.export.layout import Shard, Spec, index, shards
+from stages.export.layout import Shard, Named, index, shards
 from stages.export.safetensors import ExportSafetensors
-from stages.export.sizes import human, parse_size
+from pipeline.throughput import human
+from stages.export.sizes import parse_size
 
 
 @pytest.mark.parametrize(
@@ -62,17 +63,17 @@ SPECS = st.lists(
     max_size=12,
 ).map(
     lambda found: [
-        Spec(name=f"t.{number}", shape=shape, dtype=dtype)
+        Named(name=f"t.{number}", shape=shape, dtype=dtype)
         for number, (shape, dtype) in enumerate(found)
     ]
 )
 
 
 @given(specs=SPECS, limit=st.integers(1, 300))
-def test_shards_keep_order_and_limit(specs: Sequence[Spec], limit: int) -> None:
+def test_shards_keep_order_and_limit(specs: Sequence[Named], limit: int) -> None:
     parts = shards(specs, limit)
-    assert [spec for part in parts for spec in part.specs] == specs
-    assert all(part.size <= limit or len(part.specs) == 1 or part.size == 0 for part in parts)
+    assert [spec for part in parts for spec in part.tensors] == specs
+    assert all(part.size <= limit or len(part.tensors) == 1 or part.size == 0 for part in parts)
     assert len({part.file for part in parts}) == len(parts)
     content = index(parts)
     assert content["metadata"]["total_size"] == sum(spec.size for spec in specs)
@@ -80,9 +81,9 @@ def test_shards_keep_order_and_limit(specs: Sequence[Spec], limit: int) -> None:
 
 
 @given(specs=SPECS)
-def test_header_is_what_safetensors_reads(specs: Sequence[Spec]) -> None:
+def test_header_is_what_safetensors_reads(specs: Sequence[Named]) -> None:
     specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    part = Shard(file="model.safetensors", specs=specs)
+    part = Shard(file="model.safetensors", tensors=specs)
     header = part.header()
     assert len(header) % 8 == 0
     assert int.from_bytes(header[:8], "little") == len(header) - 8

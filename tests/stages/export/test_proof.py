@@ -24,10 +24,10 @@ def flip(file: Path, position: int) -> None:
 def test_one_flipped_bit_is_found(
     position: int, llama: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_badly(folder: Path, *args: Any) -> Any:
-        digests = real(folder, *args)
-        flip(folder / "model.safetensors", position)
-        return digests
+    def write_badly(file: Path, *args: Any) -> Any:
+        sums = real(file, *args)
+        flip(file, position)
+        return sums
 
     real = steps.write
     monkeypatch.setattr(steps, "write", write_badly)
@@ -87,7 +87,7 @@ def test_missing_unexpected_and_misshapen_weights(llama: Run) -> None:
     with pytest.raises(StageError, match=r"the checkpoint .* missing 1 tensor \(model.norm.weight"):
         llama.export()
     tensors["model.norm.weight"] = norm[:-1]
-    with pytest.raises(StageError, match=r"model.norm.weight has shape \(35,\)"):
+    with pytest.raises(StageError, match=r"another shape .*model.norm.weight 35 instead of 36"):
         llama.export()
     tensors |= {"model.norm.weight": norm, "stray": norm}
     with pytest.raises(StageError, match=r"unexpected 1 tensor \(stray\)"):

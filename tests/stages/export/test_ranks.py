@@ -1,4 +1,4 @@
-"""One export by two processes: rank 0 writes, both return the same, from the same weights."""
+"""One export by two processes: both write, both return the same, from the same weights."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def export_on_rank(dist: Dist, folder: str) -> dict[str, Any]:
     return done.record() | {"digest": digest(source.weights()), "reads": len(weights.reads)}
 
 
-def test_rank_0_writes_and_all_return_the_same(tmp_path: Path) -> None:
+def test_both_write_and_return_the_same(tmp_path: Path) -> None:
     first, second = run_ranks(export_on_rank, 2, str(tmp_path))
-    assert first["reads"] > 0
-    assert second["reads"] == 0
+    assert first["reads"] > second["reads"] > 0
     for key in ("folder", "files", "total_bytes"):
         assert first[key] == second[key]
     assert (Path(first["folder"]) / "model.safetensors").stat().st_size == first["total_bytes"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.artifacts import LossScaling
-from stages.consolidate.deepspeed_reader import DeepSpeedWeights
+from stages.consolidate.weights import open_weights
 from stages.wrap.zero import OptimizerOffload, ParameterOffload
 from tests.support.processes import run_ranks
 from tests.support.zero import Case, has_libaio, plain, run_case
@@ -126,7 +126,7 @@ def test_masters_keep_what_the_compute_dtype_rounds_off(
     zero = {"stage": stage, "round_robin_gradients": round_robin if stage < 3 else None}
     case = Case(zero=zero, compute="bf16", last=0, save=True)
     train(tmp_path, case)
-    masters = DeepSpeedWeights(tmp_path / "checkpoints/step-00000000")
+    masters = open_weights(str(tmp_path / "checkpoints/step-00000000"))
     for name, weight in plain(tmp_path, case)[2].items():
         assert torch.equal(masters.read(name), weight), name
 

@@ -1,0 +1,43 @@
+"""Tell how fast bytes go somewhere, now and then and at the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+EVERY = 10.0
+"""Seconds between two lines."""
+
+
+def human(size: float) -> str:
+    """`1.5 GB`."""
+    value, unit = float(size), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+class Throughput:
+    """Counts bytes of `total` that this process has to move."""
+
+    def __init__(self, log: logging.Logger, doing: str, total: int) -> None:
+        self._log = log
+        self._doing = doing
+        self._total = total
+        self._done = 0
+        self._began = self._told = time.monotonic()
+
+    def advance(self, size: int) -> None:
+        """`size` more bytes have been moved."""
+        self._done += size
+        now = time.monotonic()
+        if now - self._told > EVERY:
+            self._told = now
+            self._log.info("%s: %s of %s", self._doing, human(self._done), human(self._total))
+
+    def summary(self) -> str:
+        """`1.5 GB in 2.0 s (0.8 GB/s)`."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        return f"{human(self._done)} in {seconds:.1f} s ({human(self._done / seconds)}/s)"

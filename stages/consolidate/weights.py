@@ -1,0 +1,78 @@
+"""The live side of consolidate.stream."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.artifacts import TensorSpec, Weights
+from pipeline.engine import WEIGHT
+from pipeline.errors import CheckpointError
+from pipeline.state.dtypes import dtype
+from pipeline.state.formats import Formats, Reading
+from pipeline.state.reader import CheckpointReader
+from pipeline.state.source import StateSource
+from pipeline.state.store import locate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def open_weights(address: str) -> Weights:
+    """The weights of the checkpoint at a path or address. Raises CheckpointError, and UsageError
+    for a folder of no known format."""
+    if "://" in address:
+        source: StateSource = CheckpointReader(*locate(address))
+        return CheckpointWeights(source, _digest(source))
+    folder = Path(address)
+    source = Formats.installed().detect(folder).open(folder, Reading(weights_only=True))
+    return CheckpointWeights(source, _digest(source, *_stamps(folder)))
+
+
+class CheckpointWeights(Weights):
+    """Parameters and stored buffers of a training state, tied names each listed."""
+
+    def __init__(self, source: StateSource, identity: str) -> None:
+        self.identity = identity
+        self._source = source
+        keys = (key.partition("/") for key in source.tensors)
+        own = {name: name for kind, _, name in keys if kind == WEIGHT}
+        self._names = own | dict(source.state.aliases)
+
+    def names(self) -> Collection[str]:
+        return self._names.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        entry = self._source.tensors[self._key(name)]
+        return TensorSpec(tuple(entry.shape), dtype(entry.dtype))
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        stored = self.spec(name).dtype
+        for _, data in self._source.read(self._key(name), start, stop):
+            self.bytes_read += len(data)
+            yield torch.frombuffer(data, dtype=stored)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _key(self, name: str) -> str:
+        if name not in self._names:
+            raise CheckpointError(f"{self._source.where}: holds no tensor {name}")
+        return f"{WEIGHT}/{self._names[name]}"
+
+
+def _digest(source: StateSource, *stamps: str) -> str:
+    facts = [source.where, source.step, source.world_size, dict(source.progress), *stamps]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _stamps(folder: Path) -> Iterator[str]:
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            found = file.stat()
+            yield f"{file.relative_to(folder)} {found.st_size} {found.st_mtime_ns}"

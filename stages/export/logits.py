@@ -1,0 +1,119 @@
+"""What a model computes on a prompt, with no more of it in memory than is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.artifacts import ModelSource, TensorReader
+from pipeline.errors import ExportError, StageError
+from stages.model import compat
+from stages.model.names import refuse_differences, ties
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def loaded(folder: Path, outline: nn.Module, *, whole: bool) -> Iterator[nn.Module]:
+    """The model in a folder, as a user loads it; unless `whole`, its blocks stay on disk and come
+    into memory one at a time. Raises ExportError when it does not load as what `outline` is."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = type(outline) if compat.is_remote_code(outline) else AutoModelForCausalLM
+    with tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent) as scratch:
+        options: dict[str, Any] = {}
+        if not whole:
+            options = {"device_map": _blocks_on_disk(outline), "offload_folder": scratch}
+        try:
+            with compat.quiet():
+                model, info = kind.from_pretrained(
+                    folder, dtype="auto", local_files_only=True, output_loading_info=True, **options
+                )
+            refuse_differences(
+                str(folder), model, info["missing_keys"], info["unexpected_keys"],
+                [str(key[0]) for key in info["mismatched_keys"]],
+            )  # fmt: skip
+        except (OSError, ValueError, RuntimeError, ImportError, StageError) as error:
+            raise ExportError(f"transformers cannot load the export: {error}") from error
+        if type(model).__name__ != type(outline).__name__:
+            raise ExportError(
+                f"the export loads as {type(model).__name__}, trained was {type(outline).__name__}"
+            )
+        yield model
+
+
+def _blocks_on_disk(outline: nn.Module) -> dict[str, str]:
+    blocks = compat.block_classes(outline)
+
+    def places(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+        if type(module).__name__ in blocks:
+            yield name, "disk"
+        elif any(type(below).__name__ in blocks for below in module.modules()):
+            for child, below in module.named_children():
+                yield from places(f"{name}.{child}".lstrip("."), below)
+        else:
+            yield name, "cpu"
+
+    return dict(places("", outline))
+
+
+def reference(
+    source: ModelSource, tensors: TensorReader, dtypes: Mapping[str, torch.dtype]
+) -> nn.Module:
+    """The declared module with the weights of `tensors` in `dtypes`, each block of which is read
+    when it runs and let go of afterwards."""
+    from accelerate import init_empty_weights
+    from accelerate.hooks import attach_align_device_hook
+
+    with init_empty_weights(include_buffers=False):
+        model = source.build()
+    source.tie(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    values = _Values(tensors, ties(model), dtypes)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: values[name] for name in tensors.names() if name not in parameters}
+    model.load_state_dict(buffers, strict=False, assign=True)
+    attach_align_device_hook(
+        model,
+        execution_device=torch.device("cpu"),
+        offload=True,
+        weights_map=values,
+        preload_module_classes=list(compat.block_classes(model)),
+    )
+    return model
+
+
+class _Values(Mapping[str, "Tensor"]):
+    """Reads each tensor when it is asked for."""
+
+    def __init__(
+        self, tensors: TensorReader, tied: Mapping[str, str], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self._tensors = tensors
+        self._tied = tied
+        self._dtypes = dtypes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors.read(self._tied.get(name, name)).to(self._dtypes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dtypes)
+
+    def __len__(self) -> int:
+        return len(self._dtypes)
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """In fp32, shape (1, length, vocabulary)."""
+    model.eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        result: Tensor = model(input_ids=ids, use_cache=False).logits
+    return result.float()

@@ -1,0 +1,94 @@
+"""Fill the parts of the weights that this rank holds from the model's source.
+
+Every rank reads the bytes of its own parts and no others, into the memory where they stay. Ranks
+that hold the same parts share the reading and send each other what they read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from pipeline.artifacts import ModelSource, TensorReader
+from pipeline.throughput import Throughput, human
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from pipeline.stage import Context
+
+CUT = 1 << 24
+"""Elements; smaller parts are read by one rank."""
+
+
+class Part(NamedTuple):
+    """A flat, live view of elements [start, start + its length) of a tensor of the source."""
+
+    name: str
+    start: int
+    target: Tensor
+
+
+def fill(
+    parts: Iterable[Part], model: ModelSource, ctx: Context, replicas: ProcessGroup | None = None
+) -> None:
+    """Overwrite every part with the source's values, cast to its dtype.
+
+    Each part is filled before the next is taken. With `replicas`, the ranks that hold exactly the
+    same parts, it is collective over them, and all parts must stay valid. Raises StageError.
+    """
+    with contextlib.closing(model.weights()) as reader, torch.no_grad():
+        if replicas is None or torch.distributed.get_world_size(replicas) == 1:
+            _read(parts, reader, ctx)
+            return
+        shares = _shares(list(parts), torch.distributed.get_world_size(replicas))
+        _read(shares[torch.distributed.get_rank(replicas)], reader, ctx)
+        _exchange(shares, replicas)
+
+
+def _read(parts: Iterable[Part], reader: TensorReader, ctx: Context) -> None:
+    total = sum(reader.spec(name).nbytes for name in reader.names())
+    watch = Throughput(ctx.log, "loading weights", total)
+    before = 0
+    for part in parts:
+        reader.read_into(part.name, part.start, part.target)
+        watch.advance(reader.bytes_read - before)
+        before = reader.bytes_read
+    ctx.log.info("weights loaded: this process read %s of %s", watch.summary(), human(total))
+
+
+def _exchange(shares: Sequence[Sequence[Part]], replicas: ProcessGroup) -> None:
+    for number, share in enumerate(shares):
+        owner = torch.distributed.get_global_rank(replicas, number)
+        for part in share:
+            torch.distributed.broadcast(part.target, src=owner, group=replicas)
+
+
+def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
+    """The parts in order, for `count` ranks to read about as many elements each.
+
+    A large one is cut where a share ends; a small one goes whole to the rank in whose share its
+    middle lies, as some readers make whole tensors anyway.
+    """
+    total = sum(part.target.numel() for part in parts)
+    shares: list[list[Part]] = [[] for _ in range(count)]
+    begin = 0
+    for part in parts:
+        end = begin + part.target.numel()
+        if end - begin < CUT:
+            middle = (begin + end) // 2
+            shares[min(middle * count // max(total, 1), count - 1)].append(part)
+        else:
+            for rank in range(count):
+                low = max(begin, total * rank // count)
+                high = min(end, total * (rank + 1) // count)
+                if low < high:
+                    target = part.target[low - begin : high - begin]
+                    shares[rank].append(Part(part.name, part.start + low - begin, target))
+        begin = end
+    return shares
