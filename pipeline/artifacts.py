@@ -318,6 +318,10 @@ class Weights(TensorReader):
     identity: str
     """Equal for equal contents: what tells an interrupted export that it can go on."""
 
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names():
+            yield name, self.read(name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel(Durable):

@@ -26,6 +26,8 @@ COMMANDS = {
         "pipeline.commands.convert:convert",
         "Write a training state in another tool's format, or bring one here.",
     ),
+    "export": ("pipeline.commands.export:export", "Export a run's model, or a checkpoint's."),
+    "verify": ("pipeline.commands.verify:verify", "Prove again that an export is what it was."),
     "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),

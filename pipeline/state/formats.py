@@ -59,6 +59,18 @@ class StateFormat(ABC):
         raise UsageError(f"{self.name} can be read, but not written")
 
 
+def open_state(address: str, reading: Reading) -> StateSource:
+    """The state at a path, in whatever format it is, or at an address, where only canonical ones
+    are. Raises CheckpointError, and UsageError for a folder of no known format."""
+    if "://" in address:
+        from pipeline.state.reader import CheckpointReader
+        from pipeline.state.store import locate
+
+        return CheckpointReader(*locate(address))
+    folder = Path(address)
+    return Formats.installed().detect(folder).open(folder, reading)
+
+
 class Formats:
     """Installed formats by name."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
@@ -29,7 +29,7 @@ def forget(store: Store, retention: Retention) -> Iterator[str]:
         return
     names = list(store.names())
     old = names[: -retention.last]
-    best = _best(store, names, retention.best) if retention.best and old else set()
+    best = best_of(store, names, retention.best) if retention.best and old else set()
     for name in old:
         step = step_number(name) or 0
         if name in best or (retention.every and step % retention.every == 0):
@@ -40,7 +40,9 @@ def forget(store: Store, retention: Retention) -> Iterator[str]:
             yield f"{store.locate(name)} cannot be deleted: {error.strerror or error}"
 
 
-def _best(store: Store, names: list[str], count: int) -> set[str]:
+def best_of(store: Store, names: Sequence[str], count: int) -> set[str]:
+    """The `count` checkpoints with the lowest loss on held-out data; fewer, where that is not
+    known."""
     losses = {name: _heldout_loss(store, name) for name in names}
     ranked = sorted((loss, name) for name, loss in losses.items() if math.isfinite(loss))
     return {name for _, name in ranked[:count]}

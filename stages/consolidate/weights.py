@@ -14,10 +14,8 @@ from pipeline.artifacts import TensorSpec, Weights
 from pipeline.engine import WEIGHT
 from pipeline.errors import CheckpointError
 from pipeline.state.dtypes import dtype
-from pipeline.state.formats import Formats, Reading
-from pipeline.state.reader import CheckpointReader
+from pipeline.state.formats import Reading, open_state
 from pipeline.state.source import StateSource
-from pipeline.state.store import locate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,12 +24,9 @@ if TYPE_CHECKING:
 def open_weights(address: str) -> Weights:
     """The weights of the checkpoint at a path or address. Raises CheckpointError, and UsageError
     for a folder of no known format."""
-    if "://" in address:
-        source: StateSource = CheckpointReader(*locate(address))
-        return CheckpointWeights(source, _digest(source))
-    folder = Path(address)
-    source = Formats.installed().detect(folder).open(folder, Reading(weights_only=True))
-    return CheckpointWeights(source, _digest(source, *_stamps(folder)))
+    source = open_state(address, Reading(weights_only=True))
+    stamps = [] if "://" in address else _stamps(Path(address))
+    return CheckpointWeights(source, _digest(source, *stamps))
 
 
 class CheckpointWeights(Weights):

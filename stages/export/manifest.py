@@ -12,7 +12,8 @@ from pipeline.errors import ExportError
 from pipeline.files import replace_text
 
 NAME = "export.json"
-WRITER = "pipetrain export.safetensors"
+WRITER = "export.safetensors"
+"""The stage that wrote it, for `pipe verify`."""
 BLOCK = 1 << 24
 """Bytes of a tensor that are written, checksummed and read back as one."""
 

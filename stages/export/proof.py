@@ -33,9 +33,7 @@ ROOM = 2 << 30
 """Bytes that must stay free beside a model that is loaded whole."""
 
 
-def prove_files(
-    folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: Dist
-) -> None:
+def prove_files(folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: Dist) -> None:
     """Read every file back (collective): names, shapes, dtypes, and the bytes of each tensor.
 
     Raises ExportError.

@@ -42,7 +42,9 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     tell(f"{tensors} tensors in {len(parts)} file(s) are as they were written")
     outline = _outline(folder, trust_remote_code=trust_remote_code)
     with loaded(folder, outline, whole=fits(folder)) as model:
-        difference = recognise(logits(model, torch.tensor([found.proof.prompt])), found.proof.logits)
+        difference = recognise(
+            logits(model, torch.tensor([found.proof.prompt])), found.proof.logits
+        )
     tell(f"{type(outline).__name__} computes what it did (largest difference {difference:.2g})")
 
 
@@ -67,7 +69,9 @@ def _prove_index(folder: Path, parts: list[Shard]) -> None:
 
 
 def _shard(name: str, entry: WeightFile) -> Shard:
-    tensors = [Named(tensor, shape, DTYPES[code]) for tensor, (code, shape) in entry.tensors.items()]
+    tensors = [
+        Named(tensor, shape, DTYPES[code]) for tensor, (code, shape) in entry.tensors.items()
+    ]
     return Shard(file=name, tensors=tensors)
 
 

@@ -46,8 +46,8 @@ def without_init() -> Iterator[None]:
 
 
 def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """How tensors of files become those of the module, as the architecture declares it: older names,
-    a missing or superfluous prefix, experts stacked. A name that fits nothing stays as it is."""
+    """How tensors of files become those of the module, as the architecture declares it: older
+    names, a missing or superfluous prefix, stacked experts. A name that fits nothing is kept."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
 from stages.model.config import config_of_files, config_of_recipe
+from stages.model.fit import Allowed
 from stages.model.gguf import require_gguf
 from stages.model.paths import Files, is_gguf, is_local, local
-from stages.model.fit import Allowed
 from stages.model.source import HfSource
 
 if TYPE_CHECKING:

@@ -95,7 +95,8 @@ class SafetensorsReader(TensorReader):
 
     def _staging(self) -> Tensor:
         if self._buffer is None:
-            pinned = torch.cuda.is_initialized()  # copies to a GPU from there are faster
+            # Copies to a GPU are faster from page-locked memory.
+            pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._buffer = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import CheckpointError, StageError
+from pipeline.errors import StageError
 from stages.formats.guarded import explained
 from stages.formats.mapped import flattened
 from stages.weights.memory import MemoryReader
@@ -45,8 +45,7 @@ def _content(file: Path) -> Iterator[tuple[str, Tensor]]:
         mapped = zipfile.is_zipfile(file)
         content: Any = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:
-        refusal: CheckpointError = explained(error, str(file))
-        raise StageError(str(refusal), hint=refusal.hint) from error
+        raise explained(error, str(file)) from error
     if not isinstance(content, dict):
         raise StageError(f"{file}: holds no state dict")
     for name, tensor in content.items():

@@ -152,7 +152,9 @@ def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatc
         read_into = read  # type: ignore[assignment]
 
     monkeypatch.setattr("stages.weights.memory.CHUNK", 512)
-    monkeypatch.setattr(steps, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0))
+    monkeypatch.setattr(
+        steps, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0)
+    )
     llama._replace(weights=Watched(llama.weights.tensors)).export(dtype="fp32")
     assert sum(sizes) == sum(t.numel() * 4 for t in llama.weights.tensors.values())
     assert max(sizes) == 512

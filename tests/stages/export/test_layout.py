@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from pipeline.state.dtypes import CODES
-from stages.export.layout import Shard, Named, index, shards
-from stages.export.safetensors import ExportSafetensors
 from pipeline.throughput import human
+from stages.export.layout import Named, Shard, index, shards
+from stages.export.safetensors import ExportSafetensors
 from stages.export.sizes import parse_size
 
 

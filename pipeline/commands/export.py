@@ -1,0 +1,62 @@
+"""`pipe export`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.plan import Plan
+
+
+@click.command("export")
+@click.argument("source", metavar="RUN|CHECKPOINT")
+@click.option("--step", help="Of a run: the step of the checkpoint, or `best` (default: newest).")
+@click.option("--to", type=click.Path(path_type=Path), help="The folder to write.")
+@click.option(
+    "--model",
+    help="Where architecture and tokenizer come from, for a checkpoint outside of a run: a folder "
+    "in Hugging Face layout, a GGUF file or a hub id with its revision, ID@COMMIT.",
+)
+@click.option("--dtype", help="fp32, bf16, fp16, or source: as in the model that was trained from.")
+@click.option("--max-shard-size", help="Largest weight file, such as 5GB.")
+@click.option(
+    "--procs", type=click.IntRange(min=1), help="Processes (default: up to 4)."
+)
+def export(
+    source: str,
+    step: str | None,
+    to: Path | None,
+    model: str | None,
+    dtype: str | None,
+    max_shard_size: str | None,
+    procs: int | None,
+) -> None:
+    """Write the model of a RUN's checkpoint, or of any CHECKPOINT, as a proven export.
+
+    Needs no GPU and little memory. CHECKPOINT can have been saved by this program, DeepSpeed,
+    torch.distributed.checkpoint or transformers' Trainer. An interrupted export goes on when it is
+    asked for again.
+    """
+    from pipeline.exporting import chosen, recipe_text
+    from pipeline.launch.environment import worker_world_size
+    from pipeline.launch.start import start
+    from pipeline.plan import plan_file
+
+    def prepare() -> tuple[Plan, Path]:
+        choice = chosen(source, step=step, model=model, to=to)
+        settings: Mapping[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
+        given = {key: value for key, value in settings.items() if value is not None}
+        count = procs or min(4, os.cpu_count() or 1)
+        choice.job.mkdir(parents=True, exist_ok=True)
+        file = choice.job / "export.yaml"
+        file.write_text(recipe_text(choice, given, count), "utf-8")
+        plan = plan_file(file, here=True, procs=worker_world_size())
+        click.echo(f"{choice.checkpoint} -> {choice.folder}")
+        return plan, choice.job
+
+    start(prepare)

@@ -1,0 +1,51 @@
+"""`pipe verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("verify")
+@click.argument("folder", metavar="EXPORT", type=click.Path(path_type=Path))
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run the model code that came with the export, which some architectures need.",
+)
+def verify(folder: Path, trust_remote_code: bool) -> None:
+    """Prove that EXPORT is whole and computes what it did when it was made.
+
+    Every byte is read and compared; then the model is loaded with transformers and run on the
+    prompt of its first proof. Exit code 1 if anything differs.
+    """
+    from pipeline.errors import UsageError, system_errors_as
+    from pipeline.registry import Registry
+
+    name = _writer(folder)
+    kind = Registry.installed().load(name)
+    prove = getattr(kind, "verify", None)
+    if not callable(prove):
+        raise UsageError(f"the stage {name}, which wrote {folder}, cannot verify it")
+    with system_errors_as(UsageError):
+        prove(folder.absolute(), click.echo, trust_remote_code=trust_remote_code)
+    click.echo("verified")
+
+
+def _writer(folder: Path) -> str:
+    """The stage that wrote an export, as its manifest names it."""
+    from pipeline.errors import UsageError
+
+    try:
+        content = json.loads((folder / "export.json").read_text("utf-8"))
+        writer = content["writer"]
+        if isinstance(writer, str):
+            return writer
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UsageError(
+        f"{folder} is no export of ours: it holds no export.json that says who wrote it",
+        hint="give the folder that `pipe export` or a run has written",
+    )

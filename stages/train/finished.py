@@ -1,0 +1,45 @@
+"""A training that has ended already, in place of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.artifacts import TrainedRun
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.checkpoint.addresses import unknown_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedTraining:
+    """Take a checkpoint that is there, of any format, to consolidate and export it.
+
+    `pipe export` writes recipes with this stage.
+    """
+
+    checkpoint: str
+    """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from unknown_address("checkpoint", self.checkpoint)
+        if "://" not in self.checkpoint and not Path(self.checkpoint).expanduser().is_dir():
+            yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
+
+    def run(self, ctx: Context) -> TrainedRun:
+        import contextlib
+
+        from pipeline.artifacts import Progress
+        from pipeline.errors import CheckpointError
+        from pipeline.state.formats import Reading, open_state
+
+        address = self.checkpoint
+        if "://" not in address:
+            address = str(Path(address).expanduser().absolute())
+        with contextlib.closing(open_state(address, Reading(weights_only=True))) as state:
+            try:
+                progress = Progress(**state.progress)
+            except TypeError as error:
+                raise CheckpointError(f"{address}: written by another version: {error}") from error
+        return TrainedRun(checkpoint=address, progress=progress)
