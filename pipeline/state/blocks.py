@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
@@ -24,18 +24,18 @@ def count(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def sums(data: memoryview) -> Iterator[int]:
+def sums(data: memoryview) -> list[int]:
     """The checksum (XXH3, 64 bits) of each block of `data`, which starts at a block's start."""
-    for start in range(0, len(data), BLOCK):
-        yield xxh3_64_intdigest(data[start : start + BLOCK])
+    return [xxh3_64_intdigest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
 
 
 def first_wrong(data: memoryview, expected: Sequence[int]) -> int | None:
     """Index of the first block of `data` whose checksum is another; None if all agree."""
-    for place, (found, wanted) in enumerate(zip(sums(data), expected, strict=True)):
-        if found != wanted:
-            return place
-    return None
+    found = sums(data)
+    if found == list(expected):
+        return None
+    return next(at for at, (one, other) in enumerate(zip(found, expected, strict=True))
+                if one != other)  # fmt: skip
 
 
 def pack(values: Sequence[int]) -> bytes:
