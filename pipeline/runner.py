@@ -8,9 +8,10 @@ import gc
 import time
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import Durable
+from pipeline.artifacts import Durable, TrainedRun
 from pipeline.errors import StageError
 from pipeline.journal import Journal
+from pipeline.preflight import look_ahead, rehearse
 from pipeline.stage import Context
 from pipeline.todo import Todo, decide, digests, restored
 
@@ -39,6 +40,8 @@ class Runner:
                 self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
         for step in self.plan.steps:
             if step.slot in todo.run:
+                if step.gives is not None and issubclass(step.gives, TrainedRun):
+                    self._before_training(todo)
                 self._run_step(step)
             self._drop_read(step.slot)
 
@@ -53,6 +56,11 @@ class Runner:
         if self.ctx.dist.is_main:
             text = decide(self.plan, self.journal, self.ctx.log).dump()
         return Todo.load(self.ctx.dist.share(text))
+
+    def _before_training(self, todo: Todo) -> None:
+        look_ahead(self.plan, self.ctx, self.artifacts, todo.run)
+        if self.plan.recipe.rehearse:
+            rehearse(self.plan, self.ctx, self.artifacts)
 
     def _run_step(self, step: Step) -> None:
         self.ctx.slot = step.slot

@@ -22,29 +22,29 @@ class Need:
 
 
 @functools.cache
-def _annotations(stage: type) -> dict[str, Any]:
-    run = getattr(stage, "run", None)
-    if not callable(run):
-        raise PluginError(f"{stage.__module__}.{stage.__qualname__} has no method `run`")
+def _annotations(stage: type, method: str = "run") -> dict[str, Any]:
+    function = getattr(stage, method, None)
+    if not callable(function):
+        raise PluginError(f"{stage.__module__}.{stage.__qualname__} has no method `{method}`")
     try:
-        return typing.get_type_hints(run)
+        return typing.get_type_hints(function)
     except Exception as error:
         raise PluginError(
-            f"{stage.__module__}.{stage.__qualname__}.run: "
+            f"{stage.__module__}.{stage.__qualname__}.{method}: "
             f"its annotations cannot be resolved: {error}",
             hint="import artifact types outside TYPE_CHECKING",
         ) from error
 
 
 @functools.cache
-def needs(stage: type) -> tuple[Need, ...]:
-    """What `run` takes after `self` and `ctx`, in order. `X | None` is optional.
+def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
+    """What a method takes after `self` and `ctx`, in order. `X | None` is optional.
 
     Raises PluginError when a parameter is not annotated with a class.
     """
-    hints = _annotations(stage)
+    hints = _annotations(stage, method)
     found = []
-    for parameter in list(inspect.signature(stage.run).parameters.values())[2:]:  # type: ignore[attr-defined]
+    for parameter in list(inspect.signature(getattr(stage, method)).parameters.values())[2:]:
         annotation = hints.get(parameter.name)
         options = [annotation]
         if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
@@ -52,7 +52,7 @@ def needs(stage: type) -> tuple[Need, ...]:
         kinds = [option for option in options if option is not type(None)]
         if len(kinds) != 1 or kinds[0] is Any or not isinstance(kinds[0], type):
             raise PluginError(
-                f"{stage.__module__}.{stage.__qualname__}.run: parameter `{parameter.name}` "
+                f"{stage.__module__}.{stage.__qualname__}.{method}: parameter `{parameter.name}` "
                 "is not annotated with one artifact class"
             )
         found.append(

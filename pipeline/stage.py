@@ -6,6 +6,13 @@ configuration; each field is documented by the string under it and bounded throu
 artifacts it needs and the one it gives. An optional `check(self, plan)` yields problems that only
 show in the company of other slots or of the machine; it never raises and imports nothing heavy.
 Importing a stage's module imports no torch.
+
+Two more methods are optional. Both take artifacts as `run` does, by their annotations, and are
+called before training starts. `foresee(self, ctx, ...)` yields the `Room` that the stage will need;
+it is called on rank 0 alone, as soon as the artifacts that it takes are there.
+`rehearse(self, ctx, ...)` does what `run` does, for a recipe that asks for a rehearsal: in
+`ctx.run_dir`, which is another than the run's and is removed afterwards, and with nothing left
+anywhere else (`ctx.on_exit`).
 """
 
 from __future__ import annotations
@@ -57,6 +64,20 @@ class PlanView:
             given = gives(type(stage))
             if given is not None and issubclass(given, artifact):
                 yield stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a stage will need of this machine."""
+
+    what: str
+    """What for, as in `needs 3.2 GB for ...`."""
+    disk: int = 0
+    """Bytes in `folder`, beyond what is there already."""
+    folder: Path | None = None
+    """Need not exist yet."""
+    memory: int = 0
+    """Bytes of host memory on rank 0's machine, at one time."""
 
 
 class Checked(Protocol):

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dtype", help="fp32, bf16, fp16, or source: as in the model that was trained from.")
 @click.option("--max-shard-size", help="Largest weight file, such as 5GB.")
-@click.option(
-    "--procs", type=click.IntRange(min=1), help="Processes (default: up to 4)."
-)
+@click.option("--procs", type=click.IntRange(min=1), help="Processes (default: up to 4).")
 def export(
     source: str,
     step: str | None,

@@ -49,6 +49,9 @@ class Header:
     """How the run becomes processes."""
     env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
     """Environment variables that `${oc.env:NAME}` may read."""
+    rehearse: bool = False
+    """Before training, save, consolidate and export the untrained model once, on its real shapes,
+    prove that export, and throw all of it away: what would fail at the end fails at the start."""
 
 
 HEADER_KEYS = tuple(Header.__dataclass_fields__)
@@ -72,6 +75,7 @@ class Recipe:
     seed: int
     launch: Launch
     env: tuple[str, ...]
+    rehearse: bool
     stages: Mapping[str, SlotSpec]
     marks: Marks = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)

@@ -16,7 +16,7 @@ from pipeline.recipe.nodes import Node
 from pipeline.recipe.parse import parse
 from pipeline.suggest import did_you_mean
 
-TOP_LEVEL = ("name", "seed", "launch", "env")
+TOP_LEVEL = ("name", "seed", "launch", "env", "rehearse")
 
 
 class _RefusedError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class StateCheckpoints(Checkpoints):
         self._every = every
         self._asynchronous = asynchronous
         self._start_from = start_from
-        self._address = address
+        self.address = address
         self._last: str | None = None
         self._pending: str | None = None
         with system_errors_as(CheckpointError), ctx.dist.main_first() as main:
@@ -78,6 +79,24 @@ class StateCheckpoints(Checkpoints):
     def snapshot_bytes(self) -> int:
         """Host memory of this rank's snapshot."""
         return self._arena.size
+
+    @property
+    def size(self) -> int:
+        """Bytes of a checkpoint, on rank 0."""
+        return sum(file.size for file in self._plan.files)
+
+    def count(self) -> int:
+        """Checkpoints that are there."""
+        return len(self._store.names())
+
+    def discard(self) -> None:
+        """Remove everything at the address, once nothing is being written (rank 0)."""
+        with system_errors_as(CheckpointError):
+            for name in self._store.names():
+                self._store.delete(name)
+            self._store.clean()
+        if "://" not in self.address:
+            shutil.rmtree(self.address, ignore_errors=True)
 
     def due(self, step: int) -> bool:
         self._settle_if_done()
@@ -115,7 +134,7 @@ class StateCheckpoints(Checkpoints):
         if progress is not None:
             self._last = step_name(progress.step)
             return progress
-        whereabouts.require_none(self._ctx.run_dir, self._address)
+        whereabouts.require_none(self._ctx.run_dir, self.address)
         if self._start_from is None:
             return None
         store, name = locate(self._agreed_start(self._start_from))
@@ -225,7 +244,7 @@ class StateCheckpoints(Checkpoints):
         for warning in outcome.warnings:
             self._ctx.log.warning(warning)
         if outcome.place:
-            whereabouts.remember(self._ctx.run_dir, self._address)
+            whereabouts.remember(self._ctx.run_dir, self.address)
             self._ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", outcome.place, outcome.size / 1e6, outcome.seconds
             )

@@ -42,3 +42,6 @@ class DeepSpeedCheckpoint:
         from stages.checkpoint.deepspeed_state import DeepSpeedCheckpoints
 
         return DeepSpeedCheckpoints(ctx, engine, every=self.every, keep=self.keep)
+
+    def rehearse(self, ctx: Context, engine: ZeroEngine) -> Checkpoints:
+        return self.run(ctx, engine)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
+from pipeline.artifacts import Checkpoints
+from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.stage import PlanView
+from pipeline.stage import Context, PlanView, Room
 from stages.checkpoint.addresses import unknown_address
 
 if TYPE_CHECKING:
-    from pipeline.artifacts import Checkpoints
-    from pipeline.engine import Engine
-    from pipeline.stage import Context
+    from pipeline.state.checkpoints import StateCheckpoints
     from pipeline.state.planning import Arrangement
 
 
@@ -46,9 +47,37 @@ class CheckpointSettings:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from unknown_address("start_from", self.start_from)
 
+    def foresee(self, ctx: Context, checkpoints: Checkpoints) -> Iterator[Room]:
+        """Disk for the checkpoints that will be kept, and the one that is written meanwhile."""
+        from pipeline.state.checkpoints import StateCheckpoints
+
+        assert isinstance(checkpoints, StateCheckpoints)
+        if "://" in checkpoints.address:
+            return
+        count = (self.keep or 1) + self.keep_best + 1 if self.every else 1
+        missing = max(count - checkpoints.count(), 1)
+        yield Room(
+            what=f"{missing} checkpoint{'s' * (missing > 1)}",
+            disk=missing * checkpoints.size,
+            folder=Path(checkpoints.address),
+        )
+
+    def run(self, ctx: Context, engine: Engine) -> Checkpoints:
+        raise NotImplementedError
+
+    def rehearse(self, ctx: Context, engine: Engine) -> Checkpoints:
+        """Checkpoints beside the run's own, which are gone when the rehearsal ends."""
+        from pipeline.state.checkpoints import StateCheckpoints
+
+        made = replace(self, start_from=None).run(ctx, engine)
+        assert isinstance(made, StateCheckpoints)
+        if ctx.dist.is_main:
+            ctx.on_exit(made.discard)
+        return made
+
     def checkpoints(
         self, ctx: Context, engine: Engine, *, arrangement: Arrangement, folder: str | None
-    ) -> Checkpoints:
+    ) -> StateCheckpoints:
         """The artifact, in files of that arrangement, below `folder` (null: the run's own)."""
         from pipeline.state.checkpoints import StateCheckpoints, address
         from pipeline.state.retention import Retention

@@ -22,3 +22,6 @@ class ConsolidateStream:
         from stages.consolidate.weights import open_weights
 
         return open_weights(trained.checkpoint)
+
+    def rehearse(self, ctx: Context, trained: TrainedRun) -> Weights:
+        return self.run(ctx, trained)

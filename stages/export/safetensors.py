@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Room
 from stages.export.sizes import parse_size
 
 
@@ -63,6 +64,22 @@ class ExportSafetensors:
         from stages.export.steps import export
 
         return export(self, ctx, weights, model, trained)
+
+    def foresee(self, ctx: Context, model: ModelSource) -> Iterator[Room]:
+        from stages.export.foresight import room
+
+        yield room(self, ctx, model)
+
+    def rehearse(
+        self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
+    ) -> ExportedModel:
+        if self.folder is None:
+            return self.run(ctx, weights, model, trained)
+        target = Path(self.folder).expanduser()
+        elsewhere = target.with_name(f"{target.name}.rehearsal")
+        if ctx.dist.is_main:
+            ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
+        return replace(self, folder=str(elsewhere)).run(ctx, weights, model, trained)
 
     @classmethod
     def verify(

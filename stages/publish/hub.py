@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.artifacts import ExportedModel
 from pipeline.errors import Problem
@@ -71,3 +71,6 @@ class PublishHub:
         from stages.publish.steps import publish
 
         return publish(self, ctx, model)
+
+    def rehearse(self, ctx: Context, model: ExportedModel) -> PublishedModel:
+        return replace(self, dry_run=True).run(ctx, model)

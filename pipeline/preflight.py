@@ -1,0 +1,107 @@
+"""What is done between the last preparation and the first training step: look whether there is
+room for what comes afterwards, and rehearse it if the recipe asks for that."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import Checkpoints, Progress, TrainedRun
+from pipeline.metrics import Metrics
+from pipeline.room import require_room
+from pipeline.signature import needs
+
+if TYPE_CHECKING:
+    from pipeline.plan import Plan, Step
+    from pipeline.stage import Context, Room
+
+Artifacts = Mapping[str, Any]
+"""By slot."""
+
+
+def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> None:
+    """Ask the stages of `slots` for what they will need. Raises StageError when that is not there;
+    rank 0 asks, whose machine also writes the exports."""
+    if ctx.dist.is_main:
+        require_room(_rooms(plan, ctx, artifacts, slots))
+
+
+def _rooms(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> Iterator[Room]:
+    for step in plan.steps:
+        if step.slot in slots and hasattr(step.stage, "foresee"):
+            inputs = _inputs(plan, step, "foresee", artifacts)
+            if inputs is not None:
+                yield from step.stage.foresee(dataclasses.replace(ctx, slot=step.slot), **inputs)
+
+
+def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
+    """Save the engine as it is, and have every stage that can rehearse work on that checkpoint
+    (collective). All that is written is removed again; random states stay as they were."""
+    folder = ctx.run_dir / f"{ctx.run_dir.name}.rehearsal"
+    ctx.log.info("rehearsal: saving, consolidating and exporting the untrained model")
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_random_state_kept(ctx))
+        if ctx.dist.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        ctx.dist.barrier()
+        stack.callback(ctx.dist.barrier)
+        stage_ctx = dataclasses.replace(
+            ctx, run_dir=folder, metrics=Metrics(None), on_exit=stack.callback
+        )
+        _play(plan, stage_ctx, dict(artifacts), stack)
+    ctx.log.info("rehearsal: passed in %.1f s; all of it is removed", time.monotonic() - began)
+
+
+def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    checkpoints: Checkpoints | None = None
+    for step in plan.steps:
+        if step.gives is not None and issubclass(step.gives, TrainedRun):
+            if checkpoints is None:
+                return
+            checkpoints.save(Progress())
+            artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
+            continue
+        if not hasattr(step.stage, "rehearse"):
+            continue
+        inputs = _inputs(plan, step, "rehearse", artifacts)
+        if inputs is None:
+            continue
+        ctx.log.info("rehearsal: %s: %s", step.slot, step.use)
+        made = step.stage.rehearse(dataclasses.replace(ctx, slot=step.slot), **inputs)
+        artifacts[step.slot] = made
+        checkpoints = made if isinstance(made, Checkpoints) else checkpoints
+        stack.callback(getattr(made, "close", lambda: None))
+
+
+def _inputs(plan: Plan, step: Step, method: str, artifacts: Artifacts) -> dict[str, Any] | None:
+    """What a method takes, from the latest slots that give it; None if something is missing."""
+    found: dict[str, Any] = {}
+    stage: type = type(step.stage)
+    for need in needs(stage, method):
+        given = [
+            other.slot
+            for other in plan.steps
+            if other.slot in artifacts and other.gives and issubclass(other.gives, need.type)
+        ]
+        if not given and not need.optional:
+            return None
+        found[need.parameter] = artifacts[given[-1]] if given else None
+    return found
+
+
+@contextlib.contextmanager
+def _random_state_kept(ctx: Context) -> Iterator[None]:
+    from pipeline.state import randomness
+
+    states = randomness.capture(ctx.dist.device)
+    try:
+        yield
+    finally:
+        randomness.apply(states, ctx.dist.device)
