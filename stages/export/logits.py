@@ -113,7 +113,7 @@ class _Values(Mapping[str, "Tensor"]):
 def logits(model: Any, ids: Tensor) -> Tensor:
     """In fp32, shape (1, length, vocabulary)."""
     model.eval()
-    model.set_attn_implementation("eager")
+    compat.compute_plainly(model)
     with torch.no_grad():
         result: Tensor = model(input_ids=ids, use_cache=False).logits
     return result.float()

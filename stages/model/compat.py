@@ -171,6 +171,13 @@ def vocabulary(model: Any) -> list[str]:
     ]
 
 
+def compute_plainly(model: Any) -> None:
+    """Attention and experts by plain torch operations, which have no demands on sizes."""
+    model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
 def block_classes(model: nn.Module) -> Collection[str]:
     """Class names of the modules that the architecture does not want split over devices."""
     return set(getattr(model, "_no_split_modules", None) or ())

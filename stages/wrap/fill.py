@@ -59,7 +59,8 @@ def _read(parts: Iterable[Part], reader: TensorReader, ctx: Context) -> None:
         reader.read_into(part.name, part.start, part.target)
         watch.advance(reader.bytes_read - before)
         before = reader.bytes_read
-    ctx.log.info("weights loaded: this process read %s of %s", watch.summary(), human(total))
+    if reader.bytes_read:
+        ctx.log.info("weights loaded: this process read %s of %s", watch.summary(), human(total))
 
 
 def _exchange(shares: Sequence[Sequence[Part]], replicas: ProcessGroup) -> None:

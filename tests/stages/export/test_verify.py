@@ -1,0 +1,132 @@
+"""`verify` finds whatever became of an export since it was proven."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import ExportError
+from stages.export import logits as running
+from stages.export import proof
+from stages.export.verify import verify
+from tests.support.exports import Run, run_of
+from tests.support.models import FAMILIES
+
+
+def told(folder: Path) -> list[str]:
+    lines: list[str] = []
+    verify(folder, lines.append, trust_remote_code=False)
+    return lines
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "mixtral", "gemma2"])
+def test_a_whole_export(family: str, tmp_path: Path) -> None:
+    done = run_of(FAMILIES[family], tmp_path).export(max_shard_size="20KB")
+    lines = told(done.folder)
+    assert "files beside the weights are as they were written" in lines[0]
+    assert "tensors in" in lines[1]
+    assert "computes what it did (largest difference 0)" in lines[2]
+
+
+def flip(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 4
+    file.write_bytes(data)
+
+
+def shorten(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def rename(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+
+
+def reconfigure(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1.0'))
+
+
+def lose(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+
+
+def lose_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (flip, r"does not hold .* 1 tensor"),
+        (shorten, r"cannot be read back"),
+        (rename, r"differs from what was written in 2 tensors"),
+        (reconfigure, r"config.json: is not as it was written"),
+        (lose, r"generation_config.json: missing"),
+        (lose_weights, r"model.safetensors cannot be read back"),
+    ],
+)
+def test_harm_is_found(harm: Callable[[Path], None], message: str, llama: Run) -> None:
+    done = llama.export(dtype="fp32")
+    harm(done.folder)
+    with pytest.raises(ExportError, match=message):
+        told(done.folder)
+
+
+def test_other_computation_is_found(llama: Run) -> None:
+    """Every checksum agrees, but the model computes something else than it did."""
+    done = llama.export(dtype="fp32")
+    file = done.folder / "export.json"
+    content = json.loads(file.read_text())
+    content["proof"]["logits"][3]["top"][2][1] += 0.01
+    file.write_text(json.dumps(content))
+    with pytest.raises(ExportError, match=r"computes something else .* up to 0.01"):
+        told(done.folder)
+
+
+def test_a_foreign_or_unfinished_folder(llama: Run, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="no finished export"):
+        told(tmp_path)
+    done = llama.export()
+    file = done.folder / "export.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"proof": None}))
+    with pytest.raises(ExportError, match="no finished export"):
+        told(done.folder)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"plan": 3}))
+    with pytest.raises(ExportError, match="is damaged"):
+        told(done.folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "mixtral", "gpt2"])
+def test_a_model_larger_than_memory_is_proven_block_by_block(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_of(FAMILIES[family], tmp_path).export(dtype="fp32", max_shard_size="20KB")
+    remembered = json.loads((whole.folder / "export.json").read_text())["proof"]
+    held: list[int] = []
+    real = running._blocks_on_disk
+
+    def watched(outline: torch.nn.Module) -> dict[str, str]:
+        places = real(outline)
+        held.append(sum(place == "disk" for place in places.values()))
+        return places
+
+    monkeypatch.setattr(proof, "free_memory", lambda: 0)
+    monkeypatch.setattr(running, "_blocks_on_disk", watched)
+    run = run_of(FAMILIES[family], tmp_path / "again")
+    again = run.export(dtype="fp32", max_shard_size="20KB")
+    assert held == [2]
+    proven = json.loads((again.folder / "export.json").read_text())["proof"]
+    assert proven["logits"] == remembered["logits"]
+    assert "computes what it did" in told(again.folder)[-1]
+    assert not list(again.folder.parent.glob(".offload-*"))
