@@ -67,13 +67,7 @@ def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
 def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
     """The reverse: how tensors of the module become those of the architecture's files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        PrefixChange,
-        WeightConverter,
-        WeightRenaming,
-        apply_converters,
-        apply_renamings,
-    )
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
     mapping = get_model_conversion_mapping(model, add_legacy=False)
     # Nobody knows whether the files had a prefix that the module has not.
@@ -83,9 +77,24 @@ def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
     groups = _Groups(model, converters)
     for name in _in_order(names):
-        target, pattern = apply_converters(name, converters)
-        groups.add(name, target if pattern else apply_renamings(name, renamings), pattern)
-    return groups.changes(lambda name: apply_renamings(name, renamings))
+        target, pattern = _first_match(name, converters)
+        groups.add(name, target if pattern else _all_matches(name, renamings), pattern)
+    return groups.changes(lambda name: _all_matches(name, renamings))
+
+
+def _first_match(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
+    """What the first converter that knows the name calls it, and the pattern that matched."""
+    for converter in converters:
+        target, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return target, pattern
+    return name, None
+
+
+def _all_matches(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
