@@ -1,0 +1,171 @@
+"""Whatever tensors a checkpoint of whatever format holds, they stream out as they went in, into
+files that safetensors reads."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from pipeline.dist import Dist
+from pipeline.engine import WEIGHT
+from pipeline.errors import CheckpointError, UsageError
+from pipeline.state.dtypes import CODES
+from pipeline.state.formats import Formats
+from pipeline.state.manifest import State
+from stages.consolidate.weights import open_weights
+from stages.export.layout import BLOCK, Named, shards
+from stages.export.writer import check, write
+from stages.formats.adam import fresh_progress
+from stages.formats.mapped import MappedSource, Range, Stored
+
+HERE = Dist(device=torch.device("cpu"))
+
+
+def tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits at all, NaN and infinities among them."""
+    draw = torch.Generator().manual_seed(seed)
+    size = math.prod(shape) * dtype.itemsize
+    top = 2 if dtype is torch.bool else 256
+    data = torch.randint(0, top, (size,), generator=draw, dtype=torch.uint8)
+    return data.view(dtype).view(tuple(shape))
+
+
+def cut(whole: torch.Tensor, edges: Sequence[float]) -> Stored:
+    """In consecutive parts, as ranks save them; each of them in a larger tensor of its own."""
+    flat = whole.reshape(-1)
+    places = sorted({0, flat.numel(), *(int(edge * flat.numel()) for edge in edges)})
+    ranges = []
+    for start, stop in zip(places, places[1:], strict=False):
+        held = torch.cat([flat[:1], flat[start:stop], flat[:1]])
+        ranges.append(Range(held, 1, 1 + stop - start))
+    return Stored(shape=tuple(whole.shape), ranges=ranges or [Range(flat, 0, 0)])
+
+
+def source(stored: Mapping[str, Stored]) -> MappedSource:
+    names = list(stored)
+    return MappedSource(
+        where="memory", step=3, world_size=2, writer={}, progress=fresh_progress(3, 6),
+        state=State(
+            aliases={"other": names[0]}, frozen=names, groups=[], updates={}, moments=[],
+            loss_scale=None,
+        ),
+        stored={f"{WEIGHT}/{name}": value for name, value in stored.items()},
+    )  # fmt: skip
+
+
+TENSORS = st.lists(
+    st.builds(
+        tensor,
+        st.lists(st.integers(0, 7), max_size=4),
+        st.sampled_from(sorted(CODES, key=str)),
+        st.integers(0, 999),
+    ),
+    min_size=1,
+    max_size=8,
+).map(lambda found: {f"layer.{number}.weight": one for number, one in enumerate(found)})
+EDGES = st.lists(st.floats(0, 1), max_size=3)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """To the bit, whatever the dtype."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (found, wanted))
+    return torch.equal(one, other)
+
+
+@pytest.mark.parametrize("form", ["canonical", "full", "dcp"])
+@settings(max_examples=25)
+@given(tensors=TENSORS, edges=EDGES)
+def test_every_format(form: str, tensors: Mapping[str, torch.Tensor], edges: list[float]) -> None:
+    kept = {name: one for name, one in tensors.items() if one.numel()}
+    if not kept:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        writing = Formats.installed().load(form)
+        target = writing.target(Path(folder) / "state", 3)
+        writing.write(source({name: cut(one, edges) for name, one in kept.items()}), target)
+        weights = open_weights(str(target))
+        # This format does not say which names are tied.
+        assert set(weights.names()) - {"other"} == kept.keys()
+        for name, one in kept.items():
+            assert weights.spec(name) == (tuple(one.shape), one.dtype)
+            assert same(weights.read(name), one), name
+        weights.close()
+
+
+@settings(max_examples=60)
+@given(tensors=TENSORS, limit=st.integers(1, 2000), edges=EDGES, data=st.data())
+def test_files(
+    tensors: Mapping[str, torch.Tensor], limit: int, edges: list[float], data: st.DataObject
+) -> None:
+    from stages.consolidate.weights import CheckpointWeights
+
+    stored = {name: cut(one, edges) for name, one in tensors.items()}
+    weights = CheckpointWeights(source(stored), "memory")
+    named = sorted((Named(n, *weights.spec(n)) for n in tensors), key=lambda t: -t.dtype.itemsize)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = shards(named, limit)
+        found: dict[str, torch.Tensor] = {}
+        for part in parts:
+            file = Path(folder) / part.file
+            sums = write(file, part, weights, HERE, lambda size: None)
+            assert check(file, part, sums, HERE) == []
+            found |= load_file(file)
+        assert found.keys() == tensors.keys()
+        for name, one in tensors.items():
+            assert same(found[name], one), name
+        _flip_one_bit(Path(folder) / parts[-1].file, len(parts[-1].header()), data)
+        wrong = check(Path(folder) / parts[-1].file, parts[-1], sums, HERE)
+        assert len(wrong) == (1 if parts[-1].size else 0)
+
+
+def _flip_one_bit(file: Path, start: int, data: st.DataObject) -> None:
+    content = bytearray(file.read_bytes())
+    if len(content) > start:
+        content[data.draw(st.integers(start, len(content) - 1))] ^= 1
+        file.write_bytes(content)
+
+
+def test_a_tensor_of_several_blocks(tmp_path: Path) -> None:
+    from stages.consolidate.weights import CheckpointWeights
+
+    big = torch.arange(BLOCK // 4 * 2 + 12345, dtype=torch.int32)
+    weights = CheckpointWeights(source({"a": cut(big, [0.3, 0.9])}), "memory")
+    (part,) = shards([Named("a", *weights.spec("a"))], 10)
+    sums = write(tmp_path / part.file, part, weights, HERE, lambda size: None)
+    assert [len(one) for one in sums.values()] == [3]
+    assert torch.equal(load_file(tmp_path / part.file)["a"], big)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no checkpoint of a known format"):
+        open_weights(str(tmp_path))
+    with pytest.raises(UsageError, match="no such folder"):
+        open_weights(str(tmp_path / "nothing"))
+    writing = Formats.installed().load("canonical")
+    target = writing.target(tmp_path, 3)
+    writing.write(source({"a": cut(torch.ones(9), [])}), target)
+    weights = open_weights(str(target))
+    with pytest.raises(CheckpointError, match=r"holds no tensor b"):
+        weights.read("b")
+    assert same(weights.read("other"), torch.ones(9))
+
+
+def test_another_checkpoint_has_another_identity(tmp_path: Path) -> None:
+    writing = Formats.installed().load("canonical")
+    made = []
+    for number in (1, 2):
+        target = writing.target(tmp_path / str(number), 3)
+        writing.write(source({"a": cut(torch.full((9,), float(number)), [])}), target)
+        made.append(open_weights(str(target)).identity)
+        assert open_weights(str(target)).identity == made[-1]
+    assert made[0] != made[1]
