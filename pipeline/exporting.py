@@ -5,7 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from pipeline import rundir
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.chain import Link, inputs
-from pipeline.errors import UsageError, system_errors_as
+from pipeline.errors import PluginError, UsageError, system_errors_as
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe.render import render
 from pipeline.registry import Registry
@@ -124,11 +125,7 @@ def _checkpoint(run: str, step: str | None) -> str:
 
 def _kept(recipe: Recipe, content: Mapping[str, Any], trained: dict[str, Any]) -> Slots:
     """The slots that the export needs, the one that trains replaced."""
-    registry = Registry.installed()
-    links = [
-        Link(slot=slot, use=spec["use"], kind=registry.load(spec["use"]))
-        for slot, spec in content.items()
-    ]
+    links = list(_links(content))
     place = {link.slot: number for number, link in enumerate(links)}
     ends = [link.slot for link in links if _gives(link, ExportedModel)][-1:]
     wanted = ends or [link.slot for link in links if _gives(link, ModelSource | TrainedRun)]
@@ -136,7 +133,8 @@ def _kept(recipe: Recipe, content: Mapping[str, Any], trained: dict[str, Any]) -
     while wanted:
         slot = wanted.pop()
         kept.add(slot)
-        if not _gives(links[place[slot]], TrainedRun):
+        link = links[place[slot]]
+        if link.kind is not None and not _gives(link, TrainedRun):
             found = inputs(links, place[slot]).values()
             wanted += [one for one in found if one is not None and one not in kept]
     slots = {
@@ -151,18 +149,24 @@ def _kept(recipe: Recipe, content: Mapping[str, Any], trained: dict[str, Any]) -
 
 def _completed(slots: Slots) -> str:
     """Add what every export needs and `slots` lack; the name of the slot that exports."""
-    registry = Registry.installed()
-    kinds = {
-        slot: Link(slot=slot, use=spec["use"], kind=registry.load(spec["use"]))
-        for slot, spec in slots.items()
-    }
-    if not any(_gives(link, Weights) for link in kinds.values()):
+    links = list(_links(slots))
+    if not any(_gives(link, Weights) for link in links):
         slots["consolidate"] = {"use": "consolidate.stream"}
-    found = [slot for slot, link in kinds.items() if _gives(link, ExportedModel)]
+    found = [link.slot for link in links if _gives(link, ExportedModel)]
     if found:
         return found[-1]
     slots["export"] = {"use": "export.safetensors"}
     return "export"
+
+
+def _links(slots: Mapping[str, Any]) -> Iterator[Link]:
+    """Stages that cannot be loaded any more may be those that the export does not need."""
+    registry = Registry.installed()
+    for slot, spec in slots.items():
+        kind = None
+        with contextlib.suppress(PluginError, KeyError):
+            kind = registry.load(spec["use"])
+        yield Link(slot=slot, use=spec["use"], kind=kind)
 
 
 def _gives(link: Link, kinds: Any) -> bool:

@@ -42,7 +42,7 @@ def table(head: bytes) -> dict[str, Placed]:
             name: Placed(entry["dtype"], tuple(entry["shape"]), *map(int, entry["data_offsets"]))
             for name, entry in entries.items()
         }
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError("no safetensors header") from error
 
 

@@ -46,14 +46,16 @@ def fit(
 
     `held` may have a tied tensor under any of its names.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    declared = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in model.state_dict().items()}
+    wanted = {name: spec.shape for name, spec in declared.items()}
     given = [name for name in held.names() if not _matches(name, allowed.unused)]
     _refuse_idle(where, allowed, wanted, held.names())
+    _refuse_half_new(allowed, tied)
     origins, misshapen = {}, []
     for name, shape in wanted.items():
         source = _source(name, given, tied)
         if _matches(name, allowed.new):
-            origins[name] = Origin(name, 0, TensorSpec(shape, torch.float32))
+            origins[name] = Origin(name, 0, declared[name])
         elif source is not None:
             spec = held.spec(source)
             if spec.shape == shape:
@@ -67,7 +69,7 @@ def fit(
     extra = {name for name in given if name not in wanted}
     refuse_differences(where, model, wanted.keys() - found, extra, misshapen)
     for name in wanted.keys() - found:  # which the architecture does not mind
-        origins[name] = Origin(name, 0, TensorSpec(wanted[name], torch.float32))
+        origins[name] = Origin(name, 0, declared[name])
     needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
     _refuse_untied(where, held, origins, tied)
     return ExtendedReader(held, fresh() if needs_fresh else None, origins)
@@ -95,6 +97,16 @@ def _refuse_idle(
                     f"{key}: {pattern!r} matches no tensor of {whose}",
                     hint=f"they are called {examples}, ...",
                 )
+
+
+def _refuse_half_new(allowed: Allowed, tied: Mapping[str, str]) -> None:
+    for alias, kept in tied.items():
+        if _matches(alias, allowed.new) != _matches(kept, allowed.new):
+            raise StageError(
+                f"new_weights: the model shares one tensor between {alias} and {kept}, "
+                "and only one of them is named",
+                hint="name both, or set tie_word_embeddings to false in its config.json",
+            )
 
 
 def _refuse_untied(

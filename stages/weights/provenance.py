@@ -7,6 +7,7 @@ memory. The conversion itself tells: it is run on tensors that hold row numbers 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,9 +21,9 @@ from stages.weights.change import Change
 if TYPE_CHECKING:
     from torch import Tensor
 
-WIDTH = 4
-"""Columns of the tensors of row numbers: enough to see a conversion that moves columns."""
-FACTOR, OFFSET = 3, 7
+WIDTHS = 5, 7
+"""Columns of the tensors of row numbers in the first and in the second run. No part into which a
+conversion can cut a row fits into both."""
 
 
 class Run(NamedTuple):
@@ -45,60 +46,80 @@ def trace(
     whole rows of elements, or that casts them."""
     if any(not spec.shape or not spec.numel for spec in (*sources.values(), *results.values())):
         return None
-    numbered, first_rows = _numbered(sources)
+    first, second = (_numbered(sources, width) for width in WIDTHS)
+    # What is computed of numbers is not what is computed of random ones that stand for them.
+    random = _random(sum(numbers.numel() for numbers in second.values()))
     try:
-        found = change.convert(numbered)
-        # Arithmetic would not commute with this.
-        again = change.convert({n: FACTOR * t + OFFSET for n, t in numbered.items()})
-    except (RuntimeError, ValueError, IndexError, TypeError):
+        found = change.convert(first)
+        again = change.convert({name: random[numbers] for name, numbers in second.items()})
+    except Exception:  # converters differ in how they refuse tensors of another width
         return None
     runs = {}
     for name, spec in results.items():
-        rows = _rows(found.get(name), again.get(name), spec)
-        made = None if rows is None else _runs(rows, first_rows, sources, spec)
+        rows = _rows(found.get(name), again.get(name), random, spec)
+        made = None if rows is None else _runs(rows, sources, spec)
         if made is None:
             return None
         runs[name] = made
     return runs
 
 
-def _numbered(sources: Mapping[str, TensorSpec]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """For each source a tensor that is narrower and holds numbers that occur nowhere else, and the
-    number of its first row, counted over all sources."""
-    numbered, first_rows, next_row = {}, {}, 0
-    for name, spec in sources.items():
-        rows = math.prod(spec.shape[:-1])
-        codes = torch.arange(next_row * WIDTH, (next_row + rows) * WIDTH)
-        numbered[name] = codes.view(*spec.shape[:-1], WIDTH)
-        first_rows[name] = next_row
-        next_row += rows
-    return numbered, first_rows
+def _numbered(sources: Mapping[str, TensorSpec], width: int) -> dict[str, Tensor]:
+    """For each source a tensor of so many columns that holds numbers that occur nowhere else."""
+    return {
+        name: _numbers(torch.arange(row, row + _row_count(spec)), width).view(
+            *spec.shape[:-1], width
+        )
+        for (name, spec), row in zip(sources.items(), _first_rows(sources), strict=True)
+    }
+
+
+def _numbers(rows: Tensor, width: int) -> Tensor:
+    """What stands in these rows, counted over all sources."""
+    return rows[:, None] * width + torch.arange(width)
+
+
+def _random(count: int) -> Tensor:
+    return torch.randint(1 << 31, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def _row_count(spec: TensorSpec) -> int:
+    return math.prod(spec.shape[:-1])
+
+
+def _first_rows(sources: Mapping[str, TensorSpec]) -> list[int]:
+    """The number of each source's first row."""
+    counts = [_row_count(spec) for spec in sources.values()]
+    return list(itertools.accumulate(counts, initial=0))[:-1]
 
 
 def _rows(
-    found: Tensor | None, again: Tensor | None, spec: TensorSpec
+    found: Tensor | None, again: Tensor | None, random: Tensor, spec: TensorSpec
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
-    """The row number that each row of a result came from; None if it is no such thing."""
-    if found is None or again is None or tuple(found.shape) != (*spec.shape[:-1], WIDTH):
+    """The number of the row that each row of a result came from; None if it is no such thing."""
+    for tensor, width in zip((found, again), WIDTHS, strict=True):
+        if tensor is None or tensor.dtype != torch.int64:
+            return None
+        if tuple(tensor.shape) != (*spec.shape[:-1], width):
+            return None
+    assert found is not None
+    assert again is not None
+    narrow, wide = WIDTHS
+    rows = found.reshape(-1, narrow)[:, 0] // narrow
+    if not torch.equal(found.reshape(-1, narrow), _numbers(rows, narrow)):
         return None
-    codes = found.reshape(-1, WIDTH)
-    first = codes[:, :1]
-    moved_whole = torch.equal(codes, first + torch.arange(WIDTH)) and not bool(
-        (first % WIDTH).any()
-    )
-    if not moved_whole or not torch.equal(again.reshape(-1, WIDTH), FACTOR * codes + OFFSET):
+    numbers = _numbers(rows, wide)
+    if numbers.min() < 0 or numbers.max() >= len(random):
         return None
-    return (first[:, 0] // WIDTH).numpy()
+    return rows.numpy() if torch.equal(again.reshape(-1, wide), random[numbers]) else None
 
 
 def _runs(
     rows: np.ndarray[tuple[int], np.dtype[np.int64]],
-    first_rows: Mapping[str, int],
     sources: Mapping[str, TensorSpec],
     result: TensorSpec,
 ) -> list[Run] | None:
-    names = list(first_rows)
-    firsts = np.array([first_rows[name] for name in names])
+    names, firsts = list(sources), _first_rows(sources)
     owner = np.searchsorted(firsts, rows, side="right") - 1
     breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(owner) != 0)) + 1
     starts = np.concatenate(([0], breaks))
@@ -106,9 +127,10 @@ def _runs(
     width = result.shape[-1]
     runs = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        name = names[int(owner[start])]
+        place = int(owner[start])
+        name = names[place]
         if sources[name].shape[-1] != width or sources[name].dtype != result.dtype:
             return None
-        at = int(rows[start]) - first_rows[name]
+        at = int(rows[start]) - firsts[place]
         runs.append(Run(start * width, name, at * width, (stop - start) * width))
     return runs

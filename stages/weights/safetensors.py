@@ -78,13 +78,13 @@ class SafetensorsReader(TensorReader):
 
     def _read(self, place: _Place, begin: int, memory: Tensor) -> None:
         """Fill `memory` with the bytes from `begin` of the tensor on."""
-        if place.file not in self._open:
-            self._open[place.file] = os.open(place.file, os.O_RDONLY | os.O_CLOEXEC)
-        descriptor = self._open[place.file]
         view = memoryview(memory.numpy())  # type: ignore[arg-type]
         done = 0
         while done < len(view):
             try:
+                if place.file not in self._open:
+                    self._open[place.file] = os.open(place.file, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = self._open[place.file]
                 count = os.preadv(descriptor, [view[done:]], place.offset + begin + done)
             except OSError as error:
                 raise StageError(f"{place.file}: cannot be read: {error.strerror}") from error
@@ -105,9 +105,12 @@ def places(file: Path) -> dict[str, _Place]:
     """Where each tensor of a file lies. Raises StageError unless all of them are really there."""
     try:
         with file.open("rb") as stream:
-            length = stream.read(8)
-            head = length + stream.read(min(int.from_bytes(length, "little"), LONGEST_HEADER))
+            head = stream.read(8)
+            length = int.from_bytes(head, "little")
+            head += stream.read(min(length, LONGEST_HEADER))
             size = os.fstat(stream.fileno()).st_size
+        if len(head) != 8 + length:
+            raise ValueError("its header is incomplete")
         entries = table(head)
         return {
             name: _Place(file, len(head) + entry.begin, _spec(name, entry, size - len(head)))
@@ -118,7 +121,7 @@ def places(file: Path) -> dict[str, _Place]:
 
 
 def _spec(name: str, entry: Placed, available: int) -> TensorSpec:
-    if entry.dtype not in DTYPES:
+    if not isinstance(entry.dtype, str) or entry.dtype not in DTYPES:
         raise ValueError(f"{name} has the dtype {entry.dtype}, which is not known here")
     if not all(isinstance(rows, int) and rows >= 0 for rows in entry.shape):
         raise ValueError(f"{name} has the shape {list(entry.shape)}")

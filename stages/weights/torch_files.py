@@ -51,9 +51,15 @@ def _content(file: Path) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in content.items():
         if isinstance(name, str) and isinstance(tensor, torch.Tensor):
             try:
+                _require_plain(tensor)
                 flattened(tensor)
             except ValueError as error:
                 raise StageError(f"{file}: {name}: {error}") from error
             yield name, tensor
         elif name != "_metadata":
             raise StageError(f"{file}: {name!r} is no tensor")
+
+
+def _require_plain(tensor: Tensor) -> None:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError("sparse, quantized or without values, which cannot be trained")

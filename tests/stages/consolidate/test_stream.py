@@ -3,6 +3,7 @@ files that safetensors reads."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def cut(whole: torch.Tensor, edges: Sequence[float]) -> Stored:
     flat = whole.reshape(-1)
     places = sorted({0, flat.numel(), *(int(edge * flat.numel()) for edge in edges)})
     ranges = []
-    for start, stop in zip(places, places[1:], strict=False):
+    for start, stop in itertools.pairwise(places):
         held = torch.cat([flat[:1], flat[start:stop], flat[:1]])
         ranges.append(Range(held, 1, 1 + stop - start))
     return Stored(shape=tuple(whole.shape), ranges=ranges or [Range(flat, 0, 0)])

@@ -1,0 +1,134 @@
+"""`pipe export` and `pipe verify`, and a run that rehearses, in real processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from pipeline.cli import main
+from tests.support.pipe import Outcome, Pipe
+from tests.support.tiny_recipe import EXPORT, training
+
+STEPS = 4
+
+
+class Trained(NamedTuple):
+    pipe: Pipe
+    run: Path
+    outcome: Outcome
+
+
+@pytest.fixture(scope="module")
+def trained(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A finished run of two processes that has rehearsed; it is not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    pipe = Pipe(plugin, folder)
+    stages = training(checkpoint={"every": 2}, train={"steps": STEPS}, wrap="wrap.fsdp") | EXPORT
+    recipe = folder / "recipe.yaml"
+    launch = {"procs": 2, "device": "cpu"}
+    content = {"name": "tiny", "rehearse": True, "launch": launch, "stages": stages}
+    recipe.write_text(json.dumps(content))
+    outcome = pipe.run(recipe)
+    assert outcome.code == 0, outcome.stderr
+    return Trained(pipe, pipe.run_dir, outcome)
+
+
+def test_the_rehearsal_leaves_nothing_and_changes_nothing(trained: Trained, tmp_path: Path) -> None:
+    said = trained.outcome.stdout + trained.outcome.stderr
+    assert "rehearsal: passed" in said
+    assert said.index("rehearsal: passed") < said.index("train: train.causal_lm")
+    assert not list(trained.run.rglob("*rehearsal*"))
+    assert sorted(path.name for path in (trained.run / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    recipe = json.loads((trained.run.parent / "recipe.yaml").read_text())
+    plain = trained.run.parent / "plain.yaml"
+    plain.write_text(json.dumps(recipe | {"rehearse": False}))
+    other = trained.pipe("run", str(plain), "--run-dir", str(tmp_path / "plain"))
+    assert other.code == 0, other.stderr
+    one, two = (run / "export/model.safetensors" for run in (trained.run, tmp_path / "plain"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_an_earlier_step_in_another_dtype(trained: Trained, tmp_path: Path) -> None:
+    target = tmp_path / "early"
+    arguments = ("--step", "2", "--dtype", "fp32", "--max-shard-size", "20KB", "--procs", "2")
+    done = trained.pipe("export", str(trained.run), *arguments, "--to", str(target))
+    assert done.code == 0, done.stderr
+    assert len(list(target.glob("model-*"))) > 1
+    tensors = {k: v for f in target.glob("*.safetensors") for k, v in load_file(f).items()}
+    last = load_file(trained.run / "export/model.safetensors")
+    assert tensors.keys() == last.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert not torch.equal(tensors["model.norm.weight"].bfloat16(), last["model.norm.weight"])
+    assert "- steps: 2\n" in (target / "README.md").read_text()
+    verified = trained.pipe("verify", str(target))
+    assert (verified.code, verified.stdout.splitlines()[-1]) == (0, "verified")
+
+
+def test_a_checkpoint_that_was_moved_away(trained: Trained, tmp_path: Path) -> None:
+    """Architecture and names come from an export, the weights from the checkpoint."""
+    moved = tmp_path / "state"
+    shutil.copytree(trained.run / "checkpoints/step-00000004", moved)
+    model = str(trained.run / "export")
+    done = trained.pipe("export", str(moved), "--model", model, "--to", str(tmp_path / "out"))
+    assert done.code == 0, done.stderr
+    one, two = (
+        folder / "model.safetensors" for folder in (trained.run / "export", tmp_path / "out")
+    )
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_changed_byte(trained: Trained, tmp_path: Path) -> None:
+    harmed = tmp_path / "harmed"
+    shutil.copytree(trained.run / "export", harmed)
+    file = harmed / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    result = pipe("verify", harmed)
+    assert result.exit_code == 1
+    assert "does not hold the trained values in 1 tensor" in result.output
+
+
+def pipe(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("RUN", "--step", "3"), "has no checkpoint of step 3; there are 2, 4"),
+        (("RUN", "--step", "best"), "no checkpoint of .* has a loss on held-out data"),
+        (("RUN/nothing", "--to", "x"), "no such folder"),
+        (("RUN/export", "--to", "x"), r"does not lie in a run.*--model names"),
+        (("RUN/checkpoints/step-00000004",), "--to is missing"),
+        (("RUN/checkpoints/step-00000004", "--step", "4", "--to", "x"), "--step is for a run"),
+        (("RUN", "--dtype", "int3", "--to", "x"), "dtype"),
+        (("RUN", "--max-shard-size", "big", "--to", "x"), "is not a size"),
+        (("RUN/export", "--to", "x", "--model", "owner/name"), "hub id with its revision"),
+    ],
+)
+def test_mistakes(
+    arguments: tuple[str, ...], message: str, trained: Trained, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    result = pipe("export", *(text.replace("RUN", str(trained.run)) for text in arguments))
+    assert result.exit_code == 2, result.output
+    assert re.search(message, result.output), result.output
+
+
+def test_no_export_at_all(trained: Trained, tmp_path: Path) -> None:
+    result = pipe("verify", tmp_path)
+    assert result.exit_code == 2
+    assert "is no export of ours" in result.output

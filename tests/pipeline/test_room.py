@@ -1,0 +1,65 @@
+"""What is too small is told before training, with what was to go there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline import machine, room
+from pipeline.errors import StageError
+from pipeline.room import require_room
+from pipeline.stage import Room
+
+GB = 10**9
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 GB on disk, 4 GB in memory."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * GB))
+    monkeypatch.setattr(room, "free_memory", lambda: 4 * GB)
+
+
+@pytest.mark.usefixtures("little")
+def test_enough(tmp_path: Path) -> None:
+    require_room(
+        [
+            Room(what="checkpoints", disk=6 * GB, folder=tmp_path),
+            Room(what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=4 * GB),
+        ]
+    )
+
+
+@pytest.mark.usefixtures("little")
+def test_needs_of_one_file_system_add_up(tmp_path: Path) -> None:
+    with pytest.raises(StageError) as error:
+        require_room(
+            [
+                Room(what="3 checkpoints", disk=7 * GB, folder=tmp_path),
+                Room(what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=5 * GB),
+            ]
+        )
+    assert str(error.value) == (
+        f"not enough disk space in {tmp_path}: 7.0 GB for 3 checkpoints, 4.0 GB for the export, "
+        "10.0 GB available; not enough host memory: 5.0 GB for the export, 4.0 GB available "
+        "(nothing has been trained yet; make room, or write elsewhere)"
+    )
+
+
+def test_free_memory_is_that_of_the_system_or_of_the_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_GROUPS", ())
+    everything = machine.free_memory()
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    assert everything == pytest.approx(int(meminfo["MemAvailable"].split()[0]) * 1024, rel=0.2)
+    (tmp_path / "max").write_text("1000000\n")
+    (tmp_path / "stat").write_text("anon 400000\nfile 500000\n")
+    group = (str(tmp_path / "max"), str(tmp_path / "stat"), "anon")
+    monkeypatch.setattr(machine, "_GROUPS", (group,))
+    assert machine.free_memory() == 600000
+    (tmp_path / "max").write_text("max\n")
+    assert machine.free_memory() == pytest.approx(everything, rel=0.2)

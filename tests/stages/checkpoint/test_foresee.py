@@ -1,0 +1,53 @@
+"""The room that stages ask for is what they then take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from pipeline.artifacts import Progress
+from pipeline.dist import Dist
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.export.safetensors import ExportSafetensors
+from tests.support.exports import Run, run_of
+from tests.support.models import FAMILIES, context
+from tests.support.processes import run_ranks
+from tests.support.runs import context as run_context
+from tests.support.state import Setting, make_engine
+
+
+def sizes(dist: Dist, folder: str) -> list[int]:
+    """What is asked for: at first, with one checkpoint there; and the bytes of that one."""
+    ctx = run_context(dist, folder)
+    engine = make_engine(ctx, Setting(wrap="ddp"))
+    stage = ShardedCheckpoint(every=1, keep=2, keep_best=1, asynchronous=False)
+    checkpoints = stage.run(ctx, engine)
+    asked = [sum(room.disk for room in stage.foresee(ctx, checkpoints))]
+    checkpoints.save(Progress(step=1))
+    place = Path(checkpoints.finish())
+    asked.append(sum(room.disk for room in stage.foresee(ctx, checkpoints)))
+    checkpoints.close()  # type: ignore[attr-defined]
+    return [*asked, sum(file.stat().st_size for file in place.glob("*.safetensors"))]
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    ((first, second, real),) = run_ranks(sizes, 1, str(tmp_path))
+    assert first == 4 * real  # two, the best, and the one that is being written
+    assert second == 3 * real
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "mixtral"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_export(family: str, dtype: str, tmp_path: Path) -> None:
+    run = run_of(FAMILIES[family], tmp_path)
+    stage = ExportSafetensors(folder=str(run.folder), dtype=dtype)  # type: ignore[arg-type]
+    (room,) = stage.foresee(context(tmp_path), run.source)
+    assert room.folder == run.folder
+    elements = sum(tensor.numel() for tensor in _unique(run, tied=family == "llama_tied"))
+    assert room.disk == elements * (4 if dtype == "fp32" else 2)
+
+
+def _unique(run: Run, *, tied: bool) -> list[Tensor]:
+    return [t for name, t in run.weights.tensors.items() if not (tied and name == "lm_head.weight")]

@@ -1,0 +1,327 @@
+"""Converted tensors: any range equals converting whole ones, and moved rows cost their own bytes.
+
+A conversion of real architectures only moves rows; here also everything that a conversion could do
+to look like that.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+from stages.model import compat
+from stages.weights import converted, memory, safetensors
+from stages.weights.change import Change, renamed
+from stages.weights.converted import ConvertedReader
+from stages.weights.memory import MemoryReader
+from stages.weights.provenance import Run, Runs, trace
+from stages.weights.safetensors import SafetensorsReader
+from tests.support.models import FAMILIES, filled, random_source
+from tests.support.readers import (
+    FLOATS,
+    chunked,
+    random_bits,
+    ranges,
+    raw,
+    require_cast,
+    require_equal,
+    require_range,
+)
+
+Step = Callable[[list[Tensor]], list[Tensor]]
+STORED = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32])
+LITTLE = st.integers(0, 3)
+FACTOR = st.integers(2, 8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    """So that small tensors take several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "CHUNK", 48)
+        patch.setattr(safetensors, "CHUNK", 48)
+        yield
+
+
+@pytest.fixture(params=["every run", "long runs"], scope="module")
+def worth(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whether short runs, which all are here, are read one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "every run":
+            patch.setattr(converted, "WORTHWHILE", 0)
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+# What a conversion can be made of. None looks at a shape to decide what to do.
+
+
+def each(function: Callable[[Tensor], Tensor]) -> Step:
+    return lambda tensors: [function(tensor) for tensor in tensors]
+
+
+def stacked(dim: int) -> Step:
+    return lambda tensors: [torch.stack(tensors, dim)]
+
+
+def joined(dim: int) -> Step:
+    return lambda tensors: [torch.cat(tensors, dim)]
+
+
+def chunks(count: int, dim: int) -> Step:
+    return lambda tensors: [part for tensor in tensors for part in tensor.chunk(count, dim)]
+
+
+def cut(factor: int, dim: int) -> Step:
+    """One axis becomes two."""
+    return each(lambda t: t.unflatten(dim, (factor, -1)))
+
+
+def regrouped(factor: int, dim: int) -> Step:
+    """The parts of an axis interleaved, as rotary heads are."""
+    return each(
+        lambda t: t.unflatten(dim, (factor, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+        if dim >= 0
+        else t.unflatten(dim, (factor, -1)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+    )
+
+
+ROWS: dict[str, Any] = {
+    "stack": st.builds(stacked, LITTLE),
+    "join": st.builds(joined, LITTLE),
+    "chunk": st.builds(chunks, FACTOR, LITTLE),
+    "cut": st.builds(cut, FACTOR, LITTLE),
+    "merge": st.just(each(lambda t: t.flatten(0, 1))),
+    "regroup": st.builds(regrouped, FACTOR, LITTLE),
+    "turn round": st.just(each(lambda t: t.flip(0))),
+    "repeat": st.just(each(lambda t: t.repeat_interleave(2, 0))),
+    "other order": st.just(lambda tensors: tensors[::-1]),
+    "some": st.just(lambda tensors: tensors[1:]),
+}
+OTHERS: dict[str, Any] = {
+    "join columns": st.just(joined(-1)),
+    "chunk columns": st.builds(chunks, FACTOR, st.just(-1)),
+    "cut columns": st.builds(cut, FACTOR, st.just(-1)),
+    "regroup columns": st.builds(regrouped, FACTOR, st.just(-1)),
+    "roll columns": st.builds(lambda by: each(lambda t: t.roll(by, -1)), st.integers(1, 35)),
+    "turn columns round": st.just(each(lambda t: t.flip(-1))),
+    "narrow columns": st.builds(lambda to: each(lambda t: t[..., :to]), FACTOR),
+    "transpose": st.just(each(lambda t: t.transpose(0, -1))),
+    "flatten": st.just(each(lambda t: t.flatten())),
+    "affine": st.builds(lambda a, b: each(lambda t: a * t + b), FACTOR, LITTLE),
+    "shift": st.builds(lambda by: each(lambda t: t + by), st.integers(1, 70)),
+    "mean": st.just(lambda tensors: [sum(tensors) / len(tensors)]),
+    "difference": st.just(lambda tensors: [2 * tensors[-1] - tensors[0]]),
+    "cast": st.builds(lambda dtype: each(lambda t: t.to(dtype)), FLOATS),
+}
+
+
+def made_by(steps: Sequence[Step], sources: Sequence[str]) -> Change:
+    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = [tensors[name] for name in sources]
+        for step in steps:
+            found = step(found)
+        return {f"made {number}": tensor for number, tensor in enumerate(found)}
+
+    return Change(sources=tuple(sources), convert=convert)
+
+
+@st.composite
+def sources(draw: Any) -> dict[str, Tensor]:
+    """One to three tensors, of one shape as a rule, and of one dtype."""
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4))
+    dtype, seed = draw(STORED), draw(st.integers(0, 2**32))
+    shapes = [shape] * draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        shapes[-1] = [draw(st.integers(0, 5)), *shape[1:]]
+    dtypes = [dtype] * len(shapes)
+    if draw(st.integers(0, 9)) == 0:
+        dtypes[-1] = draw(STORED)
+    return {
+        f"source {number}": random_bits(one, kind, seed + number)
+        for number, (one, kind) in enumerate(zip(shapes, dtypes, strict=True))
+    }
+
+
+def draw_change(data: st.DataObject, given: Mapping[str, Tensor], kinds: Mapping[str, Any]) -> Any:
+    """A change of one to four steps that these tensors admit, and what it makes of them."""
+    steps: list[Step] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(list(kinds)))
+        step = data.draw(kinds[kind], label=kind)
+        if works(made_by([*steps, step], list(given)), given):
+            steps.append(step)
+    change = made_by(steps, list(given))
+    return change, change.convert(given)
+
+
+def works(change: Change, given: Mapping[str, Tensor]) -> bool:
+    try:
+        return bool(change.convert(given))
+    except (RuntimeError, ValueError, IndexError):
+        return False
+
+
+def specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def traced(change: Change, given: Mapping[str, Tensor]) -> Runs | None:
+    return trace(change, specs(given), specs(change.convert(given)))
+
+
+def in_file(folder: Path, given: Mapping[str, Tensor]) -> SafetensorsReader:
+    save_file({name: tensor.contiguous() for name, tensor in given.items()}, folder / "x")
+    return SafetensorsReader([folder / "x"])
+
+
+@settings(max_examples=300)
+@given(given=sources(), data=st.data())
+def test_any_range_equals_converting_whole_tensors(
+    worth: str, given: dict[str, Tensor], data: st.DataObject
+) -> None:
+    change, expected = draw_change(data, given, ROWS | OTHERS)
+    reader = ConvertedReader(MemoryReader(given), [change])
+    for name, tensor in expected.items():
+        require_range(reader, name, tensor, data.draw(ranges(tensor.numel())))
+    require_equal(reader, expected)
+
+
+@given(given=sources(), dtype=FLOATS, data=st.data())
+def test_any_range_in_another_dtype(
+    worth: str, given: dict[str, Tensor], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    change, expected = draw_change(data, given, ROWS | OTHERS)
+    reader = ConvertedReader(MemoryReader(given), [change])
+    for name, tensor in expected.items():
+        if tensor.dtype.is_floating_point:
+            require_cast(reader, name, tensor, data.draw(ranges(tensor.numel())), dtype)
+
+
+@settings(max_examples=200)
+@given(given=sources(), data=st.data())
+def test_what_is_traced_is_what_is_made(given: dict[str, Tensor], data: st.DataObject) -> None:
+    """The runs of a conversion, put together, are its results: no step fools the tracing."""
+    change, expected = draw_change(data, given, ROWS | OTHERS)
+    runs = traced(change, given)
+    for name, tensor in expected.items() if runs is not None else ():
+        flat = {source: one.contiguous().view(-1) for source, one in given.items()}
+        assert [run.start for run in runs[name]] == starts(runs[name])
+        parts = [raw(flat[run.source][run.at : run.at + run.length]) for run in runs[name]]
+        assert b"".join(parts) == raw(tensor)
+
+
+def starts(runs: Sequence[Run]) -> list[int]:
+    return [sum(run.length for run in runs[:number]) for number in range(len(runs))]
+
+
+def grid(*shape: int, count: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {f"source {number}": random_bits(shape, dtype, number) for number in range(count)}
+
+
+MOVES: dict[str, tuple[list[Step], dict[str, Tensor]]] = {
+    "rename": ([], grid(4, 8, count=1)),
+    "stack of vectors": ([stacked(0)], grid(8)),
+    "stack": ([stacked(0)], grid(4, 8)),
+    "stack rows alternately": ([stacked(1)], grid(4, 8)),
+    "join": ([joined(0)], grid(4, 8)),
+    "join dim 1 of three": ([joined(1)], grid(3, 4, 8)),
+    "chunk": ([chunks(2, 0)], grid(4, 8, count=1)),
+    "chunk unevenly": ([chunks(3, 0)], grid(7, 8, count=1)),
+    "chunk dim 1 of three": ([chunks(2, 1)], grid(3, 4, 8, count=1)),
+    "permute rows": ([regrouped(2, 0)], grid(12, 8)),
+    "turn round": ([each(lambda t: t.flip(0))], grid(4, 8)),
+    "repeat": ([each(lambda t: t.repeat_interleave(3, 0))], grid(4, 8)),
+    "repeat by expansion": ([each(lambda t: t[:, None].expand(-1, 3, -1))], grid(4, 8)),
+    "reshape": ([cut(2, 0)], grid(4, 8)),
+    "merge": ([each(lambda t: t.flatten(0, 1))], grid(3, 4, 8)),
+    "transpose dims before the last": ([each(lambda t: t.transpose(0, 1))], grid(3, 4, 8)),
+    "experts to a stack and fused": ([stacked(0), chunks(2, 1), joined(1)], grid(4, 8, count=3)),
+    "narrow": ([each(lambda t: t[1:3])], grid(4, 8)),
+    "one column": ([stacked(0)], grid(4, 1)),
+    "bf16": ([stacked(0)], grid(4, 8, dtype=torch.bfloat16)),
+    "more columns than are probed": ([stacked(0)], grid(2, 35)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_moved_rows_are_traced_and_cost_their_own_bytes(
+    folder: Path, move: str, data: st.DataObject
+) -> None:
+    steps, given = MOVES[move]
+    change = made_by(steps, list(given))
+    assert traced(change, given) is not None
+    base = in_file(folder, given)
+    reader = ConvertedReader(base, [change])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(converted, "WORTHWHILE", 0)
+        for name, tensor in change.convert(given).items():
+            start, stop = data.draw(ranges(tensor.numel()))
+            before = base.bytes_read
+            require_range(reader, name, tensor, (start, stop))
+            assert base.bytes_read - before == 2 * (stop - start) * tensor.element_size()
+    assert reader.bytes_read == base.bytes_read
+    reader.close()
+
+
+NO_MOVES: dict[str, tuple[list[Step], dict[str, Tensor]]] = {
+    "join columns": ([joined(-1)], grid(4, 8)),
+    "stack columns": ([stacked(-1)], grid(4, 8)),
+    "join vectors": ([joined(0)], grid(8)),
+    "chunk columns": ([chunks(2, -1)], grid(4, 8, count=1)),
+    "transpose": ([each(lambda t: t.t())], grid(4, 8)),
+    "transpose a square": ([each(lambda t: t.t())], grid(4, 4)),
+    "transpose a square of the probe's size": ([each(lambda t: t.t())], grid(5, 5)),
+    "transpose the other": ([each(lambda t: t.t())], grid(7, 7)),
+    "flatten": ([each(lambda t: t.flatten())], grid(4, 8)),
+    "narrow columns": ([each(lambda t: t[:, :5])], grid(4, 8)),
+    "turn columns round": ([each(lambda t: t.flip(-1))], grid(4, 8)),
+    "double": ([each(lambda t: 2 * t)], grid(4, 8)),
+    "shift": ([each(lambda t: t + 1)], grid(4, 8)),
+    "shift by a row of the probe": ([each(lambda t: t + 5)], grid(4, 8)),
+    "shift by a row of the other": ([each(lambda t: t + 7)], grid(4, 8)),
+    "shift by rows of both": ([each(lambda t: t + 35)], grid(40, 8)),
+    "negative": ([each(lambda t: -t)], grid(4, 8)),
+    "mean": ([lambda tensors: [sum(tensors) / 2]], grid(4, 8)),
+    "difference": ([lambda tensors: [2 * tensors[1] - tensors[0]]], grid(4, 8)),
+    "whole mean": ([lambda tensors: [sum(tensors) // 2]], grid(4, 8)),
+    "maximum": ([lambda tensors: [torch.maximum(*tensors) + 0]], grid(4, 8)),
+    "sorted": ([each(lambda t: t.sort(0).values)], grid(4, 8)),
+    "cast": ([each(lambda t: t.to(torch.bfloat16))], grid(4, 8)),
+    "dtypes that differ": ([stacked(0)], {**grid(4, 8), "b": torch.ones(4, 8).double()}),
+    "no dimension": ([each(lambda t: t.clone())], grid(count=1)),
+    "no element": ([stacked(0)], grid(0, 8)),
+    **{
+        f"regroup columns by {factor}": ([regrouped(factor, -1)], grid(3, 2 * factor))
+        for factor in range(2, 12)
+    },
+    **{
+        f"roll columns by {by}": ([each(lambda t, by=by: t.roll(by, -1))], grid(3, 12))
+        for by in range(1, 11)
+    },
+}
+
+
+@pytest.mark.parametrize("case", [c for c in NO_MOVES if c not in ("maximum", "sorted")])
+def test_what_is_more_than_moving_rows_is_not_traced(case: str) -> None:
+    steps, given = NO_MOVES[case]
+    assert traced(made_by(steps, list(given)), given) is None
