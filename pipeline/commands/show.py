@@ -55,7 +55,7 @@ def _resolved(
         raise RecipeError(in_order(problems))
     public = recipe.public()
     header = plain_value(
-        Header(name=recipe.name, seed=recipe.seed, launch=recipe.launch, env=recipe.env)
+        Header(**{key: getattr(recipe, key) for key in HEADER_KEYS})
     )
     written = public.get("stages") or {}
     slots = {

@@ -90,6 +90,7 @@ launch:
   device: auto
   threads: null
 env: [PIPE_SECRET]
+rehearse: false
 stages:
   model:
     use: model.fake

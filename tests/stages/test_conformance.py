@@ -19,6 +19,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "data.chat": {"files": ["./chat.jsonl"]},
     "optimizer.adamw": {"betas": [0.9, 0.95], "max_grad_norm": None},
     "train.causal_lm": {"global_batch_size": 8, "steps": 10},
+    "train.finished": {"checkpoint": "."},
     "wrap.zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
     "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
@@ -55,6 +56,7 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
             {"global_batch_size": 8, "steps": 1, "micro_batch_size": 3, "accumulation": 2},
         ),
     ],
+    "train.finished": [("checkpoint", {}), ("checkpoint", {"checkpoint": "./missing"})],
     "export.safetensors": [("max_shard_size", {"max_shard_size": "5 bananas"})],
     "publish.hub": [
         ("repo", {"repo": "tiny", "dry_run": True}),
