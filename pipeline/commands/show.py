@@ -14,6 +14,7 @@ from pipeline.field_table import plain_value
 from pipeline.marks import Path as Keys
 from pipeline.plan import in_order, load_slots
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
+from pipeline.recipe.load import HEADER_KEYS
 from pipeline.recipe.render import render
 from pipeline.registry import Registry
 
@@ -54,9 +55,7 @@ def _resolved(
     if problems:
         raise RecipeError(in_order(problems))
     public = recipe.public()
-    header = plain_value(
-        Header(**{key: getattr(recipe, key) for key in HEADER_KEYS})
-    )
+    header = plain_value(Header(**{key: getattr(recipe, key) for key in HEADER_KEYS}))
     written = public.get("stages") or {}
     slots = {
         slot: {"use": written[slot]["use"], **_filled(plain_value(stage), written[slot])}
