@@ -2,8 +2,9 @@
 
     python benchmarks/smollm.py [--steps N] [--only ddp,zero3] [--runs FOLDER] [--json FILE]
 
-Each recipe runs as a user would run it, one after the other. Exits 1 when a loss differs from that
-of the first recipe by more than 1e-3, or an export does not generate.
+Each recipe runs as a user would run it, one after the other; its checkpoint is exported once more, in
+fp32. Exits 1 when a loss differs from that of the first recipe by more than 1e-3, or an export does not
+verify or does not generate.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def main(steps: int | None, only: str, runs: Path | None, json_file: Path | None
         abs(a - b) for row in rows for a, b in zip(row["losses"], rows[0]["losses"], strict=True)
     )
     click.echo(f"\nlargest difference of a step's loss from {rows[0]['name']}: {worst:.2e}")
-    if worst > TOLERANCE or not all(row["text"].strip() for row in rows):
+    if worst > TOLERANCE or not all(
+        row["text"].strip() and row["text_fp32"].strip() for row in rows
+    ):
         sys.exit(1)
 
 
@@ -56,6 +59,10 @@ def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
     began = time.perf_counter()
     subprocess.run(command, check=True, stdout=sys.stderr)
     seconds = time.perf_counter() - began
+    wide = run_dir / "export-fp32"
+    pipe("export", str(run_dir), "--dtype", "fp32", "--to", str(wide))
+    for folder in (run_dir / "export", wide):
+        pipe("verify", str(folder))
     lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     trained = [record for record in records if "loss" in record]
@@ -68,7 +75,13 @@ def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
         "step_seconds": _median_step(trained),
         "engine": json.loads((run_dir / "engine.json").read_text("utf-8")),
         "text": generate(run_dir / "export"),
+        "text_fp32": generate(wide),
     }
+
+
+def pipe(*arguments: str) -> None:
+    """A command that has to end well."""
+    subprocess.run([sys.executable, "-m", "pipeline", *arguments], check=True, stdout=sys.stderr)
 
 
 def _median_step(trained: list[dict[str, Any]]) -> float:
