@@ -2,9 +2,9 @@
 
     python benchmarks/smollm.py [--steps N] [--only ddp,zero3] [--runs FOLDER] [--json FILE]
 
-Each recipe runs as a user would run it, one after the other; its checkpoint is exported once more, in
-fp32. Exits 1 when a loss differs from that of the first recipe by more than 1e-3, or an export does not
-verify or does not generate.
+Each recipe runs as a user would run it, one after the other; its checkpoint is exported once more,
+in fp32. Exits 1 when a loss differs from that of the first recipe by more than 1e-3, or an export
+does not verify or does not generate.
 """
 
 from __future__ import annotations

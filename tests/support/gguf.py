@@ -1,12 +1,15 @@
-"""Write a tiny Llama as a GGUF file."""
+"""Write a tiny Llama, or any tensors, as a GGUF file."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -25,8 +28,16 @@ NAMES = {
 }
 
 
-def write_llama(file: Path, model: Any) -> None:
-    """Write config and fp32 weights of a LlamaForCausalLM, no tokenizer."""
+def write_tensors(file: Path, tensors: Mapping[str, tuple[torch.Tensor, Kind]]) -> None:
+    """Write fp32 tensors, each quantized as it says; no config."""
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, (tensor, kind) in tensors.items():
+        _add(writer, name, tensor, kind)
+    _finish(writer)
+
+
+def write_llama(file: Path, model: Any, matrices: Kind = Kind.F32) -> None:
+    """Write config and weights of a LlamaForCausalLM, no tokenizer; vectors are in fp32."""
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -44,7 +55,16 @@ def write_llama(file: Path, model: Any) -> None:
             tensor = _interleaved(tensor, config.num_attention_heads)
         if ".k_proj." in name:
             tensor = _interleaved(tensor, config.num_key_value_heads)
-        writer.add_tensor(_renamed(name), tensor.contiguous().numpy())
+        _add(writer, _renamed(name), tensor, matrices if tensor.ndim > 1 else Kind.F32)
+    _finish(writer)
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind) -> None:
+    stored = gguf.quantize(np.require(tensor.numpy(), requirements=["C"]), kind)
+    writer.add_tensor(name, stored, raw_dtype=kind)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

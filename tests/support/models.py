@@ -57,8 +57,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": tiny_llama_config(model_type="qwen2"),
     "qwen3": tiny_llama_config(model_type="qwen3"),
     "mistral": tiny_llama_config(model_type="mistral"),
+    "gemma": tiny_llama_config(model_type="gemma", tie_word_embeddings=True),
     "gemma2": tiny_llama_config(model_type="gemma2", tie_word_embeddings=True),
     "gemma3": tiny_llama_config(model_type="gemma3_text", tie_word_embeddings=True),
+    "phi": tiny_llama_config(model_type="phi", num_key_value_heads=6, hidden_size=48, head_dim=8),
     "phi3": tiny_llama_config(model_type="phi3", original_max_position_embeddings=64),
     "mixtral": tiny_llama_config(
         model_type="mixtral", num_local_experts=3, num_experts_per_tok=2, intermediate_size=20
