@@ -33,6 +33,9 @@ class Reading:
     weights_only: bool = False
     """Nothing but weights is wanted, so the optimizer's state may be missing."""
 
+    verify: bool = True
+    """Compare the checksums that other tools' files have; one process of several is enough."""
+
 
 class StateFormat(ABC):
     """One layout of files. Methods raise CheckpointError, naming the file at fault."""

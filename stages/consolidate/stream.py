@@ -21,7 +21,7 @@ class ConsolidateStream:
     def run(self, ctx: Context, trained: TrainedRun) -> Weights:
         from stages.consolidate.weights import open_weights
 
-        return open_weights(trained.checkpoint)
+        return open_weights(trained.checkpoint, verify=ctx.dist.is_main)
 
     def rehearse(self, ctx: Context, trained: TrainedRun) -> Weights:
         return self.run(ctx, trained)

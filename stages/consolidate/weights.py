@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def open_weights(address: str) -> Weights:
+def open_weights(address: str, *, verify: bool = True) -> Weights:
     """The weights of the checkpoint at a path or address. Raises CheckpointError, and UsageError
-    for a folder of no known format."""
-    source = open_state(address, Reading(weights_only=True))
+    for a folder of no known format.
+
+    `verify` is for formats whose checksums are of whole files; one process of several is enough.
+    """
+    source = open_state(address, Reading(weights_only=True, verify=verify))
     stamps = [] if "://" in address else _stamps(Path(address))
     return CheckpointWeights(source, _digest(source, *stamps))
 

@@ -52,9 +52,9 @@ ADMITTED = [
 ]
 
 
-def load(file: Path) -> Mapping[str, Any]:
+def load(file: Path, *, verify: bool = True) -> Mapping[str, Any]:
     """One of DeepSpeed's files. Raises CheckpointError."""
-    state = guarded.load(file, ADMITTED)
+    state = guarded.load(file, ADMITTED, verify=verify)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{file}: is not one of DeepSpeed's files")
     return state

@@ -45,8 +45,8 @@ class FlatGroup(NamedTuple):
 
 def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     """The state in the sub-folder `state` of `folder`. Raises CheckpointError."""
-    models = [load(file) for file in model_files(state)]
-    ranks = [_of_zero(file) for file in optimizer_files(state)]
+    models = [load(file, verify=reading.verify) for file in model_files(state)]
+    ranks = [_of_zero(file, verify=reading.verify) for file in optimizer_files(state)]
     _require_complete(state, models, ranks)
     flats = list(_sharded_flats(state, models, ranks) if _is_sharded(ranks) else
                  _replicated_flats(state, models, ranks))  # fmt: skip
@@ -78,8 +78,8 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     )
 
 
-def _of_zero(file: Path) -> Saved:
-    saved = load(file).get("optimizer_state_dict")
+def _of_zero(file: Path, *, verify: bool) -> Saved:
+    saved = load(file, verify=verify).get("optimizer_state_dict")
     known = ("fp32_flat_groups", "single_partition_of_fp32_groups")
     if not isinstance(saved, Mapping) or not any(key in saved for key in known):
         raise CheckpointError(f"{file}: holds no master weights of ZeRO")

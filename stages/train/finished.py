@@ -37,7 +37,9 @@ class FinishedTraining:
         address = self.checkpoint
         if "://" not in address:
             address = str(Path(address).expanduser().absolute())
-        with contextlib.closing(open_state(address, Reading(weights_only=True))) as state:
+        with contextlib.closing(
+            open_state(address, Reading(weights_only=True, verify=False))
+        ) as state:
             try:
                 progress = Progress(**state.progress)
             except TypeError as error:

@@ -69,9 +69,9 @@ class ZeroState:
             loss_scale=None,
         )
 
-    @functools.cached_property
-    def _stored(self) -> list[tuple[str, Tensor]]:
-        return list(stored_tensors(self._live.module))
+    @property
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        return stored_tensors(self._live.module)
 
     def fragments(self) -> Iterator[Fragment]:
         """See Engine."""
