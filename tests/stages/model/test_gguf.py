@@ -1,0 +1,216 @@
+"""GGUF files: any range of dequantized tensors, at the price of the rows that it touches."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+from stages.model import gguf as product
+from stages.model.gguf import GgufTensors
+from stages.model.hf import HfModel
+from stages.weights import converted
+from tests.support.gguf import write_llama, write_tensors
+from tests.support.models import context, filled, random_source, tiny_llama_config
+from tests.support.readers import FLOATS, ranges, raw, require_cast, require_range
+
+ROWS, WIDTH = 11, 96
+ROW_BYTES = {
+    Kind.F32: 4 * WIDTH,
+    Kind.F16: 2 * WIDTH,
+    Kind.BF16: 2 * WIDTH,
+    Kind.Q8_0: WIDTH // 32 * 34,
+    Kind.Q4_0: WIDTH // 32 * 18,
+}
+"""A block of 32 is a scale in fp16 and its numbers."""
+NAMES = {kind: f"matrix.{kind.name}" for kind in ROW_BYTES}
+VECTOR, CUBE = "vector", "cube"
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_chunks() -> Iterator[None]:
+    """Three rows of fp32 a chunk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product, "CHUNK", 3 * 4 * WIDTH + 5)
+        yield
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.gguf")
+        tensors = {NAMES[kind]: (drawn(ROWS, WIDTH), kind) for kind in ROW_BYTES}
+        tensors[VECTOR] = (drawn(WIDTH), Kind.F32)
+        tensors[CUBE] = (drawn(3, 5, WIDTH), Kind.Q8_0)
+        write_tensors(path, tensors)
+        yield path
+
+
+def whole(file: Path, name: str) -> Tensor:
+    """The full tensor as the format's own package reads it."""
+    stored = next(one for one in gguf.GGUFReader(file).tensors if one.name == name)
+    values = gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32)
+    return torch.from_numpy(values.copy())
+
+
+def test_names_and_shapes(file: Path) -> None:
+    reader = GgufTensors(file)
+    assert reader.architecture == "llama"
+    assert sorted(reader.names()) == sorted([*NAMES.values(), VECTOR, CUBE])
+    for name in NAMES.values():
+        assert reader.spec(name) == TensorSpec((ROWS, WIDTH), torch.float32)
+    assert reader.spec(VECTOR).shape == (WIDTH,)
+    assert reader.spec(CUBE).shape == (3, 5, WIDTH)
+
+
+@pytest.mark.parametrize("kind", ROW_BYTES)
+@given(data=st.data())
+def test_any_range_costs_the_rows_that_it_touches(
+    file: Path, kind: Kind, data: st.DataObject
+) -> None:
+    reader = GgufTensors(file)
+    full = whole(file, NAMES[kind])
+    start, stop = data.draw(ranges(full.numel()))
+    require_range(reader, NAMES[kind], full, (start, stop))
+    touched = -(-stop // WIDTH) - start // WIDTH if start < stop else 0
+    assert reader.bytes_read == 2 * touched * ROW_BYTES[kind]
+
+
+@pytest.mark.parametrize("name", [VECTOR, CUBE])
+@given(data=st.data())
+def test_any_range_of_one_and_of_three_dimensions(
+    file: Path, name: str, data: st.DataObject
+) -> None:
+    full = whole(file, name)
+    require_range(GgufTensors(file), name, full, data.draw(ranges(full.numel())))
+
+
+@given(kind=st.sampled_from(list(ROW_BYTES)), dtype=FLOATS, data=st.data())
+def test_any_range_in_another_dtype(
+    file: Path, kind: Kind, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    full = whole(file, NAMES[kind])
+    span = data.draw(ranges(full.numel()))
+    require_cast(GgufTensors(file), NAMES[kind], full, span, dtype)
+
+
+def test_half_of_the_rows_cost_half(file: Path) -> None:
+    for name in NAMES.values():
+        reader = GgufTensors(file)
+        size = reader.spec(name).numel
+        list(reader.chunks(name, 0, size))
+        every = reader.bytes_read
+        list(reader.chunks(name, size // 2, size))
+        assert (reader.bytes_read - every) / every == pytest.approx(0.5, abs=1 / ROWS)
+
+
+def test_what_is_read_may_be_changed(file: Path) -> None:
+    reader = GgufTensors(file)
+    for name in NAMES.values():
+        reader.read(name).zero_()
+        assert raw(reader.read(name)) == raw(whole(file, name))
+
+
+def test_unknown_name(file: Path) -> None:
+    with pytest.raises(StageError, match="no tensor named y"):
+        GgufTensors(file).read("y")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.9])
+def test_a_cut_file_is_refused_by_name(file: Path, share: float, tmp_path: Path) -> None:
+    cut, content = tmp_path / "cut.gguf", file.read_bytes()
+    cut.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(StageError, match=f"^{cut} cannot be read as GGUF: "):
+        GgufTensors(cut)
+
+
+# A model whose matrices are quantized.
+
+
+@pytest.fixture(scope="module", params=[Kind.F32, Kind.Q8_0, Kind.Q4_0], ids=lambda k: k.name)
+def llama(request: pytest.FixtureRequest) -> Iterator[tuple[Path, Any]]:
+    config = tiny_llama_config(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16,
+    )  # fmt: skip
+    model = filled(random_source(config, Path()))
+    with tempfile.TemporaryDirectory() as folder:
+        write_llama(Path(folder, "tiny.gguf"), model, request.param)
+        yield Path(folder, "tiny.gguf"), model
+
+
+def opened(file: Path) -> TensorReader:
+    return HfModel(path=str(file)).run(context(Path())).weights()
+
+
+def test_the_model_is_what_transformers_makes_of_the_file(llama: tuple[Path, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    file, _ = llama
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    reader = opened(file)
+    for name, tensor in theirs.state_dict().items():
+        assert raw(reader.read(name)) == raw(tensor), name
+    reader.close()
+
+
+def test_the_model_is_the_one_that_was_written(llama: tuple[Path, Any]) -> None:
+    """As far as the numbers of a block's scale go: 4 bits are 8 steps to the largest."""
+    file, model = llama
+    reader = opened(file)
+    for name, tensor in model.state_dict().items():
+        limit = float(tensor.abs().max()) / 7
+        torch.testing.assert_close(reader.read(name), tensor, rtol=0, atol=limit, msg=name)
+    reader.close()
+
+
+@pytest.mark.parametrize("worthwhile", [0, converted.WORTHWHILE])
+def test_any_range_of_the_model(llama: tuple[Path, Any], worthwhile: int) -> None:
+    """Heads are permuted, by rows; so their parts are read row by row, or whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(converted, "WORTHWHILE", worthwhile)
+        reader = opened(llama[0])
+        full = {name: reader.read(name) for name in reader.names()}
+
+        @given(name=st.sampled_from(sorted(full)), data=st.data())
+        def any_range(name: str, data: st.DataObject) -> None:
+            require_range(reader, name, full[name], data.draw(ranges(full[name].numel())))
+
+        any_range()
+        reader.close()
+
+
+MATRICES = ["embed_tokens", "layers.1.self_attn.q_proj", "layers.0.mlp.up_proj"]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_half_of_a_model_s_matrix_costs_half(
+    llama: tuple[Path, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converted, "WORTHWHILE", 0)
+    reader = opened(llama[0])
+    name = f"model.{name}.weight"
+    half = reader.spec(name).shape[0] // 2 * 64
+    before = reader.bytes_read
+    out = torch.empty(half)
+    reader.read_into(name, half, out)
+    after = reader.bytes_read
+    reader.read_into(name, 0, torch.empty(reader.spec(name).numel))
+    assert 2 * (after - before) == pytest.approx(reader.bytes_read - after, rel=0.01)
+    reader.close()

@@ -1,0 +1,191 @@
+"""Readers that are views on memory and on other readers: other dtypes, rows from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.artifacts import TensorSpec
+from pipeline.errors import StageError
+from stages.weights import memory
+from stages.weights.cast import CastReader
+from stages.weights.extended import ExtendedReader, Origin
+from stages.weights.memory import MemoryReader
+from tests.support.readers import (
+    FLOATS,
+    chunked,
+    filled,
+    random_bits,
+    ranges,
+    raw,
+    require_cast,
+    require_equal,
+    require_range,
+    tensors,
+)
+
+VIEWS = {
+    "as it is": lambda t: t,
+    "transposed": lambda t: t.movedim(0, -1) if t.ndim else t,
+    "every other": lambda t: t[::2] if t.ndim else t,
+    "expanded": lambda t: t[None].expand(3, *t.shape),
+    "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=t.is_floating_point()),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    """So that small tensors take several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "CHUNK", 48)
+        yield
+
+
+class Counting(MemoryReader):
+    """Counts what is read, and whether it was closed."""
+
+    closed = False
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        for chunk in super().chunks(name, start, stop):
+            self.bytes_read += chunk.nbytes
+            yield chunk
+
+    def close(self) -> None:
+        self.closed = True
+
+
+# Memory.
+
+
+@given(tensor=tensors(), view=st.sampled_from(list(VIEWS)), data=st.data())
+def test_any_range_of_memory(tensor: Tensor, view: str, data: st.DataObject) -> None:
+    stored = VIEWS[view](tensor)
+    reader = MemoryReader({"a": stored, "b": torch.ones(1)})
+    require_range(reader, "a", stored, data.draw(ranges(stored.numel())))
+    require_equal(reader, {"a": stored, "b": torch.ones(1)})
+    assert reader.bytes_read == 0
+
+
+@given(tensor=tensors(FLOATS), dtype=FLOATS, data=st.data())
+def test_any_range_of_memory_in_another_dtype(
+    tensor: Tensor, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    require_cast(MemoryReader({"a": tensor}), "a", tensor, data.draw(ranges(tensor.numel())), dtype)
+
+
+def test_memory_is_given_back() -> None:
+    reader = MemoryReader({"a": torch.ones(1)})
+    reader.close()
+    assert list(reader.names()) == []
+    with pytest.raises(StageError, match="no tensor named a"):
+        reader.read("a")
+
+
+# Other dtypes.
+
+
+@given(tensor=tensors(), stored=FLOATS, read=FLOATS, data=st.data())
+def test_any_range_of_a_cast(
+    tensor: Tensor, stored: torch.dtype, read: torch.dtype, data: st.DataObject
+) -> None:
+    """Values are rounded to the dtype in which they are said to be, whatever they are read as."""
+    reader = CastReader(MemoryReader({"a": tensor}), lambda name: stored)
+    expected = tensor.to(stored) if tensor.is_floating_point() else tensor
+    assert reader.spec("a") == TensorSpec(tuple(tensor.shape), expected.dtype)
+    span = data.draw(ranges(tensor.numel()))
+    require_cast(reader, "a", expected, span, expected.dtype)
+    require_cast(reader, "a", expected, span, read)
+    if not tensor.is_floating_point():
+        require_range(reader, "a", tensor, span)
+
+
+def test_casts_are_by_name_and_leave_the_base_open() -> None:
+    base = Counting({"a": torch.tensor([1 / 3]), "b": torch.tensor([1 / 3])})
+    dtypes = {"a": torch.bfloat16, "b": torch.float64}
+    reader = CastReader(base, dtypes.__getitem__)
+    require_equal(reader, {name: base.read(name).to(dtype) for name, dtype in dtypes.items()})
+    assert reader.bytes_read == base.bytes_read == 16
+    reader.close()
+    assert not base.closed
+    with pytest.raises(StageError, match="no tensor named c"):
+        reader.spec("c")
+
+
+# Rows from elsewhere.
+
+
+@st.composite
+def halves(draw: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """What a source has, what it is to become, and how many elements it keeps."""
+    rows, more, width = (draw(st.integers(0, 6)) for _ in range(3))
+    seed = draw(st.integers(0, 2**32))
+    stored = random_bits((rows, width), dtype, seed)
+    fresh = random_bits((more, width), torch.float32, seed + 1)
+    return stored, fresh, min(rows, more) * width
+
+
+def extended(stored: Tensor, fresh: Tensor, kept: int) -> ExtendedReader:
+    spec = TensorSpec(tuple(fresh.shape), stored.dtype)
+    readers = Counting({"source": stored}), Counting({"a": fresh})
+    return ExtendedReader(*readers, {"a": Origin("source", kept, spec)})
+
+
+@given(data=st.data())
+def test_any_range_of_rows_from_two_readers(data: st.DataObject) -> None:
+    dtype = data.draw(FLOATS)
+    stored, fresh, kept = data.draw(halves(dtype))
+    reader = extended(stored, fresh, kept)
+    flat = torch.cat([stored.reshape(-1)[:kept], fresh.reshape(-1)[kept:].to(dtype)])
+    assert reader.spec("a") == TensorSpec(tuple(fresh.shape), dtype)
+    start, stop = data.draw(ranges(fresh.numel()))
+    assert chunked(reader, "a", start, stop) == raw(flat[start:stop])
+    old = max(min(stop, kept) - start, 0)
+    assert reader.bytes_read == old * dtype.itemsize  # none but those that are asked for
+    require_cast(reader, "a", flat.view(fresh.shape), (start, stop), dtype)
+    assert reader.bytes_read == 2 * old * dtype.itemsize
+
+
+@given(data=st.data(), read=FLOATS)
+def test_new_rows_are_not_rounded_to_the_source_s_dtype(
+    data: st.DataObject, read: torch.dtype
+) -> None:
+    """Masters start from what the architecture draws, also where the source is in bf16."""
+    stored, fresh, kept = data.draw(halves(torch.bfloat16))
+    start, stop = data.draw(ranges(fresh.numel()))
+    found = filled(extended(stored, fresh, kept), "a", start, stop, read)
+    flat = torch.cat([stored.reshape(-1)[:kept].to(read), fresh.reshape(-1)[kept:].to(read)])
+    wanted = flat[start:stop]
+    same = (found == wanted) | (found.double().isnan() & wanted.double().isnan())
+    assert bool(same.all())
+
+
+def test_names_are_those_of_the_origins_and_both_are_closed() -> None:
+    base, fresh = Counting({"old": torch.ones(2)}), Counting({"new": torch.zeros(3)})
+    spec = TensorSpec((2,), torch.float32)
+    origins = {"x": Origin("old", 2, spec), "y": Origin("old", 2, spec),
+               "new": Origin("new", 0, TensorSpec((3,), torch.float32))}  # fmt: skip
+    reader = ExtendedReader(base, fresh, origins)
+    require_equal(reader, {"x": torch.ones(2), "y": torch.ones(2), "new": torch.zeros(3)})
+    with pytest.raises(StageError, match="no tensor named old"):
+        reader.read("old")
+    reader.close()
+    assert base.closed
+    assert fresh.closed
+
+
+def test_without_a_fresh_reader() -> None:
+    base = Counting({"old": torch.arange(6.0)})
+    origins = {"x": Origin("old", 4, TensorSpec((2, 2), torch.float32))}
+    reader = ExtendedReader(base, None, origins)
+    require_equal(reader, {"x": torch.arange(4.0).view(2, 2)})
+    assert base.bytes_read == math.prod((2, 2)) * 4
+    reader.close()
+    assert base.closed
