@@ -28,6 +28,10 @@ from pipeline.state.source import StateSource
 from pipeline.state.store import Source, Store, step_number
 
 
+SUMS_IN_MEMORY = 64 << 20
+"""Bytes; the checksums of larger states are read where they are needed."""
+
+
 class _Stored(NamedTuple):
     start: int
     stop: int
@@ -64,6 +68,9 @@ class CheckpointReader(StateSource):
         self._pieces = self._index()
         self._sources: dict[int, Source] = {}
         self._sums: dict[int, memoryview] = {}
+        self._sum_sources: dict[int, Source] = {}
+        total = sum(entry.numel * entry.itemsize for entry in self.manifest.tensors)
+        self._sums_fit = blocks.count(total) * blocks.SUM_BYTES <= SUMS_IN_MEMORY
         longest = max(
             ((p.stop - p.start) * t.itemsize for f in self._in_file.values() for t, p in f),
             default=0,
@@ -71,9 +78,10 @@ class CheckpointReader(StateSource):
         self._buffer = memoryview(bytearray(min(blocks.CHUNK, longest)))
 
     def close(self) -> None:
-        for source in self._sources.values():
+        for source in (*self._sources.values(), *self._sum_sources.values()):
             source.close()
         self._sources.clear()
+        self._sum_sources.clear()
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         if key not in self._pieces:
@@ -161,7 +169,7 @@ class CheckpointReader(StateSource):
         if count < length:
             raise Damaged(f"{self._locate(file, key)}: truncated")
         first = piece.first_sum + begin // blocks.BLOCK
-        expected = self._sums_of(piece.part)[first : first + blocks.count(length)]
+        expected = self._expected(piece.part, first, blocks.count(length))
         wrong = blocks.first_wrong(data, expected)
         if wrong is not None:
             at = piece.offset + begin + wrong * blocks.BLOCK
@@ -190,6 +198,22 @@ class CheckpointReader(StateSource):
             raise Damaged(f"{where}: its header cannot be read: {error}") from error
         if problem:
             raise Damaged(f"{where}: {problem}")
+
+    def _expected(self, number: int, first: int, count: int) -> memoryview:
+        """Checksums of consecutive blocks of a part."""
+        if self._sums_fit:
+            return self._sums_of(number)[first : first + count]
+        # A wrong one would not agree with its block, so nothing goes unnoticed.
+        part = self.manifest.parts[number]
+        where = self._store.locate(self.name, part.sums)
+        data = memoryview(bytearray(count * blocks.SUM_BYTES))
+        with _explained(where):
+            if number not in self._sum_sources:
+                self._sum_sources[number] = self._store.open(self.name, part.sums)
+            found = self._sum_sources[number].read(first * blocks.SUM_BYTES, data)
+        if found < len(data):
+            raise Damaged(f"{where}: truncated")
+        return blocks.unpack(bytes(data))
 
     def _sums_of(self, number: int) -> memoryview:
         if number not in self._sums:

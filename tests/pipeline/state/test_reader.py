@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pipeline.state import blocks
+from pipeline.state import blocks, reader
 from pipeline.state.local_store import LocalStore
 from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
 from pipeline.state.planning import Sharded
@@ -83,6 +83,7 @@ def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.
     tensors, shares = layout
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "CHUNK", blocks.BLOCK * data.draw(st.integers(1, 3)))
+        patch.setattr(reader, "SUMS_IN_MEMORY", data.draw(st.sampled_from([0, 1 << 26])))
         write(root, tensors, shares)
         opened = CheckpointReader(LocalStore(root), NAME)
         for _ in range(6):
