@@ -18,7 +18,8 @@ from pipeline import rundir
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.engine import Engine, EngineState
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
-from pipeline.stage import Context
+from pipeline.room import require_room
+from pipeline.stage import Context, Room
 from pipeline.state import randomness, summary, whereabouts
 from pipeline.state.arena import Arena
 from pipeline.state.dtypes import dtype
@@ -30,6 +31,7 @@ from pipeline.state.store import locate, open_store, step_name
 from pipeline.state.visibility import require_shared
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton
 from pipeline.state.writer_process import WriterProcess
+from pipeline.throughput import human
 
 CLOSING_SECONDS = 4.0
 """Less than a failed rank is given to release what it holds."""
@@ -69,6 +71,7 @@ class StateCheckpoints(Checkpoints):
         self._writer_facts = {"engine": dict(engine.facts()), "packages": rundir.versions()}
         self._plan = make_plan(engine, ctx.dist, arrangement)
         layout = self._plan.layout
+        _require_memory(ctx, layout.size)
         self._arena = Arena(layout.size)
         self._targets = self._find_targets()
         for place, head in layout.heads:
@@ -248,6 +251,19 @@ class StateCheckpoints(Checkpoints):
             self._ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", outcome.place, outcome.size / 1e6, outcome.seconds
             )
+
+
+def _require_memory(ctx: Context, size: int) -> None:
+    """Room for the snapshots of all ranks of this machine, before any of them is made."""
+    require_room(
+        [
+            Room(
+                what=f"copies of the training state, {human(size)} for each process here",
+                memory=size * ctx.dist.local_world_size,
+            )
+        ]
+    )
+    ctx.dist.barrier()
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

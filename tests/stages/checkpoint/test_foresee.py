@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from pipeline.artifacts import Progress
 from pipeline.dist import Dist
+from pipeline.errors import StageError
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.export.safetensors import ExportSafetensors
 from tests.support.exports import Run, run_of
@@ -51,3 +53,20 @@ def test_export(family: str, dtype: str, tmp_path: Path) -> None:
 
 def _unique(run: Run, *, tied: bool) -> list[Tensor]:
     return [t for name, t in run.weights.tensors.items() if not (tied and name == "lm_head.weight")]
+
+
+def starved(dist: Dist, folder: str) -> str:
+    """What is said when host memory has no room for a copy of the state."""
+    ctx = run_context(dist, folder)
+    engine = make_engine(ctx, Setting(wrap="ddp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.room.free_memory", lambda: 1000)
+        with pytest.raises(StageError) as error:
+            ShardedCheckpoint().run(ctx, engine)
+    return str(error.value)
+
+
+def test_no_memory_for_the_snapshot(tmp_path: Path) -> None:
+    (said,) = run_ranks(starved, 1, str(tmp_path))
+    assert re.search(r"not enough host memory: .* for copies of the training state", said)
+    assert "1.0 KB available" in said
