@@ -27,7 +27,6 @@ from pipeline.state.manifest import (
 from pipeline.state.source import StateSource
 from pipeline.state.store import Source, Store, step_number
 
-
 SUMS_IN_MEMORY = 64 << 20
 """Bytes; the checksums of larger states are read where they are needed."""
 

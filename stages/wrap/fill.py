@@ -48,7 +48,7 @@ def fill(
             return
         shares = _shares(list(parts), torch.distributed.get_world_size(replicas))
         _read(shares[torch.distributed.get_rank(replicas)], reader, ctx)
-        _exchange(shares, replicas)
+        _exchange(shares, replicas, ctx.dist.device)
 
 
 def _read(parts: Iterable[Part], reader: TensorReader, ctx: Context) -> None:
@@ -63,11 +63,17 @@ def _read(parts: Iterable[Part], reader: TensorReader, ctx: Context) -> None:
         ctx.log.info("weights loaded: this process read %s of %s", watch.summary(), human(total))
 
 
-def _exchange(shares: Sequence[Sequence[Part]], replicas: ProcessGroup) -> None:
+def _exchange(
+    shares: Sequence[Sequence[Part]], replicas: ProcessGroup, device: torch.device
+) -> None:
     for number, share in enumerate(shares):
         owner = torch.distributed.get_global_rank(replicas, number)
         for part in share:
-            torch.distributed.broadcast(part.target, src=owner, group=replicas)
+            # What is offloaded travels over the device's own network all the same.
+            value = part.target.to(device)
+            torch.distributed.broadcast(value, src=owner, group=replicas)
+            if value is not part.target:
+                part.target.copy_(value)
 
 
 def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
