@@ -1,0 +1,410 @@
+"""Weights from files to ranks: the right values, each byte read by who needs it, little memory.
+
+What a rank reads is counted by the reader itself; what it needs at most is asked of the kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipeline.artifacts import ModelSource, Precision, TensorReader
+from pipeline.dist import Dist
+from pipeline.engine import WEIGHT, Engine
+from stages.model.hf import HfModel
+from stages.optimizer.adamw import AdamW
+from stages.weights import converted
+from stages.wrap import fill
+from stages.wrap.ddp import Ddp
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.zero import OptimizerOffload, Zero
+from tests.support.models import FAMILIES, filled, random_source, tiny_llama_config
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+MB = 1_000_000
+WRAPS: dict[str, Any] = {
+    "ddp": Ddp(),
+    "ddp static": Ddp(static_graph=True),
+    "full_shard": Fsdp(),
+    "shard_grad_op": Fsdp(sharding="shard_grad_op"),
+    "hybrid_shard": Fsdp(sharding="hybrid_shard", shard_size=2),
+    "no_shard": Fsdp(sharding="no_shard"),
+    "offload": Fsdp(cpu_offload=True),
+    "zero1": Zero(stage=1),
+    "zero2": Zero(stage=2),
+    "zero2 round robin": Zero(stage=2, round_robin_gradients=True),
+    "zero2 offload": Zero(stage=2, offload_optimizer=OptimizerOffload()),
+    "zero3": Zero(stage=3),
+    "zero3 sub-groups": Zero(stage=3, sub_group_size=2000, param_persistence_threshold=100),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One engine; plain data, so that it travels to the ranks."""
+
+    wrap: str
+    compute: str = "fp32"
+    cut: int = fill.CUT
+    worthwhile: int = converted.WORTHWHILE
+
+
+def precision(compute: str) -> Precision:
+    return Precision(
+        master="fp32", compute=compute, reduce="fp32", buffer=None, loss_scaling=None  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def engine_of(dist: Dist, folder: str, case: Case, source: ModelSource) -> Engine:
+    ctx = context(dist, folder)
+    plan = AdamW(lr=1e-3, weight_decay=0.1).run(ctx)  # two groups
+    built: Engine = WRAPS[case.wrap].run(ctx, source, precision(case.compute), plan)
+    return built
+
+
+# Who reads what.
+
+
+def load(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
+    """Build the engine; what this rank read, which parts it holds, and which have other values."""
+    fill.CUT, converted.WORTHWHILE = case.cut, case.worthwhile
+    source = HfModel(path=folder).run(context(dist, folder))
+    readers = noted(source)
+    engine = engine_of(dist, folder, case, source)
+    read = sum(reader.bytes_read for reader in readers)
+    expected = whole(source)
+    held, wrong = [], []
+    for part in engine.fragments():
+        here = part.state[WEIGHT]
+        held.append([part.name, part.start, here.numel()])
+        there = expected[part.name].view(-1)[part.start : part.start + here.numel()]
+        if here.dtype != torch.float32 or not torch.equal(here, there.float()):
+            wrong.append(part.name)
+    wrong += used_otherwise(engine, case, expected)
+    engine.close()
+    return {"read": read, "held": held, "wrong": wrong}
+
+
+def load_each(dist: Dist, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
+    """One after another in a process group."""
+    return [load(dist, folder, case) for case in cases]
+
+
+def noted(source: ModelSource) -> list[TensorReader]:
+    """The readers that the source will have opened."""
+    readers: list[TensorReader] = []
+    opening = source.weights
+
+    def weights() -> TensorReader:
+        readers.append(opening())
+        return readers[-1]
+
+    source.weights = weights  # type: ignore[method-assign]
+    return readers
+
+
+def whole(source: ModelSource) -> dict[str, Tensor]:
+    reader = source.weights()
+    tensors = {name: reader.read(name) for name in reader.names()}
+    reader.close()
+    return tensors
+
+
+def used_otherwise(engine: Engine, case: Case, expected: dict[str, Tensor]) -> list[str]:
+    """Names of the parameters that are not computed with as the source has them, rounded."""
+    if not case.wrap.startswith("zero"):
+        return []  # masters are the parameters themselves
+    from deepspeed import zero
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.compute]
+    module = engine.model.module
+    with zero.GatheredParameters(list(module.parameters())):
+        return [
+            f"{name} computed with"
+            for name, parameter in module.named_parameters()
+            if not torch.equal(parameter, expected[name].to(dtype))
+        ]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What ranks said of a case, in bytes as stored."""
+
+    case: Case
+    read: list[int]
+    own: list[int]
+    sizes: dict[str, int] = field(repr=False)
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes.values())
+
+
+def tell(folder: Path, ranks: int, *cases: Case) -> list[Told]:
+    """Load on so many ranks. All values are right, and all elements somewhere."""
+    reader = HfModel(path=str(folder)).run(context(Dist(device=torch.device("cpu")), folder))
+    outcome = run_ranks(load_each, ranks, str(folder), list(cases))
+    stored = reader.weights()
+    width = {name: stored.spec(name).dtype.itemsize for name in stored.names()}
+    sizes = distinct(stored)
+    stored.close()
+    told = []
+    for case, of_ranks in zip(cases, zip(*outcome, strict=True), strict=True):
+        assert [rank["wrong"] for rank in of_ranks] == [[]] * ranks, case
+        require_complete([part for rank in of_ranks for part in rank["held"]], sizes, width)
+        own = [sum(length * width[name] for name, _, length in r["held"]) for r in of_ranks]
+        told.append(Told(case, [rank["read"] for rank in of_ranks], own, sizes))
+    return told
+
+
+def distinct(reader: TensorReader) -> dict[str, int]:
+    """Sizes of the tensors, tied ones once."""
+    names = set(reader.names())
+    if torch.equal(reader.read("lm_head.weight"), reader.read("model.embed_tokens.weight")):
+        names.remove("lm_head.weight")
+    return {name: reader.spec(name).nbytes for name in names}
+
+
+def require_complete(
+    held: list[tuple[str, int, int]], sizes: dict[str, int], width: dict[str, int]
+) -> None:
+    """The parts cover every tensor from its first to its last element."""
+    reach = dict.fromkeys(sizes, 0)
+    for name, start, length in sorted(held):
+        assert start <= reach[name], f"nobody holds {name} from {reach[name]} to {start}"
+        reach[name] = max(reach[name], start + length)
+    assert {name: end * width[name] for name, end in reach.items()} == sizes
+
+
+def require_own_parts(told: Told) -> None:
+    """Each rank has read its shard and no byte more, and shards are even."""
+    assert told.read == told.own
+    even = told.total / len(told.own)
+    assert max(told.read) <= even * 1.05 + told.largest
+    assert sum(told.read) == told.total
+
+
+def require_shared_reading(told: Told) -> None:
+    """Ranks that hold the same have read it once between them, about equally."""
+    assert sum(told.read) == told.total
+    assert max(told.read) <= told.total / len(told.read) * 1.05 + told.largest
+
+
+def in_both(wraps: list[str]) -> list[Case]:
+    """Under fp32 and with bf16 computed beside fp32 masters."""
+    return [Case(wrap=wrap, compute=compute) for wrap in wraps for compute in ("fp32", "bf16")]
+
+
+def saved(folder: Path, *, dtype: torch.dtype = torch.float32, family: str = "llama") -> Path:
+    """A folder of a model whose sizes no number of ranks divides."""
+    source = random_source(FAMILIES[family], folder)
+    filled(source).to(dtype).save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wraps", "ranks"),
+    [
+        (["full_shard", "shard_grad_op", "offload"], 2),
+        (["zero3", "zero3 sub-groups"], 2),
+        (["zero1", "zero2", "zero2 round robin", "zero2 offload"], 2),
+        (["full_shard", "zero2", "zero3"], 3),
+    ],
+    ids=["fsdp", "zero 3", "zero 1 and 2", "on three"],
+)
+def test_each_rank_reads_its_shard_and_no_byte_more(
+    wraps: list[str], ranks: int, tmp_path: Path
+) -> None:
+    for told in tell(saved(tmp_path), ranks, *in_both(wraps)):
+        require_own_parts(told)
+
+
+@pytest.mark.parametrize(
+    ("wraps", "ranks"), [(["ddp", "no_shard"], 2), (["ddp"], 3)], ids=["on two", "on three"]
+)
+def test_replicas_read_the_model_once_between_them(
+    wraps: list[str], ranks: int, tmp_path: Path
+) -> None:
+    for told in tell(saved(tmp_path), ranks, *in_both(wraps)):
+        assert told.own == [told.total] * ranks
+        require_shared_reading(told)
+
+
+def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -> None:
+    for told in tell(saved(tmp_path), 4, *in_both(["hybrid_shard"])):
+        require_shared_reading(told)
+        assert told.own[0] == told.own[2]
+        assert told.own[1] == told.own[3]
+        assert told.own[0] + told.own[1] == told.total
+        for shard in (0, 1):  # ranks 0 and 2, and ranks 1 and 3, are replicas
+            assert told.read[shard] + told.read[shard + 2] == told.own[shard]
+
+
+def test_a_rank_alone_reads_everything_once(tmp_path: Path) -> None:
+    wraps = ("ddp", "full_shard", "no_shard", "zero2", "zero3")
+    for told in tell(saved(tmp_path), 1, *(Case(wrap=wrap) for wrap in wraps)):
+        assert told.read == [told.total], told.case
+
+
+@pytest.mark.parametrize(("wrap", "ranks"), [("ddp", 3), ("hybrid_shard", 4)])
+def test_large_tensors_are_cut_where_a_share_ends(wrap: str, ranks: int, tmp_path: Path) -> None:
+    (told,) = tell(saved(tmp_path), ranks, Case(wrap=wrap, cut=1))
+    assert sum(told.read) == told.total
+    groups = [[0, 1, 2]] if ranks == 3 else [[0, 2], [1, 3]]
+    for group in groups:
+        even = told.own[group[0]] / len(group)
+        for rank in group:
+            assert told.read[rank] == pytest.approx(even, abs=4)  # an element
+
+
+BF16_CASES = [Case(wrap=wrap, compute="bf16") for wrap in ("ddp", "full_shard", "zero2", "zero3")]
+
+
+def test_a_source_in_bf16_is_half_to_read(tmp_path: Path) -> None:
+    full = sum(t.nbytes for t in state_of(saved(tmp_path / "fp32")).values())
+    for told in tell(saved(tmp_path / "bf16", dtype=torch.bfloat16), 2, *BF16_CASES):
+        assert sum(told.read) == told.total == full / 2, told.case
+
+
+def test_a_tied_tensor_is_read_once(tmp_path: Path) -> None:
+    for told in tell(saved(tmp_path, family="llama_tied"), 2, *BF16_CASES):
+        assert sum(told.read) == told.total, told.case
+        assert told.total == sum(t.nbytes for t in state_of(tmp_path).values())
+
+
+def state_of(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_torch_files_are_read_in_parts_too(tmp_path: Path) -> None:
+    state = state_of(saved(tmp_path))
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    sharded, replicated = tell(tmp_path, 2, Case(wrap="full_shard"), Case(wrap="ddp"))
+    require_own_parts(sharded)
+    require_shared_reading(replicated)
+
+
+def test_stacked_experts_are_read_in_parts_too(tmp_path: Path) -> None:
+    """Their file has each alone; here also runs are read that are not worth it."""
+    cases = [Case(wrap=wrap, worthwhile=0) for wrap in ("full_shard", "zero3", "zero2")]
+    for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
+        require_own_parts(told)
+
+
+def test_experts_too_small_to_be_read_in_parts_have_the_same_values(tmp_path: Path) -> None:
+    cases = [Case(wrap=wrap) for wrap in ("full_shard", "zero3", "ddp")]
+    for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
+        assert max(told.read) <= told.total, told.case
+
+
+# How much memory it takes.
+
+
+BIG = tiny_llama_config(
+    vocab_size=9001, hidden_size=1024, intermediate_size=9001, num_hidden_layers=1,
+    num_attention_heads=16, num_key_value_heads=16, head_dim=64,
+)  # fmt: skip
+"""200 MB in tensors of 37 MB, which malloc maps and gives back one by one."""
+SLACK = 24 * MB
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("big")
+    source: Any = random_source(BIG, folder)
+    reader = source.weights()
+    tensors = {name: torch.zeros(reader.spec(name).shape) for name in reader.names()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source.config.save_pretrained(folder)
+    return folder
+
+
+def high_water() -> int:
+    """The most memory that this process has had since it was last reset."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+def growths(dist: Dist, folder: str, case: Case, functions: list[str]) -> list[int]:
+    """Build an engine; the memory that each of the functions needs, at its most, while it runs."""
+    small = HfModel(config=tiny_llama_config()).run(context(dist, folder))
+    engine_of(dist, folder, case, small).close()  # has everything imported
+    source: Any = HfModel(path=folder).run(context(dist, folder))
+    assert source.vocab_size == 9001  # has the outline built
+    found: list[int] = []
+    for name in functions:
+        module, _, leaf = name.rpartition(".")
+        place = importlib.import_module(module)
+        setattr(place, leaf, metered(getattr(place, leaf), found))
+    engine_of(dist, folder, case, source).close()
+    return found
+
+
+def metered(function: Callable[..., Any], into: list[int]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = high_water()
+        result = function(*args, **options)
+        into.append(high_water() - before)
+        return result
+
+    return call
+
+
+def measured(folder: Path, case: Case, *functions: str) -> Iterator[list[int]]:
+    yield from run_ranks(growths, 2, str(folder), case, list(functions))
+
+
+def sizes_of(folder: Path) -> tuple[int, int]:
+    """All of the model, and its largest tensor."""
+    sizes = [tensor.nbytes for tensor in load_file(folder / "model.safetensors").values()]
+    assert sum(sizes) == pytest.approx(200 * MB, rel=0.02)
+    return sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_fsdp_never_has_more_than_its_shard(compute: str, big: Path) -> None:
+    total, largest = sizes_of(big)
+    case = Case(wrap="full_shard", compute=compute)
+    for (engine,) in measured(big, case, "stages.wrap.fsdp_engine.build"):
+        assert total / 2 <= engine <= total / 2 + SLACK < total / 2 + largest + SLACK
+
+
+def test_ddp_never_has_more_than_one_copy_beside_its_gradients(big: Path) -> None:
+    """A static graph's gradients have no memory yet."""
+    total, _ = sizes_of(big)
+    case = Case(wrap="ddp static")
+    for (engine,) in measured(big, case, "stages.wrap.ddp_engine.build"):
+        assert total <= engine <= total + SLACK
+    for (loading,) in measured(big, Case(wrap="ddp"), "stages.wrap.ddp_engine.fill"):
+        assert total <= loading <= total + SLACK
+
+
+def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: Path) -> None:
+    """Until DeepSpeed makes its masters and buffers, and when these are filled."""
+    total, largest = sizes_of(big)
+    functions = "stages.wrap.zero.birth.partitioned", "stages.wrap.zero.build.fill"
+    for birth, loading in measured(big, Case(wrap="zero3"), *functions):
+        assert total / 2 <= birth <= total / 2 + largest + SLACK < total
+        assert loading <= SLACK
