@@ -343,8 +343,9 @@ class ExportedModel(Durable):
         from pipeline.errors import ExportError
 
         folder = Path(record["folder"])
-        if not folder.is_dir():
-            raise ExportError(f"the exported model is gone: {folder}")
+        missing = [name for name in record["files"] if not (folder / name).exists()]
+        if missing:
+            raise ExportError(f"the exported model is gone: {folder / missing[0]}")
         return cls(folder=folder, files=record["files"], total_bytes=record["total_bytes"])
 
 

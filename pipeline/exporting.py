@@ -115,8 +115,10 @@ def _checkpoint(run: str, step: str | None) -> str:
             if not best:
                 raise UsageError(f"no checkpoint of {run} has a loss on held-out data")
             name = best.pop()
+        elif not step.isdecimal():
+            raise UsageError(f"--step {step}: neither a number nor `best`")
         else:
-            name = step_name(int(step)) if step.isdecimal() else step
+            name = step_name(int(step))
             if name not in names:
                 there = ", ".join(str(step_number(one)) for one in names)
                 raise UsageError(f"{run} has no checkpoint of step {step}; there are {there}")
@@ -150,13 +152,20 @@ def _kept(recipe: Recipe, content: Mapping[str, Any], trained: dict[str, Any]) -
 def _completed(slots: Slots) -> str:
     """Add what every export needs and `slots` lack; the name of the slot that exports."""
     links = list(_links(slots))
-    if not any(_gives(link, Weights) for link in links):
-        slots["consolidate"] = {"use": "consolidate.stream"}
     found = [link.slot for link in links if _gives(link, ExportedModel)]
-    if found:
-        return found[-1]
-    slots["export"] = {"use": "export.safetensors"}
-    return "export"
+    last = found[-1] if found else _free("export", slots)
+    exporter = slots.pop(last, {"use": "export.safetensors"})
+    if not any(_gives(link, Weights) for link in links):
+        slots[_free("consolidate", slots)] = {"use": "consolidate.stream"}
+    slots[last] = exporter
+    for slot in slots.values():
+        if "attention" in slot:  # nothing is trained, so no kernels are needed
+            slot["attention"] = "eager"
+    return last
+
+
+def _free(name: str, slots: Slots) -> str:
+    return name if name not in slots else _free(f"{name}_", slots)
 
 
 def _links(slots: Mapping[str, Any]) -> Iterator[Link]:

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat", "anon"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.stat", "rss"),
-)
-"""Of the control group that this process is in, of either version: its limit, its figures, and the
-one that counts memory which cannot be taken back."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 
 
 def free_memory() -> int:
-    """Bytes of host memory that a process can still take, page cache counted as free."""
-    free = _figures(Path("/proc/meminfo"))["MemAvailable"] * 1024
-    for limit, figures, used in _GROUPS:
+    """Bytes of host memory that a process can still take, page cache counted as free; a number
+    without meaning where the system does not say."""
+    try:
+        free = _figures(Path("/proc/meminfo"))["MemAvailable"] * 1024
+    except OSError:
+        return sys.maxsize
+    return max(min(free, *_left_in_groups(), sys.maxsize), 0)
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Of every control group that this process is in, and those above them, of either version."""
+    for folder, limit, used in _groups():
         with contextlib.suppress(OSError, ValueError, KeyError):
-            free = min(free, int(Path(limit).read_text("ascii")) - _figures(Path(figures))[used])
-    return max(free, 0)
+            figures = _figures(folder / "memory.stat")
+            # Memory that cannot be taken back; what is shared (snapshots) is kept like files.
+            held = sum(figures.get(name, 0) for name in (used, "shmem"))
+            yield int((folder / limit).read_text("ascii")) - held
+
+
+def _groups() -> Iterator[tuple[Path, str, str]]:
+    """Folder, name of the file with the limit, and of the figure of private memory."""
+    for line in _OWN.read_text("ascii").splitlines() if _OWN.exists() else ():
+        _, controllers, place = line.split(":", 2)
+        old = "memory" in controllers.split(",")
+        if not old and controllers:
+            continue
+        root = _CGROUPS / "memory" if old else _CGROUPS
+        names = ("memory.limit_in_bytes", "rss") if old else ("memory.max", "anon")
+        for parent in (Path(place), *Path(place).parents):
+            yield (root / parent.relative_to("/"), *names)
 
 
 def _figures(file: Path) -> dict[str, int]:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Checkpoints, Progress, TrainedRun
@@ -40,22 +40,28 @@ def _rooms(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]
 
 def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     """Save the engine as it is, and have every stage that can rehearse work on that checkpoint
-    (collective). All that is written is removed again; random states stay as they were."""
+    (collective). All that is written is removed again, unless it fails; random states stay as they
+    were."""
     folder = ctx.run_dir / f"{ctx.run_dir.name}.rehearsal"
     ctx.log.info("rehearsal: saving, consolidating and exporting the untrained model")
     began = time.monotonic()
+    removals: list[Callable[[], object]] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_state_kept(ctx))
         if ctx.dist.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            removals.append(lambda: shutil.rmtree(folder, ignore_errors=True))
         ctx.dist.barrier()
-        stack.callback(ctx.dist.barrier)
         stage_ctx = dataclasses.replace(
-            ctx, run_dir=folder, metrics=Metrics(None), on_exit=stack.callback
+            ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
         )
         _play(plan, stage_ctx, dict(artifacts), stack)
+    # After a failure everything stays, to be looked at, until the next rehearsal.
+    ctx.dist.barrier()
+    for remove in reversed(removals):
+        remove()
+    ctx.dist.barrier()
     ctx.log.info("rehearsal: passed in %.1f s; all of it is removed", time.monotonic() - began)
 
 

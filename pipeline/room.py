@@ -19,9 +19,7 @@ def require_room(rooms: Iterable[Room]) -> None:
     rooms = list(rooms)
     problems = [*_short_of_disk(rooms), *_short_of_memory(rooms)]
     if problems:
-        raise StageError(
-            "; ".join(problems), hint="nothing has been trained yet; make room, or write elsewhere"
-        )
+        raise StageError("; ".join(problems), hint="make room, or write elsewhere")
 
 
 def _short_of_disk(rooms: Sequence[Room]) -> Iterable[str]:

@@ -41,7 +41,7 @@ class Runner:
         for step in self.plan.steps:
             if step.slot in todo.run:
                 if step.gives is not None and issubclass(step.gives, TrainedRun):
-                    self._before_training(todo)
+                    self._before_training(step, todo)
                 self._run_step(step)
             self._drop_read(step.slot)
 
@@ -57,7 +57,8 @@ class Runner:
             text = decide(self.plan, self.journal, self.ctx.log).dump()
         return Todo.load(self.ctx.dist.share(text))
 
-    def _before_training(self, todo: Todo) -> None:
+    def _before_training(self, step: Step, todo: Todo) -> None:
+        self.ctx.slot = step.slot
         look_ahead(self.plan, self.ctx, self.artifacts, todo.run)
         if self.plan.recipe.rehearse:
             rehearse(self.plan, self.ctx, self.artifacts)

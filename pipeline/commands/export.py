@@ -40,17 +40,25 @@ def export(
     torch.distributed.checkpoint or transformers' Trainer. An interrupted export goes on when it is
     asked for again.
     """
+    from pipeline import rundir
+    from pipeline.errors import UsageError, system_errors_as
     from pipeline.exporting import chosen, recipe_text
     from pipeline.launch.environment import worker_world_size
     from pipeline.launch.start import start
     from pipeline.plan import plan_file
 
     def prepare() -> tuple[Plan, Path]:
+        with system_errors_as(UsageError):
+            return job()
+
+    def job() -> tuple[Plan, Path]:
         choice = chosen(source, step=step, model=model, to=to)
         settings: Mapping[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
         given = {key: value for key, value in settings.items() if value is not None}
         count = procs or min(4, os.cpu_count() or 1)
         choice.job.mkdir(parents=True, exist_ok=True)
+        # The stages look for themselves what is there already, and whether it is as it should be.
+        (choice.job / rundir.JOURNAL).unlink(missing_ok=True)
         file = choice.job / "export.yaml"
         file.write_text(recipe_text(choice, given, count), "utf-8")
         plan = plan_file(file, here=True, procs=worker_world_size())

@@ -34,7 +34,7 @@ class Reading:
     """Nothing but weights is wanted, so the optimizer's state may be missing."""
 
     verify: bool = True
-    """Compare the checksums that other tools' files have; one process of several is enough."""
+    """Compare checksums that are of whole files; one process of several is enough."""
 
 
 class StateFormat(ABC):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Gt
 
 from pipeline.artifacts import Checkpoints
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Room
 from stages.wrap.zero import Zero
 from stages.wrap.zero.artifact import ZeroEngine
 
@@ -42,6 +43,17 @@ class DeepSpeedCheckpoint:
         from stages.checkpoint.deepspeed_state import DeepSpeedCheckpoints
 
         return DeepSpeedCheckpoints(ctx, engine, every=self.every, keep=self.keep)
+
+    def foresee(self, ctx: Context, engine: ZeroEngine) -> Iterator[Room]:
+        from pipeline.state import whereabouts
+        from stages.checkpoint.deepspeed_state import size
+
+        count = (self.keep or 1) + 1 if self.every else 1
+        yield Room(
+            what=f"{count} checkpoint{'s' * (count > 1)}",
+            disk=count * size(engine),
+            folder=Path(whereabouts.default(ctx.run_dir)),
+        )
 
     def rehearse(self, ctx: Context, engine: ZeroEngine) -> Checkpoints:
         return self.run(ctx, engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ class DeepSpeedCheckpoints(StepCheckpoints):
         # Rates and decays are the recipe's to say, also when they were others at the save.
         for group, setting in zip(compat.update_groups(live), settings, strict=True):
             group.update(setting)
+
+
+def size(engine: ZeroEngine) -> int:
+    """Bytes of a checkpoint, at most: fp32 masters and moments, and the compute weights."""
+    state = engine.state()
+    elements = sum(math.prod(shape) for shape in state.shapes.values())
+    return elements * 4 * (2 + len(state.moments))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

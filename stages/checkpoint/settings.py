@@ -72,7 +72,9 @@ class CheckpointSettings:
         made = replace(self, start_from=None).run(ctx, engine)
         assert isinstance(made, StateCheckpoints)
         if ctx.dist.is_main:
+            made.discard()  # what a rehearsal that failed has left
             ctx.on_exit(made.discard)
+        ctx.dist.barrier()
         return made
 
     def checkpoints(

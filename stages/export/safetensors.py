@@ -75,9 +75,10 @@ class ExportSafetensors:
     ) -> ExportedModel:
         if self.folder is None:
             return self.run(ctx, weights, model, trained)
-        target = Path(self.folder).expanduser()
+        target = Path(self.folder).expanduser().resolve()
         elsewhere = target.with_name(f"{target.name}.rehearsal")
         if ctx.dist.is_main:
+            shutil.rmtree(elsewhere, ignore_errors=True)
             ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
         return replace(self, folder=str(elsewhere)).run(ctx, weights, model, trained)
 

@@ -66,7 +66,6 @@ class DcpSource(StateSource):
         self.where = str(folder)
         self.world_size = world_size
         self.writer = {"format": "dcp"}
-        self._verify = reading.verify
         self._verified: set[Spot] = set()
         self._stored = {f"{WEIGHT}/{name}": tensor for name, tensor in weights.items()}
         trained = [name for name in optimizer.moments if name in weights]
@@ -101,7 +100,7 @@ class DcpSource(StateSource):
 
         def mapped(number: int) -> Tensor:
             spot = stored.spots[number]
-            found = map_bytes(spot, key, verify=self._verify and spot not in self._verified)
+            found = map_bytes(spot, key, verify=spot not in self._verified)
             self._verified.add(spot)
             return found
 

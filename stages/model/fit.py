@@ -51,7 +51,8 @@ def fit(
     given = [name for name in held.names() if not _matches(name, allowed.unused)]
     _refuse_idle(where, allowed, wanted, held.names())
     _refuse_half_new(allowed, tied)
-    origins, misshapen = {}, []
+    origins: dict[str, Origin] = {}
+    misshapen: dict[str, str] = {}
     for name, shape in wanted.items():
         source = _source(name, given, tied)
         if _matches(name, allowed.new):
@@ -64,11 +65,11 @@ def fit(
                 resized = TensorSpec(shape, spec.dtype)
                 origins[name] = Origin(source, min(spec.numel, resized.numel), resized)
             else:
-                misshapen.append(misfit(name, spec.shape, shape))
-    found = {*origins, *(text.partition(" ")[0] for text in misshapen)}
+                misshapen[name] = misfit(name, spec.shape, shape)
+    missing = wanted.keys() - origins.keys() - misshapen.keys()
     extra = {name for name in given if name not in wanted}
-    refuse_differences(where, model, wanted.keys() - found, extra, misshapen)
-    for name in wanted.keys() - found:  # which the architecture does not mind
+    refuse_differences(where, model, missing, extra, misshapen.values())
+    for name in missing:  # which the architecture does not mind
         origins[name] = Origin(name, 0, declared[name])
     needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
     _refuse_untied(where, held, origins, tied)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 class CastReader(TensorReader):
     """Floating tensors of `base` in the dtype that `dtype` gives their name; others as they are.
-    Leaves `base` open."""
+
+    Raises StageError for finite values that become infinite. Leaves `base` open.
+    """
 
     def __init__(self, base: TensorReader, dtype: Callable[[str], torch.dtype]) -> None:
         self._base = base
@@ -35,11 +38,14 @@ class CastReader(TensorReader):
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         dtype = self.spec(name).dtype
         for chunk in self._base.chunks(name, start, stop):
-            yield chunk.to(dtype)
+            made = chunk.to(dtype)
+            if made.dtype != chunk.dtype and _overflows(chunk, made):
+                raise StageError(
+                    f"{name} has values beyond {str(dtype).removeprefix('torch.')}",
+                    hint="export in bf16 or fp32",
+                )
+            yield made
 
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        dtype = self.spec(name).dtype
-        if out.dtype == dtype:
-            self._base.read_into(name, start, out)
-        else:
-            super().read_into(name, start, out)
+
+def _overflows(before: Tensor, after: Tensor) -> bool:
+    return bool(after.isinf().any()) and not bool(before.isinf().any())

@@ -50,18 +50,16 @@ class ExtendedReader(TensorReader):
         edge = min(max(origin.kept, start), stop)
         if start < edge:
             yield from self._base.chunks(origin.source, start, edge)
-        if edge < stop:
-            for chunk in self._new(name, edge, stop):
-                yield chunk.to(origin.spec.dtype)
+        yield from self._new(name, edge, stop)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         origin = self._origin(name)
         kept = min(max(origin.kept - start, 0), out.numel())
         if kept:
             self._base.read_into(origin.source, start, out[:kept])
-        if kept < out.numel():
-            assert self._fresh is not None
-            self._fresh.read_into(name, start + kept, out[kept:])
+        for chunk in self._new(name, start + kept, start + out.numel()):
+            out[kept : kept + chunk.numel()].copy_(chunk)
+            kept += chunk.numel()
 
     def close(self) -> None:
         self._base.close()
@@ -69,8 +67,10 @@ class ExtendedReader(TensorReader):
             self._fresh.close()
 
     def _new(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        assert self._fresh is not None
-        return self._fresh.chunks(name, start, stop)
+        if start < stop:
+            assert self._fresh is not None
+            for chunk in self._fresh.chunks(name, start, stop):
+                yield chunk.to(self._origins[name].spec.dtype)
 
     def _origin(self, name: str) -> Origin:
         if name not in self._origins:

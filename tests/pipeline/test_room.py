@@ -45,21 +45,26 @@ def test_needs_of_one_file_system_add_up(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"not enough disk space in {tmp_path}: 7.0 GB for 3 checkpoints, 4.0 GB for the export, "
         "10.0 GB available; not enough host memory: 5.0 GB for the export, 4.0 GB available "
-        "(nothing has been trained yet; make room, or write elsewhere)"
+        "(make room, or write elsewhere)"
     )
 
 
-def test_free_memory_is_that_of_the_system_or_of_the_control_group(
+def test_free_memory_is_that_of_the_system_or_of_a_control_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_GROUPS", ())
-    everything = machine.free_memory()
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    assert everything == pytest.approx(int(meminfo["MemAvailable"].split()[0]) * 1024, rel=0.2)
-    (tmp_path / "max").write_text("1000000\n")
-    (tmp_path / "stat").write_text("anon 400000\nfile 500000\n")
-    group = (str(tmp_path / "max"), str(tmp_path / "stat"), "anon")
-    monkeypatch.setattr(machine, "_GROUPS", (group,))
-    assert machine.free_memory() == 600000
-    (tmp_path / "max").write_text("max\n")
-    assert machine.free_memory() == pytest.approx(everything, rel=0.2)
+    system = int(meminfo["MemAvailable"].split()[0]) * 1024
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
+    assert machine.free_memory() == pytest.approx(system, rel=0.2)
+    (tmp_path / "own").write_text("0::/job/step\n")
+    for folder, limit in (("job/step", "max"), ("job", "1000000")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.stat").write_text("anon 400000\nfile 500000\nshmem 100000\n")
+    assert machine.free_memory() == 500000
+    (tmp_path / "own").write_text("4:cpu:/\n3:memory:/old\n")
+    (tmp_path / "memory/old").mkdir(parents=True)
+    (tmp_path / "memory/old/memory.limit_in_bytes").write_text("700000\n")
+    (tmp_path / "memory/old/memory.stat").write_text("rss 1000\n")
+    assert machine.free_memory() == 699000
