@@ -34,6 +34,7 @@ RECIPE = "recipe.yaml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 ENGINE = "engine.json"
+ENVIRONMENT = "environment.json"
 LOCK = "lock"
 LOCK_SECONDS = 1.0
 """How long to ask for the lock before another process is believed to hold it for good."""
@@ -157,4 +158,4 @@ def write_environment(folder: Path) -> None:
         "platform": platform.platform(),
         "packages": versions(),
     }
-    (folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    (folder / ENVIRONMENT).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")

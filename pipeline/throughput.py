@@ -20,9 +20,9 @@ def human(size: float) -> str:
 
 
 class Throughput:
-    """Counts bytes of `total` that this process has to move."""
+    """Counts bytes that this process moves, of `total` where that is known."""
 
-    def __init__(self, log: logging.Logger, doing: str, total: int) -> None:
+    def __init__(self, log: logging.Logger, doing: str, total: int | None = None) -> None:
         self._log = log
         self._doing = doing
         self._total = total
@@ -35,7 +35,8 @@ class Throughput:
         now = time.monotonic()
         if now - self._told > EVERY:
             self._told = now
-            self._log.info("%s: %s of %s", self._doing, human(self._done), human(self._total))
+            of = "" if self._total is None else f" of {human(self._total)}"
+            self._log.info("%s: %s%s", self._doing, human(self._done), of)
 
     def summary(self) -> str:
         """`1.5 GB in 2.0 s (0.8 GB/s)`."""

@@ -21,7 +21,7 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
     Every byte is read and compared; then the model is loaded with transformers and run on the
     prompt of its first proof. Exit code 1 if anything differs.
     """
-    from pipeline.errors import UsageError, system_errors_as
+    from pipeline.errors import ExportError, UsageError, system_errors_as
     from pipeline.registry import Registry
 
     name = _writer(folder)
@@ -29,7 +29,7 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
     prove = getattr(kind, "verify", None)
     if not callable(prove):
         raise UsageError(f"the stage {name}, which wrote {folder}, cannot verify it")
-    with system_errors_as(UsageError):
+    with system_errors_as(ExportError):
         prove(folder.absolute(), click.echo, trust_remote_code=trust_remote_code)
     click.echo("verified")
 

@@ -22,14 +22,29 @@ def facts_of(
     """What is known of the model and the run, one line each."""
     tensors = [tensor for part in plan.parts for tensor in part.tensors]
     size = human(sum(tensor.size for tensor in tensors))
+    run = _run(ctx, trained)
     facts = {
+        "name": plan_name(run, source),
         "architecture": type(plan.outline).__name__,
         "trained from": Path(source.name).name,
-        "run": ctx.run_dir.name,
-        "seed": str(ctx.seed),
         "weights": f"{len(tensors)} tensors, {size}, {plan.dtype}",
     }
-    return facts | _training(trained) | _strategy(ctx.run_dir) | _versions()
+    own = {} if run is None else {"run": run.name, "seed": str(ctx.seed)}
+    return facts | own | _training(trained) | _strategy(run) | _versions(run)
+
+
+def plan_name(run: Path | None, source: ModelSource) -> str:
+    """What to call the model."""
+    return run.name if run is not None else Path(source.name).name
+
+
+def _run(ctx: Context, trained: TrainedRun | None) -> Path | None:
+    """The run that trained the model: this one, or that which saved the checkpoint; None if that is
+    not known."""
+    if (ctx.run_dir / rundir.ENGINE).is_file():
+        return ctx.run_dir
+    folder = None if trained is None else Path(trained.checkpoint).parent.parent
+    return folder if folder is not None and (folder / rundir.ENGINE).is_file() else None
 
 
 def _training(trained: TrainedRun | None) -> dict[str, str]:
@@ -44,21 +59,31 @@ def _training(trained: TrainedRun | None) -> dict[str, str]:
     return facts | {name: f"{value:.6g}" for name, value in progress.metrics.items()}
 
 
-def _strategy(run_dir: Path) -> dict[str, str]:
+def _strategy(run: Path | None) -> dict[str, str]:
+    if run is None:
+        return {}
     try:
-        engine = json.loads((run_dir / rundir.ENGINE).read_text("utf-8"))
+        engine = json.loads((run / rundir.ENGINE).read_text("utf-8"))
         return {"strategy": f"{engine['engine']} on {engine['world_size']} processes"}
     except (OSError, ValueError, KeyError):
         return {}
 
 
-def _versions() -> dict[str, str]:
-    return {"made with": ", ".join(f"{name} {v}" for name, v in rundir.versions().items())}
+def _versions(run: Path | None) -> dict[str, str]:
+    """With which the run was last started."""
+    if run is None:
+        return {}
+    try:
+        packages = json.loads((run / rundir.ENVIRONMENT).read_text("utf-8"))["packages"]
+        return {"made with": ", ".join(f"{name} {v}" for name, v in packages.items())}
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
-def write_card(folder: Path, title: str, facts: Mapping[str, str]) -> None:
-    """Write README.md with one line per fact."""
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+def write_card(folder: Path, facts: Mapping[str, str]) -> None:
+    """Write README.md with one line per fact, under the `name`."""
+    title = facts["name"]
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
     text = f"""---
 library_name: transformers
 pipeline_tag: text-generation

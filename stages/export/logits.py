@@ -14,22 +14,27 @@ from pipeline.artifacts import ModelSource, TensorReader
 from pipeline.errors import ExportError, StageError
 from stages.model import compat
 from stages.model.names import refuse_differences, ties
+from stages.model.outline import outline
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 @contextlib.contextmanager
-def loaded(folder: Path, outline: nn.Module, *, whole: bool) -> Iterator[nn.Module]:
+def loaded(folder: Path, declared: nn.Module, *, whole: bool) -> Iterator[nn.Module]:
     """The model in a folder, as a user loads it; unless `whole`, its blocks stay on disk and come
-    into memory one at a time. Raises ExportError when it does not load as what `outline` is."""
+    into memory one at a time. Raises ExportError when it does not load as what `declared` is."""
     from transformers import AutoModelForCausalLM
 
-    kind: Any = type(outline) if compat.is_remote_code(outline) else AutoModelForCausalLM
-    with tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent) as scratch:
+    kind: Any = type(declared) if compat.is_remote_code(declared) else AutoModelForCausalLM
+    with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {}
         if not whole:
-            options = {"device_map": _blocks_on_disk(outline), "offload_folder": scratch}
+            scratch = tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent)
+            options = {
+                "device_map": _blocks_on_disk(declared),
+                "offload_folder": stack.enter_context(scratch),
+            }
         try:
             with compat.quiet():
                 model, info = kind.from_pretrained(
@@ -41,15 +46,15 @@ def loaded(folder: Path, outline: nn.Module, *, whole: bool) -> Iterator[nn.Modu
             )  # fmt: skip
         except (OSError, ValueError, RuntimeError, ImportError, StageError) as error:
             raise ExportError(f"transformers cannot load the export: {error}") from error
-        if type(model).__name__ != type(outline).__name__:
+        if type(model).__name__ != type(declared).__name__:
             raise ExportError(
-                f"the export loads as {type(model).__name__}, trained was {type(outline).__name__}"
+                f"the export loads as {type(model).__name__}, trained was {type(declared).__name__}"
             )
         yield model
 
 
-def _blocks_on_disk(outline: nn.Module) -> dict[str, str]:
-    blocks = compat.block_classes(outline)
+def _blocks_on_disk(declared: nn.Module) -> dict[str, str]:
+    blocks = compat.block_classes(declared)
 
     def places(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
         if type(module).__name__ in blocks:
@@ -60,7 +65,7 @@ def _blocks_on_disk(outline: nn.Module) -> dict[str, str]:
         else:
             yield name, "cpu"
 
-    return dict(places("", outline))
+    return dict(places("", declared))
 
 
 def reference(
@@ -68,12 +73,9 @@ def reference(
 ) -> nn.Module:
     """The declared module with the weights of `tensors` in `dtypes`, each block of which is read
     when it runs and let go of afterwards."""
-    from accelerate import init_empty_weights
     from accelerate.hooks import attach_align_device_hook
 
-    with init_empty_weights(include_buffers=False):
-        model = source.build()
-    source.tie(model)
+    model = outline(source)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     values = _Values(tensors, ties(model), dtypes)

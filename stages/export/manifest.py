@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from xxhash import xxh3_64_hexdigest
 
 from pipeline.errors import ExportError
 from pipeline.files import replace_text
@@ -76,6 +78,17 @@ class Manifest(_Strict):
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
         replace_text(folder / NAME, self.model_dump_json(indent=1) + "\n")
+
+
+def checksums(folder: Path, without: Collection[str] = ()) -> dict[str, str]:
+    """Of every file in a folder and its sub-folders but the manifest."""
+    names = names_in(folder) - {NAME, *without}
+    return {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in sorted(names)}
+
+
+def names_in(folder: Path) -> set[str]:
+    """Relative paths of all files in a folder and its sub-folders."""
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
 
 
 def load(folder: Path) -> Manifest | None:

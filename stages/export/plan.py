@@ -13,6 +13,7 @@ from pipeline.artifacts import ModelSource, TensorReader, Weights, dtype_name, t
 from stages.export.conversion import file_weights, module_weights
 from stages.export.layout import Named, Shard, digest, shards
 from stages.model.names import ties
+from stages.model.outline import outline
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,44 +44,36 @@ class ExportPlan:
         return sum(part.size + len(part.header()) for part in self.parts)
 
 
-def make_plan(source: ModelSource, weights: Weights, dtype: str, max_shard_size: int) -> ExportPlan:
-    """`dtype` is one of a recipe, or AS_SOURCE. Raises StageError when `weights` are not those of
-    the source's architecture."""
-    outline = declared(source)
-    tensors = module_weights(outline, weights, _dtypes(dtype, source, outline))
-    files = file_weights(outline, tensors)
+def make_plan(
+    source: ModelSource, weights: Weights, dtype: str, max_shard_size: int, *, beside: str
+) -> ExportPlan:
+    """`dtype` is one of a recipe, or AS_SOURCE; `beside` is a digest of what else the export
+    depends on. Raises StageError when `weights` are not those of the source's architecture."""
+    model = outline(source)
+    tensors = module_weights(model, weights, _dtypes(dtype, source, model))
+    files = file_weights(model, tensors)
     named = [Named(name, *files.spec(name)) for name in files.names()]
     # Elements of each tensor must lie at multiples of their size.
     named.sort(key=lambda tensor: -tensor.dtype.itemsize)
     parts = shards(named, max_shard_size)
     return ExportPlan(
-        outline=outline,
+        outline=model,
         tensors=tensors,
         files=files,
         parts=parts,
         dtype=_most(named),
-        digest=digest(parts, weights.identity),
+        digest=digest(parts, weights.identity, beside),
     )
 
 
-def declared(source: ModelSource) -> nn.Module:
-    """The source's module on the meta device, its weights tied."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        model = source.build()
-    source.tie(model)
-    return model
-
-
-def _dtypes(asked: str, source: ModelSource, outline: nn.Module) -> Callable[[str], torch.dtype]:
+def _dtypes(asked: str, source: ModelSource, model: nn.Module) -> Callable[[str], torch.dtype]:
     if asked != AS_SOURCE:
         one = torch_dtype(asked)
         return lambda name: one
     reader = source.weights()
     own = {name: reader.spec(name).dtype for name in reader.names()}
     reader.close()
-    shared = ties(outline)
+    shared = ties(model)
     own |= {kept: own[alias] for alias, kept in shared.items() if kept not in own}
     return own.__getitem__
 

@@ -64,6 +64,11 @@ def prove_header(file: Path, part: Shard) -> None:
     }
     if wrong:
         raise ExportError(f"{file} differs from what was written in {listed(wrong)}")
+    head = part.header()
+    with file.open("rb") as stream:
+        same = stream.read(len(head)) == head
+    if not same or file.stat().st_size != len(head) + part.size:
+        raise ExportError(f"{file} is laid out otherwise than it was written")
 
 
 def prove_model(
@@ -111,9 +116,10 @@ def in_short(logits: Tensor) -> list[Position]:
     return found
 
 
-def recognise(logits: Tensor, remembered: Sequence[Position]) -> float:
+def recognise(logits: Tensor, remembered: Sequence[Position], dtype: torch.dtype) -> float:
     """The largest difference between logits and what is remembered of them. Raises ExportError when
-    it is more than scheduling can make."""
+    it is more than another machine's kernels make of weights in `dtype`."""
+    tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps)
     if len(remembered) != logits.shape[1]:
         raise ExportError(f"logits at {logits.shape[1]} positions instead of {len(remembered)}")
     if any(token >= logits.shape[2] for one in remembered for token, _ in one.top):
@@ -126,7 +132,7 @@ def recognise(logits: Tensor, remembered: Sequence[Position]) -> float:
     scale = max(1.0, float(known.abs().max()))
     difference = float((found - known).abs().max())
     drift = float(((logits[0].norm(dim=-1) - norms) / norms.clamp(min=1e-9)).abs().max())
-    if not (difference <= TOLERANCE * scale and drift <= TOLERANCE):
+    if not (difference <= tolerance * scale and drift <= tolerance):
         raise ExportError(
             "the model computes something else than when it was exported: "
             f"logits differ by up to {difference:.3g}"

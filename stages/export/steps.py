@@ -5,26 +5,34 @@ What an interrupted export has finished is kept: a second one goes on from there
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from xxhash import xxh3_64_hexdigest
 
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import ExportError, StageError, in_words
 from pipeline.files import replace_text
 from pipeline.state.dtypes import CODES
 from pipeline.throughput import Throughput, human
-from stages.export import manifest
 from stages.export.card import facts_of, write_card
 from stages.export.layout import INDEX, index
-from stages.export.manifest import Manifest, WeightFile
+from stages.export.manifest import Manifest, WeightFile, checksums
 from stages.export.plan import ExportPlan, make_plan
 from stages.export.proof import prove_files, prove_model
 from stages.export.sizes import parse_size
-from stages.export.target import claim, finished, reject, require_space, seal, swap
+from stages.export.target import (
+    claim,
+    clear,
+    finished,
+    reject,
+    require_space,
+    seal,
+    swap,
+    target_of,
+)
 from stages.export.writer import check, write
 
 if TYPE_CHECKING:
@@ -40,9 +48,14 @@ def export(
     trained: TrainedRun | None,
 ) -> ExportedModel:
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
-    folder = Path(stage.folder).expanduser() if stage.folder else ctx.run_dir / "export"
-    folder = folder.absolute()
-    plan = make_plan(source, weights, stage.dtype, parse_size(stage.max_shard_size))
+    folder = target_of(stage, ctx)
+    plan = make_plan(
+        source,
+        weights,
+        stage.dtype,
+        parse_size(stage.max_shard_size),
+        beside=_digest_beside(stage, ctx, source),
+    )
     try:
         found = _shared(ctx, finished(folder, plan.digest) if ctx.dist.is_main else None)
         if found is None or _wrong(ctx, folder, plan, found):
@@ -53,6 +66,16 @@ def export(
     except OSError as error:
         raise StageError(f"cannot write the export in {folder}: {in_words(error)}") from error
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
+
+
+def _digest_beside(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> str:
+    """Equal when the files beside the weights are, and what is proven (collective)."""
+    text = None
+    if ctx.dist.is_main:
+        with tempfile.TemporaryDirectory() as scratch:
+            source.save_assets(Path(scratch), dtype="fp32")
+            text = json.dumps([stage.prompt, checksums(Path(scratch))], sort_keys=True)
+    return ctx.dist.share(text)
 
 
 def _shared(ctx: Context, found: Manifest | None) -> Manifest | None:
@@ -80,32 +103,37 @@ def _exported(
     folder: Path,
     facts: Mapping[str, str],
 ) -> Manifest:
-    partial, begun = _claimed(ctx, folder, plan)
-    if ctx.dist.is_main:
-        require_space(partial, plan.total - sum(file.size for file in begun.weights.values()))
-        ctx.log.info("writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder)
-    written = _write_all(ctx, plan, partial, begun)
-    sums = {file: entry.sums for file, entry in written.weights.items()}
-    try:
-        prove_files(partial, plan.parts, sums, ctx.dist)
-        done = None
+    with contextlib.ExitStack() as held:
+        partial, begun = _claimed(ctx, folder, plan, held)
         if ctx.dist.is_main:
-            done = _finish(stage, ctx, source, plan, partial, written, facts)
-            swap(partial, folder)
-    except ExportError as error:
-        if ctx.dist.is_main:
-            reject(partial)
-        raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
+            require_space(partial, plan.total - sum(file.size for file in begun.weights.values()))
+            ctx.log.info(
+                "writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder
+            )
+        written = _write_all(ctx, plan, partial, begun)
+        sums = {file: entry.sums for file, entry in written.weights.items()}
+        try:
+            prove_files(partial, plan.parts, sums, ctx.dist)
+            done = None
+            if ctx.dist.is_main:
+                done = _finish(stage, ctx, source, plan, partial, written, facts)
+                swap(partial, folder)
+        except ExportError as error:
+            if ctx.dist.is_main:
+                reject(partial)
+            raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
     found = _shared(ctx, done)
     assert found is not None
     return found
 
 
-def _claimed(ctx: Context, folder: Path, plan: ExportPlan) -> tuple[Path, Manifest]:
+def _claimed(
+    ctx: Context, folder: Path, plan: ExportPlan, held: contextlib.ExitStack
+) -> tuple[Path, Manifest]:
     """Rank 0's finding, on every rank."""
     text = None
     if ctx.dist.is_main:
-        partial, begun = claim(folder, plan.digest)
+        partial, begun = claim(folder, plan.digest, held)
         text = json.dumps([str(partial), begun.model_dump_json()])
     place, told = json.loads(ctx.dist.share(text))
     return Path(place), Manifest.model_validate_json(told)
@@ -144,19 +172,16 @@ def _finish(
     facts: Mapping[str, str],
 ) -> Manifest:
     """Everything beside the weights, and the proof that they are read as what they are."""
+    clear(partial, keep=written.weights)
     if len(plan.parts) > 1:
         replace_text(partial / INDEX, json.dumps(index(plan.parts), indent=2) + "\n")
     source.save_assets(partial, dtype=plan.dtype)
-    write_card(partial, ctx.run_dir.name, facts)
+    write_card(partial, facts)
     proof = prove_model(partial, source, plan.tensors, plan.outline, stage.prompt)
     ctx.log.info(
         "the export loads and computes the same (largest difference %.2g)", proof.difference
     )
-    others = {
-        entry.name: xxh3_64_hexdigest(entry.read_bytes())
-        for entry in sorted(partial.iterdir())
-        if entry.is_file() and entry.name not in {*written.weights, manifest.NAME}
-    }
+    others = checksums(partial, without=written.weights)
     done = written.model_copy(update={"others": others, "facts": dict(facts), "proof": proof})
     seal(partial, done)
     return done

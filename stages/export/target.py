@@ -5,14 +5,24 @@ Only what an earlier export of ours wrote is ever replaced: its manifest says wh
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.errors import ExportError, StageError
-from pipeline.files import sync
+from pipeline.files import sync, sync_tree
 from pipeline.throughput import human
 from stages.export import manifest
 from stages.export.manifest import BLOCK, Manifest
+
+if TYPE_CHECKING:
+    from pipeline.stage import Context
+    from stages.export.safetensors import ExportSafetensors
 
 MARGIN = 16 << 20
 """Room for config and tokenizer beside the weights."""
@@ -24,8 +34,10 @@ def foreign(folder: Path) -> str | None:
         return None
     if not folder.is_dir():
         return f"{folder} is not a folder"
-    entries = {entry.name for entry in folder.iterdir()}
-    if not entries:
+    if os.path.ismount(folder):
+        return f"{folder} is a mount point, which cannot be replaced"
+    entries = manifest.names_in(folder)
+    if not entries and not any(folder.iterdir()):
         return None
     try:
         written = manifest.load(folder)
@@ -39,6 +51,12 @@ def foreign(folder: Path) -> str | None:
     return None
 
 
+def target_of(stage: ExportSafetensors, ctx: Context) -> Path:
+    """Where the export goes; links are followed, so that it is replaced where it really is."""
+    folder = Path(stage.folder).expanduser() if stage.folder else ctx.run_dir / "export"
+    return folder.resolve()
+
+
 def finished(folder: Path, plan: str) -> Manifest | None:
     """The manifest of the export `plan`, if `folder` holds that and nothing else."""
     if foreign(folder) or not folder.is_dir():
@@ -46,15 +64,18 @@ def finished(folder: Path, plan: str) -> Manifest | None:
     found = manifest.load(folder)
     if found is None or found.proof is None or found.plan != plan:
         return None
-    return found if all((folder / name).is_file() for name in found.files) else None
+    weights = all((folder / name).is_file() for name in found.weights)
+    same = manifest.checksums(folder, without=found.weights) == found.others
+    return found if weights and same else None
 
 
-def claim(folder: Path, plan: str) -> tuple[Path, Manifest]:
+def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> tuple[Path, Manifest]:
     """A partial folder beside `folder`, and what it already holds of the export `plan`.
 
-    Raises StageError when either folder is not ours.
+    Nobody else can claim it until `held` ends. Raises StageError when somebody has, and when either
+    folder is not ours.
     """
-    partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
+    partial, previous = folder.with_name(f"{folder.name}.partial"), _previous(folder)
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
         previous.replace(folder)
@@ -64,15 +85,36 @@ def claim(folder: Path, plan: str) -> tuple[Path, Manifest]:
             raise StageError(reason, hint="name another folder in the export slot, or move it away")
     if previous.exists():
         shutil.rmtree(previous)
-    begun = manifest.load(partial) if partial.exists() else None
+    partial.mkdir(parents=True, exist_ok=True)
+    _lock(partial, held)
+    begun = manifest.load(partial)
     if begun is not None and begun.plan == plan:
         return partial, begun
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    clear(partial)
     fresh = Manifest(plan=plan, block=BLOCK)
     fresh.save(partial)
     return partial, fresh
+
+
+def _lock(partial: Path, held: contextlib.ExitStack) -> None:
+    descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StageError(f"another process is writing to {partial}") from error
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise  # not every file system can lock a folder
+
+
+def clear(partial: Path, keep: Collection[str] = ()) -> None:
+    """Remove everything but the manifest and the files `keep`."""
+    for entry in partial.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name not in {manifest.NAME, *keep}:
+            entry.unlink()
 
 
 def reject(partial: Path) -> None:
@@ -92,16 +134,15 @@ def require_space(folder: Path, size: int) -> None:
 
 def seal(partial: Path, finished: Manifest) -> None:
     """Flush everything to disk, the final manifest last."""
-    for name in finished.files:
-        if name != manifest.NAME:
-            sync(partial / name)
+    sync_tree(partial)
     finished.save(partial)
+    sync(partial / manifest.NAME)
     sync(partial)
 
 
 def swap(partial: Path, folder: Path) -> None:
     """Put the finished partial folder in place of an earlier export."""
-    previous = _beside(folder, "previous")
+    previous = _previous(folder)
     if folder.exists():
         folder.replace(previous)
     partial.replace(folder)
@@ -110,5 +151,6 @@ def swap(partial: Path, folder: Path) -> None:
         shutil.rmtree(previous)
 
 
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f"{folder.name}.{what}")
+def _previous(folder: Path) -> Path:
+    """Hidden, as nobody gives such a name to an export that is to be kept."""
+    return folder.with_name(f".{folder.name}.previous")

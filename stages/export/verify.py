@@ -16,7 +16,7 @@ from pipeline.state.dtypes import DTYPES
 from stages.export import manifest
 from stages.export.layout import INDEX, Named, Shard, index
 from stages.export.logits import loaded, logits
-from stages.export.manifest import Manifest, WeightFile
+from stages.export.manifest import BLOCK, Manifest, WeightFile, names_in
 from stages.export.proof import fits, prove_files, recognise
 from stages.model import compat
 
@@ -32,6 +32,8 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     found = manifest.load(folder)
     if found is None or found.proof is None:
         raise ExportError(f"{folder}: no finished export: it holds no {manifest.NAME} of one")
+    if found.block != BLOCK:
+        raise ExportError(f"{folder}: written by another version, with other checksums")
     _prove_others(folder, found)
     tell(f"{len(found.others)} files beside the weights are as they were written")
     parts = [_shard(name, entry) for name, entry in found.weights.items()]
@@ -42,13 +44,20 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     tell(f"{tensors} tensors in {len(parts)} file(s) are as they were written")
     outline = _outline(folder, trust_remote_code=trust_remote_code)
     with loaded(folder, outline, whole=fits(folder)) as model:
-        difference = recognise(
-            logits(model, torch.tensor([found.proof.prompt])), found.proof.logits
-        )
+        told = logits(model, torch.tensor([found.proof.prompt]))
+        difference = recognise(told, found.proof.logits, _coarsest(model))
     tell(f"{type(outline).__name__} computes what it did (largest difference {difference:.2g})")
 
 
+def _coarsest(model: nn.Module) -> torch.dtype:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def _prove_others(folder: Path, found: Manifest) -> None:
+    strange = sorted(names_in(folder) - set(found.files))
+    if strange:
+        raise ExportError(f"{folder}: {strange[0]} is not of this export")
     for name, wanted in found.others.items():
         file = folder / name
         if not file.is_file():
@@ -69,6 +78,9 @@ def _prove_index(folder: Path, parts: list[Shard]) -> None:
 
 
 def _shard(name: str, entry: WeightFile) -> Shard:
+    for code, _ in entry.tensors.values():
+        if code not in DTYPES:
+            raise ExportError(f"{name}: has tensors of {code}, which is not known here")
     tensors = [
         Named(tensor, shape, DTYPES[code]) for tensor, (code, shape) in entry.tensors.items()
     ]

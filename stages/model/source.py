@@ -20,6 +20,7 @@ from stages.model.fingerprint import source_fingerprint
 from stages.model.fit import Allowed, fit
 from stages.model.gguf import open_gguf
 from stages.model.names import ties
+from stages.model.outline import outline
 from stages.model.paths import Files, has_tokenizer
 from stages.model.random_reader import RandomReader
 from stages.weights.converted import ConvertedReader
@@ -82,12 +83,7 @@ class HfSource(ModelSource):
     @functools.cached_property
     def _outline(self) -> nn.Module:
         """The module with parameters on the meta device (no memory), real buffers, weights tied."""
-        from accelerate import init_empty_weights
-
-        with init_empty_weights(include_buffers=False):
-            model = self.build()
-        self.tie(model)
-        return model
+        return outline(self)
 
     @functools.cached_property
     def _allowed(self) -> Allowed:

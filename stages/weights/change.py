@@ -22,8 +22,10 @@ class Change:
 
     sources: Sequence[str]
     convert: Convert
+    renames: bool = False
+    """Whether that is all it does: one tensor becomes one."""
 
 
 def renamed(old: str, new: str) -> Change:
     """One tensor under another name."""
-    return Change(sources=(old,), convert=lambda tensors: {new: tensors[old]})
+    return Change(sources=(old,), convert=lambda tensors: {new: tensors[old]}, renames=True)

@@ -97,10 +97,7 @@ class ConvertedReader(TensorReader):
         if change not in self._runs:
             sources = {source: self._base.spec(source) for source in change.sources}
             results = self._results[change]
-            runs = trace(change, sources, results)
-            if runs is not None and any(_scattered(runs[n], results[n]) for n in results):
-                runs = None
-            self._runs[change] = runs
+            self._runs[change] = trace(change, sources, results, WORTHWHILE)
         found = self._runs[change]
         return None if found is None else found[name]
 
@@ -111,10 +108,6 @@ class ConvertedReader(TensorReader):
             made = change.convert({source: self._base.read(source) for source in change.sources})
             self._whole = (change, made)
         return self._whole[1][name]
-
-
-def _scattered(runs: list[Run], spec: TensorSpec) -> bool:
-    return len(runs) > 1 and spec.nbytes / len(runs) < WORTHWHILE
 
 
 def _between(runs: list[Run], start: int, stop: int) -> Iterator[tuple[str, int, int]]:

@@ -40,10 +40,16 @@ Runs = Mapping[str, list[Run]]
 
 
 def trace(
-    change: Change, sources: Mapping[str, TensorSpec], results: Mapping[str, TensorSpec]
+    change: Change,
+    sources: Mapping[str, TensorSpec],
+    results: Mapping[str, TensorSpec],
+    least: int = 0,
 ) -> Runs | None:
     """The runs that make up each result, in order; None for a conversion that does more than move
-    whole rows of elements, or that casts them."""
+    whole rows of elements, or that casts them, and for one that scatters them into runs of less
+    than `least` bytes on average."""
+    if change.renames:
+        return {name: [Run(0, change.sources[0], 0, spec.numel)] for name, spec in results.items()}
     if any(not spec.shape or not spec.numel for spec in (*sources.values(), *results.values())):
         return None
     first, second = (_numbered(sources, width) for width in WIDTHS)
@@ -57,7 +63,7 @@ def trace(
     runs = {}
     for name, spec in results.items():
         rows = _rows(found.get(name), again.get(name), random, spec)
-        made = None if rows is None else _runs(rows, sources, spec)
+        made = None if rows is None else _runs(rows, sources, spec, least)
         if made is None:
             return None
         runs[name] = made
@@ -118,6 +124,7 @@ def _runs(
     rows: np.ndarray[tuple[int], np.dtype[np.int64]],
     sources: Mapping[str, TensorSpec],
     result: TensorSpec,
+    least: int,
 ) -> list[Run] | None:
     names, firsts = list(sources), _first_rows(sources)
     owner = np.searchsorted(firsts, rows, side="right") - 1
@@ -125,6 +132,8 @@ def _runs(
     starts = np.concatenate(([0], breaks))
     stops = np.concatenate((breaks, [len(rows)]))
     width = result.shape[-1]
+    if len(starts) > 1 and result.nbytes / len(starts) < least:
+        return None
     runs = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         place = int(owner[start])

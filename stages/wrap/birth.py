@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_name, torch_dtype
+from stages.model.outline import outline
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
     """The model with parameters on the meta device in the master dtype, and real buffers."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        module = model.build()
-    model.tie(module)
+    module = outline(model)
     master = torch_dtype(precision.master)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(master)

@@ -38,9 +38,10 @@ def build(
     config: Ddp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
     """Build, fill, cast, replicate; the optimizer last."""
-    module = build_empty(model, precision)
-    materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
-    fill(local_parts(module), model, ctx, torch.distributed.group.WORLD)
+    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
+        module = build_empty(model, precision)
+        materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
+        fill(local_parts(module), reader, ctx, torch.distributed.group.WORLD)
     cast_buffers(module, precision)
     if precision.compute != precision.master:
         cast_on_use(module, torch_dtype(precision.compute))

@@ -6,7 +6,6 @@ that hold the same parts share the reading and send each other what they read.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,12 +13,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from pipeline.artifacts import ModelSource, TensorReader
-from pipeline.throughput import Throughput, human
+from pipeline.throughput import Throughput
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from pipeline.artifacts import TensorReader
     from pipeline.stage import Context
 
 CUT = 1 << 24
@@ -35,14 +34,14 @@ class Part(NamedTuple):
 
 
 def fill(
-    parts: Iterable[Part], model: ModelSource, ctx: Context, replicas: ProcessGroup | None = None
+    parts: Iterable[Part], reader: TensorReader, ctx: Context, replicas: ProcessGroup | None = None
 ) -> None:
-    """Overwrite every part with the source's values, cast to its dtype.
+    """Overwrite every part with the reader's values, cast to its dtype.
 
     Each part is filled before the next is taken. With `replicas`, the ranks that hold exactly the
     same parts, it is collective over them, and all parts must stay valid. Raises StageError.
     """
-    with contextlib.closing(model.weights()) as reader, torch.no_grad():
+    with torch.no_grad():
         if replicas is None or torch.distributed.get_world_size(replicas) == 1:
             _read(parts, reader, ctx)
             return
@@ -52,15 +51,14 @@ def fill(
 
 
 def _read(parts: Iterable[Part], reader: TensorReader, ctx: Context) -> None:
-    total = sum(reader.spec(name).nbytes for name in reader.names())
-    watch = Throughput(ctx.log, "loading weights", total)
-    before = 0
+    watch = Throughput(ctx.log, "loading weights")
+    before = reader.bytes_read
     for part in parts:
         reader.read_into(part.name, part.start, part.target)
         watch.advance(reader.bytes_read - before)
         before = reader.bytes_read
     if reader.bytes_read:
-        ctx.log.info("weights loaded: this process read %s of %s", watch.summary(), human(total))
+        ctx.log.info("weights loaded: this process read %s", watch.summary())
 
 
 def _exchange(

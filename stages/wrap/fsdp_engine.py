@@ -44,15 +44,16 @@ def build(
     config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
     """Declare on meta, shard units then the root, materialise the shards, fill them."""
-    module = build_empty(model, precision)
-    mesh = make_mesh(config, ctx)
-    units = choose_units(config, module, model.blocks(module))
-    _shard(config, module, units, mesh, precision)
-    device = ctx.dist.device
-    home = torch.device("cpu") if config.cpu_offload else device
-    materialise(module, home, buffer_device=device)
-    replicas = mesh["replicate"].get_group() if mesh.ndim == 2 else None
-    fill(local_parts(module), model, ctx, replicas)
+    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
+        module = build_empty(model, precision)
+        mesh = make_mesh(config, ctx)
+        units = choose_units(config, module, model.blocks(module))
+        _shard(config, module, units, mesh, precision)
+        device = ctx.dist.device
+        home = torch.device("cpu") if config.cpu_offload else device
+        materialise(module, home, buffer_device=device)
+        replicas = mesh["replicate"].get_group() if mesh.ndim == 2 else None
+        fill(local_parts(module), reader, ctx, replicas)
     cast_buffers(module, precision)
     _prefetch(config, units)
     engine = FsdpEngine(module, mesh, config, ctx, precision, plan)

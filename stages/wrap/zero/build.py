@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import weakref
@@ -39,20 +40,21 @@ def build(
             "DeepSpeed refuses fp16 on this device, which has no fp16 arithmetic",
             hint="set compute: bf16 in the precision slot",
         )
-    if stage.stage == 3:
-        module = birth.partitioned(model, precision, ctx.dist, config)
-    else:
-        module = birth.replicated(model, precision, ctx.dist)
-    cast_buffers(module, precision)
-    with compat.quiet(ctx.log):
-        live = _initialize(stage, module, plan, config)
-    engine = LiveZeroEngine(live, ctx.dist, precision, plan)
-    # Weakly, so that the engine's memory can be freed before the run ends.
-    ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
-    # Masters, not parameters: those that DeepSpeed makes of parameters lack what the compute dtype
-    # rounds off.
-    fill(engine.weights(), model, ctx)
-    engine.refresh()
+    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
+        if stage.stage == 3:
+            module = birth.partitioned(model, precision, ctx.dist, config)
+        else:
+            module = birth.replicated(model, precision, ctx.dist)
+        cast_buffers(module, precision)
+        with compat.quiet(ctx.log):
+            live = _initialize(stage, module, plan, config)
+        engine = LiveZeroEngine(live, ctx.dist, precision, plan)
+        # Weakly, so that the engine's memory can be freed before the run ends.
+        ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
+        # Masters, not parameters: those that DeepSpeed makes of parameters lack what the compute
+        # dtype rounds off.
+        fill(engine.weights(), reader, ctx)
+        engine.refresh()
     attest(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine
 

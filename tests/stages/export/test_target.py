@@ -64,7 +64,7 @@ def test_earlier_export_is_replaced_only_by_a_proven_one(
 
 def test_crash_between_the_renames_is_healed(llama: Run) -> None:
     llama.export()
-    previous = llama.folder.with_name("export.previous")
+    previous = llama.folder.with_name(".export.previous")
     shutil.move(llama.folder, previous)
     llama.export()
     assert llama.folder.is_dir()
