@@ -59,6 +59,34 @@ def test_the_rehearsal_leaves_nothing_and_changes_nothing(trained: Trained, tmp_
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_rehearsal_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: Path) -> None:
+    pipe = Pipe(plugin, tmp_path)
+    stages = training(checkpoint={}, train={"steps": 1}) | EXPORT
+    stages["export"] = {**stages["export"], "folder": str(tmp_path / "model")}
+    (tmp_path / "model.rehearsal").write_text("in the way")
+    launch = {"procs": 2, "device": "cpu"}
+    recipe = tmp_path / "recipe.yaml"
+    content = {"name": "tiny", "rehearse": True, "launch": launch, "stages": stages}
+    recipe.write_text(json.dumps(content))
+    outcome = pipe.end(pipe.start("-m", "pipeline", "run", str(recipe), "--run-dir", "the run"))
+    assert outcome.code == 1
+    assert "rank 0 failed in slot `train`" in outcome.stderr
+    assert f"{tmp_path / 'model.rehearsal'} is not a folder" in outcome.stderr
+    assert not (pipe.run_dir / "metrics.jsonl").exists()
+
+
+def test_what_was_lost_is_exported_again(trained: Trained, tmp_path: Path) -> None:
+    command = ("export", str(trained.run), "--to", str(tmp_path / "out"))
+    assert trained.pipe(*command).code == 0
+    files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    (tmp_path / "out/model.safetensors").unlink()
+    (tmp_path / "out/config.json").write_text("{}")
+    assert trained.pipe(*command).code == 0
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == files
+    assert f"- run: {trained.run.name}\n" in files["README.md"].decode()
+    assert "- strategy: fully_shard on 2 processes\n" in files["README.md"].decode()
+
+
 def test_an_earlier_step_in_another_dtype(trained: Trained, tmp_path: Path) -> None:
     target = tmp_path / "early"
     arguments = ("--step", "2", "--dtype", "fp32", "--max-shard-size", "20KB", "--procs", "2")

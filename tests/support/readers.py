@@ -45,7 +45,7 @@ def raw(tensor: Tensor) -> bytes:
     """Its elements in order, as bytes, which also tell one NaN from another."""
     if not tensor.numel():
         return b""  # whose stride can be any
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
