@@ -1,0 +1,1 @@
+"""Measure calls in processes of their own: time, processor time, memory, bytes read."""

@@ -1,0 +1,126 @@
+"""The measured process: `python -m apart.child ORDER`, started by `crew.measure`.
+
+ORDER is JSON. On standard output it says a line when it has imported what it needs, a line when
+the call is over, and a line with what the call's own check found; it waits for a line on standard
+input before the call and before the check. All that libraries print goes to its log.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from apart.footprint import bytes_read, footprint, forget_peak, peak
+
+Job = dict[str, Any]
+Check = Callable[[], dict[str, Any]]
+Work = Callable[[], Check | dict[str, Any] | None]
+"""The measured call. It may return what it found, or a call to find that out, which is not
+measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process among those that make the call together."""
+
+    rank: int
+    world: int
+    folder: Path
+    """Of all of them, empty at first."""
+    store: Any = None
+    """Where they meet; None for a single one."""
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.world > 1:
+            import torch.distributed
+
+            torch.distributed.barrier()
+
+    def dist(self) -> Any:
+        """The same, as the project's own code is told."""
+        import torch
+
+        from pipeline.dist import Dist
+
+        return Dist(
+            rank=self.rank, world_size=self.world, local_rank=self.rank,
+            local_world_size=self.world, device=torch.device("cpu"), store=self.store,
+        )  # fmt: skip
+
+
+def main(text: str) -> None:
+    """Prepare, wait, call, check."""
+    order = json.loads(text)
+    place = _meet(order)
+    with os.fdopen(os.dup(1), "w") as voice:
+        for descriptor in (1, 2):
+            os.dup2(os.open(_log(order), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        work = task(order["task"])(order["job"], place)
+        place.barrier()
+        _tell(voice, {"idle": footprint()})
+        sys.stdin.readline()
+        found = _measured(work, place, voice)
+        sys.stdin.readline()
+        _tell(voice, found() if callable(found) else found or {})
+    os._exit(0)  # library threads may abort a finished process
+
+
+def _measured(work: Work, place: Place, voice: IO[str]) -> Any:
+    read, cpu = bytes_read(), time.process_time()
+    forget_peak()
+    place.barrier()
+    began = time.perf_counter()
+    found = work()
+    place.barrier()
+    seconds = time.perf_counter() - began
+    measured = {
+        "seconds": seconds,
+        "cpu": time.process_time() - cpu,
+        "read": bytes_read() - read,
+        "peak_rss": peak(),
+    }
+    _tell(voice, measured)
+    return found
+
+
+def _meet(order: dict[str, Any]) -> Place:
+    rank, world, folder = order["rank"], order["world"], Path(order["folder"])
+    if world == 1:
+        return Place(rank=0, world=1, folder=folder)
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(folder / "store"), world)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+    )
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world
+    )
+    return Place(rank=rank, world=world, folder=folder, store=dist.PrefixStore("pipe", store))
+
+
+def _log(order: dict[str, Any]) -> Path:
+    return Path(order["folder"]) / f"log-{order['rank']}.txt"
+
+
+def task(name: str) -> Callable[[Job, Place], Work]:
+    """The function that `MODULE:FUNCTION` names."""
+    module, _, function = name.partition(":")
+    found: Callable[[Job, Place], Work] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _tell(voice: IO[str], what: dict[str, Any]) -> None:
+    print(json.dumps(what), file=voice, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

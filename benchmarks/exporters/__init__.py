@@ -1,0 +1,1 @@
+"""Checkpoints of one training in several formats, and ways to make a model file of them."""

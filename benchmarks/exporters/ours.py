@@ -1,0 +1,69 @@
+"""The project's own way: `consolidate.stream` and `export.safetensors`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from apart.child import Job, Place, Work
+
+from exporters.finish import flushed
+from exporters.trained import STEP
+
+
+def write(job: Job, place: Place) -> Work:
+    """The stage until all weights are written; it is interrupted before it reads them back."""
+    import stages.export.steps as steps
+
+    export = _export(job, place)
+
+    def stop(*args: object) -> None:
+        raise _Written
+
+    def call() -> None:
+        with mock.patch.object(steps, "prove_files", stop):
+            try:
+                export()
+            except _Written:
+                return
+            raise AssertionError("the stage did not read its files back")
+
+    return flushed(call, Path(job["out"]), place)
+
+
+def prove(job: Job, place: Place) -> Work:
+    """The whole stage: write, read back and compare, load the model and compare logits with the
+    checkpoint's, flush."""
+    return flushed(_export(job, place), Path(job["out"]), place)
+
+
+class _Written(Exception):
+    """All weights are."""
+
+
+def _export(job: Job, place: Place) -> Callable[[], None]:
+    """As a run does it, from a checkpoint to a model folder."""
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import stages.export.steps
+    import stages.model.open  # noqa: F401
+    from pipeline import testing
+    from pipeline.artifacts import Progress, TrainedRun
+    from stages.consolidate.stream import ConsolidateStream
+    from stages.export.safetensors import ExportSafetensors
+    from stages.model.hf import HfModel
+
+    trained = TrainedRun(checkpoint=job["input"], progress=Progress(step=STEP))
+    stage = ExportSafetensors(folder=f"{job['out']}/model", dtype="fp32")
+
+    def call() -> None:
+        ctx = testing.context(place.folder / "run", seed=1, dist=place.dist())
+        ctx.log = logging.getLogger("benchmark")
+        source = HfModel(config=job["config"], init="random").run(ctx)
+        with contextlib.closing(ConsolidateStream().run(ctx, trained)) as weights:
+            stage.run(ctx, weights, source, trained)
+
+    return call

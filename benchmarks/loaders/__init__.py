@@ -1,0 +1,1 @@
+"""Ways to bring a model's weights into the ranks."""
