@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,14 +92,22 @@ def test_memory_is_given_back() -> None:
 # Other dtypes.
 
 
-@given(tensor=tensors(), stored=FLOATS, read=FLOATS, data=st.data())
-def test_any_range_of_a_cast(
-    tensor: Tensor, stored: torch.dtype, read: torch.dtype, data: st.DataObject
-) -> None:
+@st.composite
+def reachable(draw: Any, stored: torch.dtype) -> Tensor:
+    """A tensor whose finite values `stored` reaches, though it may round them."""
+    tensor: Tensor = draw(tensors())
+    if torch.finfo(stored).max > 1e38 or not tensor.is_floating_point():
+        return tensor
+    small = random_bits(tensor.shape, torch.float8_e4m3fn, draw(st.integers(0, 2**32)))
+    return (small.double() / 3).to(tensor.dtype)
+
+
+@given(stored=FLOATS, read=FLOATS, data=st.data())
+def test_any_range_of_a_cast(stored: torch.dtype, read: torch.dtype, data: st.DataObject) -> None:
     """Values are rounded to the dtype in which they are said to be, whatever they are read as."""
+    tensor = data.draw(reachable(stored))
     reader = CastReader(MemoryReader({"a": tensor}), lambda name: stored)
     expected = tensor.to(stored) if tensor.is_floating_point() else tensor
-    assume(bool((tensor.float().isfinite() == expected.float().isfinite()).all()))
     assert reader.spec("a") == TensorSpec(tuple(tensor.shape), expected.dtype)
     span = data.draw(ranges(tensor.numel()))
     require_cast(reader, "a", expected, span, expected.dtype)
