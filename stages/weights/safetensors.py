@@ -78,6 +78,8 @@ class SafetensorsReader(TensorReader):
 
     def _read(self, place: _Place, begin: int, memory: Tensor) -> None:
         """Fill `memory` with the bytes from `begin` of the tensor on."""
+        if not 0 <= begin <= place.spec.nbytes - len(memory):
+            raise StageError(f"{place.file}: a range beyond the end of a tensor was asked for")
         view = memoryview(memory.numpy())  # type: ignore[arg-type]
         done = 0
         while done < len(view):
