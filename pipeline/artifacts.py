@@ -323,6 +323,11 @@ class Weights(TensorReader):
             yield name, self.read(name)
 
 
+EXPORT_MANIFEST = "export.json"
+"""File of an exported model's folder that says which stage wrote it (`writer`) and how it can be
+verified."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel(Durable):
     """A folder that `transformers` loads, proven by loading it."""

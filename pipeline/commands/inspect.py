@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.throughput import human
+
 if TYPE_CHECKING:
     from pipeline.state.reader import CheckpointReader
     from pipeline.state.store import Store
@@ -84,7 +86,7 @@ def _verdict(every_byte: bool) -> str:
 
 def _show_all(lines: Sequence[Mapping[str, Any]], aside: Sequence[str]) -> None:
     for line in lines:
-        size = "" if line["bytes"] is None else f"{_size(line['bytes']):>9}"
+        size = "" if line["bytes"] is None else f"{human(line['bytes']):>9}"
         fields = (line["name"], line["written"] or "", size, line["damage"] or "")
         click.echo("  ".join(field for field in fields if field))
     for place in aside:
@@ -113,7 +115,7 @@ def _lines(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             kind["kind"],
             f"{kind['tensors']} tensors  {kind['elements']:,} elements  "
-            f"{_size(kind['bytes'])}  {' '.join(kind['dtypes'])}",
+            f"{human(kind['bytes'])}  {' '.join(kind['dtypes'])}",
         )
     if told["frozen"]:
         yield "frozen", f"{len(told['frozen'])} tensors"
@@ -125,18 +127,9 @@ def _lines(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if told["loss_scale"] is not None:
         yield "loss scale", _pairs(told["loss_scale"])
     for file in told["files"]:
-        yield "file", f"{file['name']}  {_size(file['bytes'])}"
-    yield "in all", _size(told["bytes"])
+        yield "file", f"{file['name']}  {human(file['bytes'])}"
+    yield "in all", human(told["bytes"])
 
 
 def _pairs(facts: Mapping[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in facts.items())
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -36,16 +37,16 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
 
 def _writer(folder: Path) -> str:
     """The stage that wrote an export, as its manifest names it."""
+    from pipeline.artifacts import EXPORT_MANIFEST
     from pipeline.errors import UsageError
 
-    try:
-        content = json.loads((folder / "export.json").read_text("utf-8"))
-        writer = content["writer"]
-        if isinstance(writer, str):
-            return writer
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise UsageError(
-        f"{folder} is no export of ours: it holds no export.json that says who wrote it",
-        hint="give the folder that `pipe export` or a run has written",
-    )
+    content = None
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads((folder / EXPORT_MANIFEST).read_text("utf-8"))
+    writer = content.get("writer") if isinstance(content, dict) else None
+    if not isinstance(writer, str):
+        raise UsageError(
+            f"{folder} is no export of ours: it holds no {EXPORT_MANIFEST} that says who wrote it",
+            hint="give the folder that `pipe export` or a run has written",
+        )
+    return writer

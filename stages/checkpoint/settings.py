@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSettings:
+class CheckpointSettings(ABC):
     """When to save, what to keep, and how to begin."""
 
     every: Annotated[int, Gt(0)] | None = None
@@ -62,8 +63,9 @@ class CheckpointSettings:
             folder=Path(checkpoints.address),
         )
 
+    @abstractmethod
     def run(self, ctx: Context, engine: Engine) -> Checkpoints:
-        raise NotImplementedError
+        """The stage itself."""
 
     def rehearse(self, ctx: Context, engine: Engine) -> Checkpoints:
         """Checkpoints beside the run's own, which are gone when the rehearsal ends."""

@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
+from pipeline.artifacts import EXPORT_MANIFEST
 from pipeline.errors import ExportError
 from pipeline.files import replace_text
 
-NAME = "export.json"
+NAME = EXPORT_MANIFEST
 WRITER = "export.safetensors"
 """The stage that wrote it, for `pipe verify`."""
 BLOCK = 1 << 24

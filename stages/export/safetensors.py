@@ -73,9 +73,11 @@ class ExportSafetensors:
     def rehearse(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> ExportedModel:
+        from stages.export.target import target_of
+
         if self.folder is None:
             return self.run(ctx, weights, model, trained)
-        target = Path(self.folder).expanduser().resolve()
+        target = target_of(self, ctx)
         elsewhere = target.with_name(f"{target.name}.rehearsal")
         if ctx.dist.is_main:
             shutil.rmtree(elsewhere, ignore_errors=True)

@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
+from stages.weights.view import ReaderView
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
-class CastReader(TensorReader):
+class CastReader(ReaderView):
     """Floating tensors of `base` in the dtype that `dtype` gives their name; others as they are.
 
     Raises StageError for finite values that become infinite. Leaves `base` open.
     """
 
     def __init__(self, base: TensorReader, dtype: Callable[[str], torch.dtype]) -> None:
-        self._base = base
+        super().__init__(base)
         self._dtype = dtype
-
-    @property
-    def bytes_read(self) -> int:  # type: ignore[override]
-        """Of the base."""
-        return self._base.bytes_read
 
     def names(self) -> Collection[str]:
         return self._base.names()
@@ -38,22 +35,19 @@ class CastReader(TensorReader):
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         dtype = self.spec(name).dtype
         for chunk in self._base.chunks(name, start, stop):
-            made = chunk.to(dtype)
-            if made.dtype != chunk.dtype and _overflows(chunk, made):
+            if chunk.dtype != dtype and _overflows(chunk, dtype):
                 raise StageError(
                     f"{name} has values beyond {str(dtype).removeprefix('torch.')}",
                     hint="export in bf16 or fp32",
                 )
-            yield made
+            yield chunk.to(dtype)
 
 
-def _overflows(before: Tensor, after: Tensor) -> bool:
+def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
     """Whether there are finite values that the dtype does not reach; not asked of dtypes that reach
     as far as fp32."""
-    import torch
-
-    most = torch.finfo(after.dtype).max
+    most = torch.finfo(dtype).max
     if most > 1e38:
         return False
-    values = before.float().abs()
+    values = chunk.float().abs()
     return bool(((values > most) & values.isfinite()).any())

@@ -13,6 +13,7 @@ from pipeline.errors import StageError
 from stages.weights.change import Change
 from stages.weights.memory import pieces
 from stages.weights.provenance import Run, Runs, trace
+from stages.weights.view import ReaderView
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,7 @@ WORTHWHILE = 1 << 16
 """Bytes; shorter runs are not read one by one."""
 
 
-class ConvertedReader(TensorReader):
+class ConvertedReader(ReaderView):
     """What `changes` make of the tensors of `base`, which it closes.
 
     Where a change only moves rows, any range is read from where it lies. Where it does more, its
@@ -29,7 +30,7 @@ class ConvertedReader(TensorReader):
     """
 
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
-        self._base = base
+        super().__init__(base)
         self._owner: dict[str, Change] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._results: dict[Change, dict[str, TensorSpec]] = {}
@@ -44,11 +45,6 @@ class ConvertedReader(TensorReader):
                 self._specs[name] = spec
         self._runs: dict[Change, Runs | None] = {}
         self._whole: tuple[Change, Mapping[str, Tensor]] | None = None
-
-    @property
-    def bytes_read(self) -> int:  # type: ignore[override]
-        """Of the base."""
-        return self._base.bytes_read
 
     def names(self) -> Collection[str]:
         return self._owner.keys()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
+from stages.weights.view import ReaderView
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,7 @@ class Origin(NamedTuple):
     spec: TensorSpec
 
 
-class ExtendedReader(TensorReader):
+class ExtendedReader(ReaderView):
     """Tensors of `base` by the names in `origins`, with what they lack from `fresh`. Closes both.
 
     A tensor with nothing from the base has the dtype of the fresh one.
@@ -30,14 +31,9 @@ class ExtendedReader(TensorReader):
     def __init__(
         self, base: TensorReader, fresh: TensorReader | None, origins: Mapping[str, Origin]
     ) -> None:
-        self._base = base
+        super().__init__(base)
         self._fresh = fresh
         self._origins = origins
-
-    @property
-    def bytes_read(self) -> int:  # type: ignore[override]
-        """Of the base."""
-        return self._base.bytes_read
 
     def names(self) -> Collection[str]:
         return self._origins.keys()

@@ -1,6 +1,6 @@
 """Names of DeepSpeed 0.19 that are private or differ between versions.
 
-With `partitions.py` (masters), `restore.py` and `saved.py` (checkpoints) the only files that
+With `partitions.py` (masters) and `restore.py` (checkpoints) the only files that
 know them.
 """
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from stages.formats.deepspeed_files import load
 from stages.wrap.zero import compat
-from stages.wrap.zero.saved import load_saved
 
 
 def restore_bias_correction(engine: Any) -> None:
@@ -44,7 +44,7 @@ def restore_swapped_state(engine: Any, folder: Path) -> None:
     rank = torch.distributed.get_rank(zero.dp_process_group)
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
     file = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-    saved = load_saved(file)["optimizer_state_dict"]
+    saved = load(file, verify=False)["optimizer_state_dict"]
     vars(zero.loss_scaler).update(vars(saved["loss_scaler"]))
     states = saved["optimizer_state_dict"]["state"]
     zero.checkpoint_event_prologue()
