@@ -185,6 +185,7 @@ class Bench:
         found = measure(
             "apart.warmed:warmed", job, scratch=self._scratch, world=tool.processes,
             env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)},
+            fresh=round(tool.size * self.weights),
         )  # fmt: skip
         return Run(found, reading)
 

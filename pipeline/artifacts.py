@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pipeline.errors import StageError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -80,6 +82,8 @@ class TensorReader(ABC):
         for chunk in self.chunks(name, start, start + out.numel()):
             out[done : done + chunk.numel()].copy_(chunk)
             done += chunk.numel()
+        if done != out.numel():
+            raise StageError(f"{name}: {done} elements came where {out.numel()} were asked for")
 
     def read(self, name: str) -> Tensor:
         """The full tensor in its stored dtype. Raises StageError if `name` is not there."""

@@ -49,7 +49,7 @@ class CheckpointReader(StateSource):
         self._store = store
         self.where = store.locate(name)
         where = store.locate(name, FILE)
-        with _explained(where):
+        with _explained(lambda: where):
             if store.size(name, FILE) is None and store.size(name, FIRST_SUMS) is None:
                 raise CheckpointError(f"{self.where}: no checkpoint: it holds no {FILE}")
             data = store.get(name, FILE)
@@ -83,25 +83,13 @@ class CheckpointReader(StateSource):
         self._sum_sources.clear()
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        if key not in self._pieces:
-            raise CheckpointError(f"{self.where}: holds no {key}")
-        if not 0 <= start <= stop <= self.tensors[key].numel:
-            raise CheckpointError(
-                f"{self.where}: {key} has {self.tensors[key].numel} elements, "
-                f"{start} to {stop} were asked for"
-            )
-        pieces = self._pieces[key]
-        place = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
-        for piece in itertools.islice(pieces, max(place, 0), None):
-            if piece.start >= stop:
-                return
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low < high:
-                try:
-                    yield from self._read_piece(key, piece, low, high)
-                except Damaged as error:
-                    error.key = key
-                    raise
+        for piece, low, high in self._stored(key, start, stop):
+            yield from self._read_piece(key, piece, low, high)
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        size = self.tensors[key].itemsize if key in self.tensors else 1
+        for piece, low, high in self._stored(key, start, start + len(out) // size):
+            self._fill(key, piece, low, out[(low - start) * size : (high - start) * size])
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
@@ -144,43 +132,76 @@ class CheckpointReader(StateSource):
             found[entry.key].sort()
         return dict(found)
 
+    def _stored(self, key: str, start: int, stop: int) -> Iterator[tuple[_Stored, int, int]]:
+        """Pieces that hold elements of [start, stop), and which of the tensor's elements."""
+        if key not in self._pieces:
+            raise CheckpointError(f"{self.where}: holds no {key}")
+        if not 0 <= start <= stop <= self.tensors[key].numel:
+            raise CheckpointError(
+                f"{self.where}: {key} has {self.tensors[key].numel} elements, "
+                f"{start} to {stop} were asked for"
+            )
+        pieces = self._pieces[key]
+        place = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
+        for piece in itertools.islice(pieces, max(place, 0), None):
+            if piece.start >= stop:
+                return
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                yield piece, low, high
+
     def _read_piece(
         self, key: str, piece: _Stored, low: int, high: int
     ) -> Iterator[tuple[int, memoryview]]:
         itemsize = self.tensors[key].itemsize
-        size = (piece.stop - piece.start) * itemsize
         begin, end = (low - piece.start) * itemsize, (high - piece.start) * itemsize
-        for chunk in range(begin - begin % blocks.BLOCK, end, blocks.CHUNK):
-            length = min(
-                blocks.CHUNK, size - chunk, -(-(end - chunk) // blocks.BLOCK) * blocks.BLOCK
-            )
-            data = self._read_blocks(key, piece, chunk, length)
+        for chunk, length in _chunks(begin, end, (piece.stop - piece.start) * itemsize):
+            data = self._buffer[:length]
+            self._read_blocks(key, piece, chunk, data)
             first, last = max(begin, chunk), min(end, chunk + length)
             yield piece.start + first // itemsize, data[first - chunk : last - chunk]
 
-    def _read_blocks(self, key: str, piece: _Stored, begin: int, length: int) -> memoryview:
+    def _fill(self, key: str, piece: _Stored, low: int, out: memoryview) -> None:
+        """Read from element `low` of the tensor on; whole blocks go right to where they belong."""
+        itemsize = self.tensors[key].itemsize
+        begin = (low - piece.start) * itemsize
+        end = begin + len(out)
+        for chunk, length in _chunks(begin, end, (piece.stop - piece.start) * itemsize):
+            first, last = max(begin, chunk), min(end, chunk + length)
+            target = out[first - begin : last - begin]
+            if len(target) == length:
+                self._read_blocks(key, piece, chunk, target)
+            else:
+                data = self._buffer[:length]
+                self._read_blocks(key, piece, chunk, data)
+                target[:] = data[first - chunk : last - chunk]
+
+    def _read_blocks(self, key: str, piece: _Stored, begin: int, into: memoryview) -> None:
+        """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
         file = self.manifest.files[piece.file]
-        source = self._source(piece.file, key)
-        data = self._buffer[:length]
-        with _explained(self._locate(file, key)):
-            count = source.read(piece.offset + begin, data)
-        self.bytes_read += count
-        if count < length:
-            raise Damaged(f"{self._locate(file, key)}: truncated")
-        first = piece.first_sum + begin // blocks.BLOCK
-        expected = self._expected(piece.part, first, blocks.count(length))
-        wrong = blocks.first_wrong(data, expected)
-        if wrong is not None:
-            at = piece.offset + begin + wrong * blocks.BLOCK
-            raise Damaged(f"{self._locate(file, key)}: damaged near byte {at}")
-        return data
+        try:
+            source = self._source(piece.file, key)
+            with _explained(lambda: self._locate(file, key)):
+                count = source.read(piece.offset + begin, into)
+            self.bytes_read += count
+            if count < len(into):
+                raise Damaged(f"{self._locate(file, key)}: truncated")
+            first = piece.first_sum + begin // blocks.BLOCK
+            expected = self._expected(piece.part, first, blocks.count(len(into)))
+            wrong = blocks.first_wrong(into, expected)
+            if wrong is not None:
+                at = piece.offset + begin + wrong * blocks.BLOCK
+                raise Damaged(f"{self._locate(file, key)}: damaged near byte {at}")
+        except Damaged as error:
+            error.key = key
+            raise
 
     def _source(self, number: int, key: str = "") -> Source:
         if number not in self._sources:
             file = self.manifest.files[number]
             where = self._locate(file, key)
             self._require_size(file.name, file.size, key)
-            with _explained(where):
+            with _explained(lambda: where):
                 source = self._store.open(self.name, file.name)
                 self._sources[number] = source
                 head = memoryview(bytearray(file.data_start))
@@ -206,7 +227,7 @@ class CheckpointReader(StateSource):
         part = self.manifest.parts[number]
         where = self._store.locate(self.name, part.sums)
         data = memoryview(bytearray(count * blocks.SUM_BYTES))
-        with _explained(where):
+        with _explained(lambda: where):
             if number not in self._sum_sources:
                 self._sum_sources[number] = self._store.open(self.name, part.sums)
             found = self._sum_sources[number].read(first * blocks.SUM_BYTES, data)
@@ -217,7 +238,7 @@ class CheckpointReader(StateSource):
     def _sums_of(self, number: int) -> memoryview:
         if number not in self._sums:
             part = self.manifest.parts[number]
-            with _explained(self._store.locate(self.name, part.sums)):
+            with _explained(lambda: self._store.locate(self.name, part.sums)):
                 data = self._store.get(self.name, part.sums)
             if xxh3_64_intdigest(data) != part.digest:
                 raise Damaged(f"{self._store.locate(self.name, part.sums)}: damaged")
@@ -235,7 +256,7 @@ class CheckpointReader(StateSource):
 
     def _require_size(self, file: str, size: int, key: str = "") -> None:
         where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
-        with _explained(where):
+        with _explained(lambda: where):
             found = self._store.size(self.name, file)
         if found is None:
             raise Damaged(f"{where}: missing")
@@ -247,13 +268,21 @@ class CheckpointReader(StateSource):
         return f"{where} ({key})" if key else where
 
 
+def _chunks(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of runs of whole blocks that hold [begin, end) of a piece of `size`."""
+    for chunk in range(begin - begin % blocks.BLOCK, end, blocks.CHUNK):
+        needed = -(-(end - chunk) // blocks.BLOCK) * blocks.BLOCK
+        yield chunk, min(blocks.CHUNK, size - chunk, needed)
+
+
 @contextlib.contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Errors of the system as ours: what is gone or unreadable is damage, the rest is not."""
+def _explained(where: Callable[[], str]) -> Iterator[None]:
+    """Errors of the system as ours: what is gone or unreadable is damage, the rest is not.
+    `where` is not asked for unless there is one, as this is entered for every read."""
     try:
         yield
     except FileNotFoundError as error:
-        raise Damaged(f"{where}: missing") from error
+        raise Damaged(f"{where()}: missing") from error
     except OSError as error:
-        text = f"{where}: cannot be read: {error.strerror or error}"
+        text = f"{where()}: cannot be read: {error.strerror or error}"
         raise (Damaged if error.errno == errno.EIO else CheckpointError)(text) from error

@@ -29,6 +29,16 @@ class StateSource(ABC):
         """The bytes of elements [start, stop) of the flattened tensor, in order: (first element,
         bytes), each valid until the next is taken. Raises CheckpointError."""
 
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from element `start` of the flattened tensor on. Raises
+        CheckpointError."""
+        entry = self.tensors.get(key)
+        size = entry.itemsize if entry else 1
+        done = 0
+        for _, data in self.read(key, start, start + len(out) // size):
+            out[done : done + len(data)] = data
+            done += len(data)
+
     @abstractmethod
     def close(self) -> None:
         """Let go of files."""

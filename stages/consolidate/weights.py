@@ -55,6 +55,14 @@ class CheckpointWeights(Weights):
             self.bytes_read += len(data)
             yield torch.frombuffer(data, dtype=stored)
 
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        if out.dtype != self.spec(name).dtype or out.device.type != "cpu":
+            super().read_into(name, start, out)
+            return
+        memory = out.detach().view(torch.uint8).numpy()
+        self._source.read_into(self._key(name), start, memoryview(memory))  # type: ignore[arg-type]
+        self.bytes_read += len(memory)
+
     def close(self) -> None:
         self._source.close()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,19 +14,18 @@ import torch
 from xxhash import xxh3_64
 
 from pipeline.artifacts import TensorReader
-from pipeline.errors import StageError
 from stages.export.layout import Block, Shard, share
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pipeline.dist import Dist
 
 Sums = dict[str, list[str]]
 """Tensor -> the checksum (XXH3, 64 bits, hexadecimal) of each of its blocks, in order."""
 
-READ = 1 << 22
-"""Bytes read at a time."""
+PIECE = 1 << 22
+"""Bytes read or written at a time."""
+BUFFERS = 3
+"""Pieces that are on their way to the file: one is written, one is read, one waits."""
 
 
 def write(
@@ -39,11 +41,9 @@ def write(
     if dist.is_main:
         _create(file, part)
     dist.barrier()
+    own = share(blocks, dist.rank, dist.world_size)
     with file.open("r+b") as out:
-        mine = [
-            _write_block(out.fileno(), block, reader, advance)
-            for block in share(blocks, dist.rank, dist.world_size)
-        ]
+        mine = _write_blocks(out.fileno(), own, reader, advance)
     return _by_tensor(blocks, dist.gather(mine))
 
 
@@ -68,27 +68,42 @@ def _create(file: Path, part: Shard) -> None:
         out.truncate(len(head) + part.size)
 
 
-def _write_block(
-    out: int, block: Block, reader: TensorReader, advance: Callable[[int], None]
-) -> str:
-    digest = xxh3_64()
+def _write_blocks(
+    out: int, blocks: Sequence[Block], reader: TensorReader, advance: Callable[[int], None]
+) -> list[str]:
+    """Write them, in a thread while the next piece is being read. Their checksums."""
+    sums = [xxh3_64() for _ in blocks]
+    memory = itertools.cycle([torch.empty(PIECE, dtype=torch.uint8) for _ in range(BUFFERS)])
+    pending: deque[Future[int]] = deque()
+    with ThreadPoolExecutor(1) as thread:
+        for block, digest in zip(blocks, sums, strict=True):
+            dtype = reader.spec(block.name).dtype
+            for begin in range(0, block.size, PIECE):
+                if len(pending) == BUFFERS:
+                    advance(pending.popleft().result())
+                buffer = next(memory)[: block.size - begin]
+                first = block.start + begin // dtype.itemsize
+                reader.read_into(block.name, first, buffer.view(dtype))
+                data = memoryview(buffer.numpy())  # type: ignore[arg-type]
+                digest.update(data)
+                pending.append(thread.submit(_put, out, data, block.offset + begin))
+        for written in pending:
+            advance(written.result())
+    return [digest.hexdigest() for digest in sums]
+
+
+def _put(out: int, data: memoryview, offset: int) -> int:
+    """Write all of `data`; its bytes."""
     done = 0
-    for chunk in reader.chunks(block.name, block.start, block.stop):
-        data = _bytes(chunk)
-        digest.update(data)
-        while data:
-            count = os.pwrite(out, data, block.offset + done)
-            done, data = done + count, data[count:]
-    if done != block.size:
-        raise StageError(f"{block.name}: {done} bytes came where {block.size} were planned")
-    advance(done)
-    return digest.hexdigest()
+    while done < len(data):
+        done += os.pwrite(out, data[done:], offset + done)
+    return done
 
 
 def _sum_of(stream: int, block: Block) -> str:
     digest = xxh3_64()
-    for begin in range(block.offset, block.offset + block.size, READ):
-        digest.update(os.pread(stream, min(READ, block.offset + block.size - begin), begin))
+    for begin in range(block.offset, block.offset + block.size, PIECE):
+        digest.update(os.pread(stream, min(PIECE, block.offset + block.size - begin), begin))
     return digest.hexdigest()
 
 
@@ -104,8 +119,3 @@ def _in_order(blocks: Sequence[Block], sums: Sums) -> Iterator[str]:
     left = {name: iter(own) for name, own in sums.items()}
     for block in blocks:
         yield next(left[block.name], "") if block.name in left else ""
-
-
-def _bytes(chunk: Tensor) -> memoryview:
-    """A flat tensor's memory."""
-    return memoryview(chunk.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]

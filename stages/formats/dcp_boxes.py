@@ -38,7 +38,7 @@ class Boxes:
         self._boxes = [Box(box.offsets or (0,), box.sizes or (1,)) for box in boxes]
         self._mapped = mapped
         self._held: dict[int, Tensor] = {}
-        self._require_inside()
+        self._require_cover()
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         """Bytes of elements [start, stop) of the flattened tensor, with the first one's number.
@@ -53,22 +53,20 @@ class Boxes:
             low, high = max(start, first * row), min(stop, last * row)
             begin = (low - first * row) * self._itemsize
             yield low, band[begin : begin + (high - low) * self._itemsize]
-        self._held.clear()
 
     def _band(self, first: int, last: int) -> Tensor:
-        """Rows [first, last)."""
+        """Rows [first, last), in memory without gaps; copied only out of several boxes."""
         # Each has to be as large as it is said to be before a band is made for them.
         parts = list(self._parts(first, last))
+        if len(parts) == 1:
+            ((box, low, high, memory),) = parts
+            return memory[low - box.offsets[0] : high - box.offsets[0]].contiguous()
         shape = (last - first, *self._shape[1:])
         band = torch.empty((*shape, self._itemsize), dtype=torch.uint8)
-        filled = torch.zeros(shape, dtype=torch.uint8)
         for box, low, high, memory in parts:
             others = zip(box.offsets[1:], box.sizes[1:], strict=True)
             place = (slice(low - first, high - first), *(slice(o, o + s) for o, s in others))
             band[place] = memory[low - box.offsets[0] : high - box.offsets[0]]
-            filled[place] += 1
-        if not bool((filled == 1).all()):
-            raise CheckpointError(f"{self._where}: chunks overlap or leave a gap")
         return band
 
     def _parts(self, first: int, last: int) -> Iterator[tuple[Box, int, int, Tensor]]:
@@ -92,12 +90,31 @@ class Boxes:
             self._held[number] = found.reshape(sizes) if found.dim() != len(sizes) else found
         return self._held[number]
 
-    def _require_inside(self) -> None:
+    def _require_cover(self) -> None:
+        """Boxes that lie inside, do not overlap, and have as many elements as the whole, are it."""
         for offsets, sizes in self._boxes:
             if len(offsets) != len(self._shape) or any(
                 offset < 0 or size < 1 or offset + size > whole
                 for offset, size, whole in zip(offsets, sizes, self._shape, strict=True)
             ):
                 raise CheckpointError(f"{self._where}: a chunk lies outside of the tensor")
-        if sum(math.prod(box.sizes) for box in self._boxes) != math.prod(self._shape):
+        total = sum(math.prod(box.sizes) for box in self._boxes)
+        if total != math.prod(self._shape) or _overlap(self._boxes):
             raise CheckpointError(f"{self._where}: chunks overlap or leave a gap")
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any two have an element in common."""
+    open_: list[Box] = []
+    for box in sorted(boxes):
+        open_ = [other for other in open_ if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        if any(_meet(box, other) for other in open_):
+            return True
+        open_.append(box)
+    return False
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(
+        a < b + length and b < a + size for a, size, b, length in zip(*one, *other, strict=True)
+    )

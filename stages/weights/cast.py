@@ -42,6 +42,12 @@ class CastReader(ReaderView):
                 )
             yield chunk.to(dtype)
 
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        if self._base.spec(name).dtype == self.spec(name).dtype:
+            self._base.read_into(name, start, out)
+        else:
+            super().read_into(name, start, out)
+
 
 def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
     """Whether there are finite values that the dtype does not reach; not asked of dtypes that reach

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +140,14 @@ def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatc
     sizes: list[int] = []
 
     class Watched(MemoryWeights):
-        def chunks(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
-            for chunk in super().chunks(name, start, stop):
-                sizes.append(chunk.numel() * chunk.element_size())
-                yield chunk
+        def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+            sizes.append(out.numel() * out.element_size())
+            super().read_into(name, start, out)
 
         def read(self, name: str) -> torch.Tensor:
             raise AssertionError(name)
 
-        read_into = read  # type: ignore[assignment]
-
-    monkeypatch.setattr("stages.weights.memory.CHUNK", 512)
+    monkeypatch.setattr("stages.export.writer.PIECE", 512)
     monkeypatch.setattr(
         steps, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0)
     )
