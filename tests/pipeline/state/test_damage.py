@@ -45,8 +45,8 @@ def read_all(root: Path, *, whole: bool) -> None:
         return
     reader = CheckpointReader(LocalStore(root), NAME)
     try:
-        for key in reader.tensors:
-            reader.read_bytes(key)
+        for key, tensor in reader.tensors.items():
+            reader.read_into(key, 0, memoryview(bytearray(tensor.numel * tensor.itemsize)))
     finally:
         reader.close()
 

@@ -100,5 +100,8 @@ def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.
             assert b"".join(part for _, part in found) == expected
             pieces = sum(len(share) for share in shares)
             assert opened.bytes_read - before <= len(expected) + 2 * blocks.BLOCK * pieces
+            memory = bytearray(len(expected))
+            opened.read_into(tensor.key, start, memoryview(memory))
+            assert memory == expected
         opened.verify()
         opened.close()
