@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from apart import memory
 from apart.crew import Failed, Part, bare, measure
 from exporters import cache, plain
 from exporters.tools import CP, GROUPS, INPUTS, RANKS, Tool, chosen, disk, inputs, label
@@ -67,10 +68,17 @@ class Run(NamedTuple):
 @click.option("--only", multiple=True, help="Tools whose names hold this, and cp; can be repeated.")
 @click.option("--cache", "state", type=click.Choice(["warm", "cold"]), default="warm")
 @click.option("--folder", type=click.Path(path_type=Path), help="Disk to measure; default: /tmp.")
+@click.option(
+    "--fill-memory/--leave-memory",
+    "fill",
+    default=True,
+    show_default=True,
+    help="Fill the page cache before every run.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
     shape: str, repeats: int, groups: str, only: tuple[str, ...], state: str, folder: Path | None,
-    json_file: Path | None,
+    fill: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Group by group: make the inputs, run the tools in turns, print a Markdown table."""
     everything, problems = [], 0
@@ -79,7 +87,7 @@ def main(
             raise click.UsageError(f"no group {group}; there are {', '.join(GROUPS)}")
         tools = chosen(GROUPS[group], only)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            bench = Bench(shape, tools, Path(scratch), cold=state == "cold")
+            bench = Bench(shape, tools, Path(scratch), cold=state == "cold", fill=fill)
             for number in range(repeats):
                 for place in range(len(tools)):
                     bench.run(tools[(place + number * 3) % len(tools)], number)
@@ -95,11 +103,14 @@ def main(
 class Bench:
     """The inputs of a group, what its tools did with them, and what went wrong."""
 
-    def __init__(self, shape: str, tools: Sequence[Tool], scratch: Path, *, cold: bool) -> None:
+    def __init__(
+        self, shape: str, tools: Sequence[Tool], scratch: Path, *, cold: bool, fill: bool
+    ) -> None:  # fmt: skip
         self._config = dict(SHAPES[shape])
         self._tools = tools
         self._scratch = scratch
         self._cold = cold
+        self._fills_memory = fill
         self.weights = trained(self._config).weight_bytes
         self._require_disk()
         self._bare = bare(scratch)
@@ -174,20 +185,26 @@ class Bench:
             jobs[kind] = {
                 "config": config, "input": self._input(tool.input, kind), "out": str(out),
             }  # fmt: skip
-        os.sync()  # what the run before has left to write is not this one's
         needed = self._needed[tool.input]
-        cache.read(needed)
-        reading = cache.read(needed)
-        if self._cold:
-            cache.evict(needed)
+        reading: list[float] = []
+
+        def prepare() -> None:
+            os.sync()  # what the run before has left to write is not this one's
+            if self._fills_memory:
+                memory.fill(self._scratch)
+            cache.read(needed)
+            reading.append(cache.read(needed))
+            if self._cold:
+                cache.evict(needed)
+
         job = {**jobs["input"], "tiny": jobs["tiny"], "task": tool.task, "threads": tool.threads}
         threads = max(1, (os.cpu_count() or 1) // tool.processes)  # as the launcher of runs does
         found = measure(
             "apart.warmed:warmed", job, scratch=self._scratch, world=tool.processes,
             env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)},
-            fresh=round(tool.size * self.weights),
+            before=prepare,
         )  # fmt: skip
-        return Run(found, reading)
+        return Run(found, *reading)
 
     def show(self, group: str) -> None:
         """The table, and what went wrong."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from apart import memory
 from apart.crew import Failed, Part, measure
 from loaders import digest, files
 from shapes import SHAPES, count, parameters
@@ -66,8 +67,6 @@ METHODS: Mapping[str, Mapping[str, Method]] = {
     },
 }
 DTYPES = ("bf16", "fp32")
-FRESH = 4 << 30
-"""Bytes of memory that are used before a load at most: using more takes longer than loads do."""
 
 
 class Load(NamedTuple):
@@ -95,15 +94,24 @@ Key = tuple[str, str, str]
 @click.option("--parts", default=4, show_default=True, help="Weight files of the model.")
 @click.option("--folder", type=click.Path(path_type=Path), help="For scratch; default: /tmp.")
 @click.option("--model", type=click.Path(path_type=Path), help="Keep the model's files here.")
+@click.option(
+    "--fill-memory/--leave-memory",
+    "fill",
+    default=True,
+    show_default=True,
+    help="Fill the page cache before every run.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
     shape: str, repeats: int, dtypes: str, strategies: str, only: tuple[str, ...], parts: int,
-    folder: Path | None, model: Path | None, json_file: Path | None,
+    folder: Path | None, model: Path | None, fill: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Make the files, load them in turns, print a Markdown table."""
     keys = chosen(dtypes, strategies, only)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        bench = Bench(SHAPES[shape], model or Path(scratch) / "model", Path(scratch), parts)
+        bench = Bench(
+            SHAPES[shape], model or Path(scratch) / "model", Path(scratch), parts, fill=fill
+        )
         for number in range(repeats):
             for key in turned(keys, number):
                 bench.load(key, number)
@@ -138,11 +146,14 @@ def turned(keys: Sequence[Key], number: int) -> list[Key]:
 class Bench:
     """Loads, and keeps what came of it."""
 
-    def __init__(self, config: Mapping[str, Any], model: Path, scratch: Path, parts: int) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], model: Path, scratch: Path, parts: int, *, fill: bool
+    ) -> None:  # fmt: skip
         tiny = {"config": dict(SHAPES["tiny"]), "model": str(scratch / "tiny")}
         files.make(Path(tiny["model"]), tiny["config"], 1)
         self._job = {"config": dict(config), "model": str(model), "tiny": tiny}
         self._scratch = scratch
+        self._fills_memory = fill
         self._files = files.make(model, config, parts)
         self._elements = count(parameters(config))
         self._expected = {dtype: digest.of_files(self._files, config, dtype) for dtype in DTYPES}
@@ -161,20 +172,27 @@ class Bench:
         if key in self.problems or key in self.skipped:
             return
         click.echo(f"round {number + 1}: {' '.join(key)}", err=True)
-        seconds = cat(self._files)
+        seconds: list[float] = []
+
+        def prepare() -> None:
+            if self._fills_memory:
+                memory.fill(self._scratch)
+            cat(self._files)
+            seconds.append(cat(self._files))
+
         job = {**self._job, "dtype": dtype, "task": method.task}
         try:
             found = measure(
                 "apart.warmed:warmed", job, scratch=self._scratch, world=RANKS,
                 env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-                fresh=min(round(needs), FRESH),
+                before=prepare,
             )  # fmt: skip
         except Failed as error:
             self.problems[key] = str(error)
             return
         if any(part.found["digest"] != self._expected[dtype] for part in found):
             self.problems[key] = "ends with other numbers than those in the files"
-        self.loads[key][number] = Load(found, seconds)
+        self.loads[key][number] = Load(found, *seconds)
 
     def seconds(self, key: Key) -> Rounds:
         """Of each round."""

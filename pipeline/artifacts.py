@@ -125,11 +125,6 @@ class ModelSource(ABC):
         """The repeated transformer blocks, in order; empty when they cannot be told."""
 
     @abstractmethod
-    def rebuild_buffers(self, model: nn.Module) -> None:
-        """Recompute in place, on their device, buffers that no checkpoint stores (rotary
-        tables)."""
-
-    @abstractmethod
     def tokenizer(self) -> Any:
         """The `transformers` tokenizer; raises StageError when the source has none."""
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,21 +56,17 @@ def measure(
     world: int = 1,
     env: Mapping[str, str] | None = None,
     limit: float = 3600.0,
-    fresh: int = 0,
+    before: Callable[[], object] = lambda: None,
 ) -> list[Part]:
     """Call `MODULE:FUNCTION` with the job in `world` processes, and then what that returns, which
-    alone is measured. In rank order. Raises Failed.
-
-    `fresh` bytes of memory were in use until just before: a virtual machine gives free memory back
-    to its host, and having it again takes many times what using it takes.
-    """
+    alone is measured, right after `before` was called here. In rank order. Raises Failed."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         children = [
             _Child(task, job, rank, world, Path(folder), env or {}) for rank in range(world)
         ]
         try:
             idle = _all(children, limit)
-            use_memory(fresh, scratch)
+            before()
             _go(children)
             measured = _all(children, limit, watch=True)
             _go(children)
@@ -99,16 +95,6 @@ def bare(scratch: Path) -> Footprint:
         process.communicate()
     assert found is not None
     return found
-
-
-def use_memory(size: int, scratch: Path) -> None:
-    """Fill the page cache with a file, and delete that."""
-    data = bytes(1 << 20)
-    with tempfile.TemporaryFile(dir=scratch) as file:
-        for _ in range(0, size, len(data)):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _Child:

@@ -74,7 +74,8 @@ def ddp(job: Job, place: Place) -> Work:
         ctx, model, precision, _ = declared(job, place, master=job["dtype"])
         module = build_empty(model, precision)
         materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        fill(local_parts(module), model, ctx, torch.distributed.group.WORLD)
+        with contextlib.closing(model.weights()) as reader:
+            fill(local_parts(module), reader, ctx, torch.distributed.group.WORLD)
         cast_buffers(module, precision)
         return lambda: {"digest": of_module(module, job["config"])}
 

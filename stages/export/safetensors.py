@@ -48,8 +48,13 @@ class ExportSafetensors:
             yield from self._check_folder(Path(self.folder).expanduser())
 
     def _check_folder(self, folder: Path) -> Iterator[Problem]:
-        from stages.export.target import foreign
+        from stages.export.target import PARTIAL, foreign
 
+        if folder.name.endswith(PARTIAL):
+            yield Problem(
+                message=f"`{folder.name}` is what an unfinished export is called",
+                key="folder", hint=f"choose a name that does not end in `{PARTIAL}`",
+            )  # fmt: skip
         reason = foreign(folder)
         if reason:
             yield Problem(message=reason, key="folder", hint="name a new folder")

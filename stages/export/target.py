@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pipeline.stage import Context
     from stages.export.safetensors import ExportSafetensors
 
+PARTIAL = ".partial"
+"""Ends the name of an export that is not finished; it is removed when its plan changes."""
 MARGIN = 16 << 20
 """Room for config and tokenizer beside the weights."""
 
@@ -75,7 +77,7 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> tuple[Path, Ma
     Nobody else can claim it until `held` ends. Raises StageError when somebody has, and when either
     folder is not ours.
     """
-    partial, previous = folder.with_name(f"{folder.name}.partial"), _previous(folder)
+    partial, previous = folder.with_name(folder.name + PARTIAL), _previous(folder)
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
         previous.replace(folder)

@@ -11,10 +11,12 @@ import torch
 
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
-from stages.model.names import misfit, refuse_differences
+from stages.model.names import listed, misfit, refuse_differences
 from stages.weights.extended import ExtendedReader, Origin
 
 if TYPE_CHECKING:
+    from logging import Logger
+
     from torch import nn
 
 SAMPLE = 1 << 18
@@ -40,9 +42,11 @@ def fit(
     tied: Mapping[str, str],
     allowed: Allowed,
     fresh: Callable[[], TensorReader],
+    log: Logger,
 ) -> TensorReader:
     """A reader of `held` with exactly the names and shapes of `model`; `fresh` initialises what the
-    recipe wants new. Raises StageError that lists every other difference.
+    recipe wants new, and what the architecture does not mind to be missing, which is logged. Raises
+    StageError that lists every other difference.
 
     `held` may have a tied tensor under any of its names.
     """
@@ -69,8 +73,9 @@ def fit(
     missing = wanted.keys() - origins.keys() - misshapen.keys()
     extra = {name for name in given if name not in wanted}
     refuse_differences(where, model, missing, extra, misshapen.values())
-    for name in missing:  # which the architecture does not mind
-        origins[name] = Origin(name, 0, declared[name])
+    if missing:
+        log.info("not in %s, so initialised: %s", where, listed(missing))
+    origins |= {name: Origin(name, 0, declared[name]) for name in missing}
     needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
     _refuse_untied(where, held, origins, tied)
     return ExtendedReader(held, fresh() if needs_fresh else None, origins)

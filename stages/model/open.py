@@ -45,6 +45,7 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
         resized=stage.vocab_size is not None,
         attention=stage.attention,
         trust_remote_code=stage.trust_remote_code,
+        log=ctx.log,
     )
 
 

@@ -28,6 +28,8 @@ from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
 
 if TYPE_CHECKING:
+    from logging import Logger
+
     from torch import Tensor
 
 
@@ -48,6 +50,7 @@ class HfSource(ModelSource):
         resized: bool,
         attention: str,
         trust_remote_code: bool,
+        log: Logger,
     ) -> None:
         self.name = name
         self.config = config
@@ -59,6 +62,7 @@ class HfSource(ModelSource):
         self._resized = resized
         self._attention = attention
         self._trust_remote_code = trust_remote_code
+        self._log = log
 
     def build(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -101,8 +105,9 @@ class HfSource(ModelSource):
         held = self._stored()
         try:
             return fit(
-                str(self._files), held, self._outline, self._ties, self._allowed, self._initialised
-            )
+                str(self._files), held, self._outline, self._ties, self._allowed,
+                self._initialised, self._log,
+            )  # fmt: skip
         except BaseException:
             held.close()
             raise
@@ -128,17 +133,6 @@ class HfSource(ModelSource):
         classes = compat.block_classes(model)
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return [block for blocks in lists for block in blocks if type(block).__name__ in classes]
-
-    def rebuild_buffers(self, model: nn.Module) -> None:
-        # The outline's constructors have just computed every buffer, whatever the architecture.
-        fresh = dict(self._outline.named_buffers(remove_duplicate=False))
-        stored = self._outline.state_dict().keys()
-        with torch.no_grad():
-            for name, buffer in model.named_buffers(remove_duplicate=False):
-                if name not in fresh:
-                    raise StageError(f"{name} is not a buffer of {type(self._outline).__name__}")
-                if name not in stored:
-                    buffer.copy_(fresh[name])
 
     @functools.cached_property
     def _tokenizer(self) -> Any:

@@ -38,9 +38,11 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(program: str, *options: str) -> list[dict[str, Any]]:
     """What the program leaves as JSON."""
     file = Path(options[-1])
-    command = [sys.executable, str(BENCHMARKS / program), "--shape", "tiny", *options[:-1]]
+    command = [sys.executable, str(BENCHMARKS / program), "--shape", "tiny", "--leave-memory"]
     ended = subprocess.run(
-        [*command, "--repeats", "1", "--json", str(file)], capture_output=True, text=True
+        [*command, *options[:-1], "--repeats", "1", "--json", str(file)],
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "| --- |" in ended.stdout

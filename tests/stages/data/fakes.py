@@ -59,7 +59,7 @@ class FakeSource(ModelSource):
     def fingerprint(self) -> str:
         return "fake"
 
-    build = weights = tie = blocks = rebuild_buffers = save_assets = None  # type: ignore[assignment]
+    build = weights = tie = blocks = save_assets = None  # type: ignore[assignment]
 
 
 def ids(text: str) -> list[int]:

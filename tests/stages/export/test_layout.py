@@ -53,6 +53,12 @@ def test_prompt_must_not_be_empty() -> None:
     assert [problem.key for problem in problems] == ["prompt"]
 
 
+def test_a_name_of_unfinished_exports_is_refused() -> None:
+    problems = list(ExportSafetensors(folder="out.partial").check(None))  # type: ignore[arg-type]
+    assert [problem.key for problem in problems] == ["folder"]
+    assert "`out.partial` is what an unfinished export is called" in problems[0].message
+
+
 SPECS = st.lists(
     st.builds(
         lambda shape, dtype: (tuple(shape), dtype),

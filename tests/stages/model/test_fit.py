@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -415,14 +416,18 @@ class Buffered(nn.Module):
 def fitted(held: dict[str, Tensor], **allowed: Any) -> TensorReader:
     model = Buffered()
     fresh = MemoryReader(model.state_dict())
-    return fit("here", MemoryReader(held), model, {}, Allowed(**allowed), lambda: fresh)
+    log = logging.getLogger("pipe.testing")
+    return fit("here", MemoryReader(held), model, {}, Allowed(**allowed), lambda: fresh, log)
 
 
-def test_buffers_keep_their_dtype_when_they_are_new() -> None:
+def test_buffers_keep_their_dtype_when_they_are_new(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     state = Buffered().state_dict()
     require_equal(fitted({}, new=["*"]), state)
+    assert not caplog.messages
     stored = {"counts": torch.tensor([1, 2], dtype=torch.int32), "scale": torch.tensor(0.5)}
     reader = fitted(stored)
+    assert caplog.messages == ["not in here, so initialised: 1 tensor (steps)"]
     require_equal(reader, state | stored)
     assert reader.spec("steps") == TensorSpec((), torch.int64)
     assert int(reader.read("steps")) == (1 << 60) + 1
