@@ -68,13 +68,7 @@ class Run(NamedTuple):
 @click.option("--only", multiple=True, help="Tools whose names hold this, and cp; can be repeated.")
 @click.option("--cache", "state", type=click.Choice(["warm", "cold"]), default="warm")
 @click.option("--folder", type=click.Path(path_type=Path), help="Disk to measure; default: /tmp.")
-@click.option(
-    "--fill-memory/--leave-memory",
-    "fill",
-    default=True,
-    show_default=True,
-    help="Fill the page cache before every run.",
-)
+@memory.option
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
     shape: str, repeats: int, groups: str, only: tuple[str, ...], state: str, folder: Path | None,

@@ -94,13 +94,7 @@ Key = tuple[str, str, str]
 @click.option("--parts", default=4, show_default=True, help="Weight files of the model.")
 @click.option("--folder", type=click.Path(path_type=Path), help="For scratch; default: /tmp.")
 @click.option("--model", type=click.Path(path_type=Path), help="Keep the model's files here.")
-@click.option(
-    "--fill-memory/--leave-memory",
-    "fill",
-    default=True,
-    show_default=True,
-    help="Fill the page cache before every run.",
-)
+@memory.option
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
     shape: str, repeats: int, dtypes: str, strategies: str, only: tuple[str, ...], parts: int,
@@ -160,7 +154,6 @@ class Bench:
         self.loads: dict[Key, dict[int, Load]] = defaultdict(dict)
         self.problems: dict[Key, str] = {}
         self.skipped: dict[Key, str] = {}
-        cat(self._files)
 
     def load(self, key: Key, number: int) -> None:
         """One load in two new processes; a method that has failed is not tried again."""

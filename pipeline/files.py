@@ -13,6 +13,24 @@ def replace_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def read_at(descriptor: int, offset: int, into: memoryview) -> int:
+    """Fill `into` from byte `offset` of an open file on; its bytes, fewer where the file ends."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def write_at(descriptor: int, offset: int, data: memoryview) -> None:
+    """Write all of `data` to byte `offset` of an open file."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
 def sync_tree(folder: Path) -> None:
     """Force everything in a folder to disk, and the folder itself."""
     for path in (*folder.rglob("*"), folder):

@@ -38,7 +38,7 @@ def bytes_read() -> int:
     return _figures(Path("/proc/self/io"))["rchar"]
 
 
-def free() -> int:
+def unused() -> int:
     """Bytes of memory that nothing uses, not even the page cache."""
     return _figures(Path("/proc/meminfo"))["MemFree"] * 1024
 

@@ -10,11 +10,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from apart.footprint import free
+import click
+
+from apart.footprint import unused
 
 PIECE = 8 << 20
 ENOUGH = 3 << 30
 """Bytes that may stay unused: systems keep some."""
+
+option = click.option(
+    "--fill-memory/--leave-memory",
+    "fill",
+    default=True,
+    show_default=True,
+    help="Fill the page cache before every run.",
+)
+"""Of the benchmarks that can do it; `fill` to them."""
 
 
 def fill(scratch: Path) -> None:
@@ -24,5 +35,5 @@ def fill(scratch: Path) -> None:
     with (scratch / "filler").open("ab+", buffering=0) as file:
         file.truncate(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         file.seek(0)
-        while free() > ENOUGH and file.readinto(buffer):
+        while unused() > ENOUGH and file.readinto(buffer):
             pass

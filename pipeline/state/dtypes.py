@@ -29,3 +29,8 @@ def code(dtype: torch.dtype) -> str:
 def dtype(code: str) -> torch.dtype:
     """The dtype that the format calls `code`."""
     return DTYPES[code]
+
+
+def as_bytes(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous flat tensor on the CPU."""
+    return memoryview(flat.detach().view(torch.uint8).numpy().data)

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.files import sync
+from pipeline.files import read_at, sync, write_at
 from pipeline.state.manifest import FILE as MANIFEST
 from pipeline.state.store import Attempt, Sink, Source, Store, steps_in_order
 
@@ -146,9 +146,7 @@ class _LocalSink(Sink):
 
     def write(self, offset: int, data: memoryview) -> None:
         with _naming(self._path):
-            while data:
-                written = os.pwrite(self._file, data, offset)
-                data, offset = data[written:], offset + written
+            write_at(self._file, offset, data)
 
     def finish(self) -> None:
         with _naming(self._path):
@@ -165,13 +163,7 @@ class _LocalSource(Source):
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, offset: int, into: memoryview) -> int:
-        done = 0
-        while done < len(into):
-            count = os.preadv(self._file, [into[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
+        return read_at(self._file, offset, into)
 
     def close(self) -> None:
         os.close(self._file)

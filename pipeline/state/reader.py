@@ -40,6 +40,16 @@ class _Stored(NamedTuple):
     first_sum: int
 
 
+class _Chunk(NamedTuple):
+    """A run of whole blocks: `length` bytes from byte `start` of a piece on, of which those in
+    [first, last) are wanted."""
+
+    start: int
+    length: int
+    first: int
+    last: int
+
+
 class CheckpointReader(StateSource):
     """One committed checkpoint. Raises Damaged, naming file and tensor, for whatever is not as it
     was written; CheckpointError when it cannot be read for another reason, or is none of ours."""
@@ -49,7 +59,7 @@ class CheckpointReader(StateSource):
         self._store = store
         self.where = store.locate(name)
         where = store.locate(name, FILE)
-        with _explained(lambda: where):
+        with _explained(where):
             if store.size(name, FILE) is None and store.size(name, FIRST_SUMS) is None:
                 raise CheckpointError(f"{self.where}: no checkpoint: it holds no {FILE}")
             data = store.get(name, FILE)
@@ -87,16 +97,13 @@ class CheckpointReader(StateSource):
             yield from self._read_piece(key, piece, low, high)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        size = self.tensors[key].itemsize if key in self.tensors else 1
+        size = self.entry(key).itemsize
         for piece, low, high in self._stored(key, start, start + len(out) // size):
             self._fill(key, piece, low, out[(low - start) * size : (high - start) * size])
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
-        entry = self.tensors.get(key)
-        if entry is None:
-            raise CheckpointError(f"{self.where}: holds no {key}")
-        return b"".join(bytes(data) for _, data in self.read(key, 0, entry.numel))
+        return b"".join(bytes(data) for _, data in self.read(key, 0, self.entry(key).numel))
 
     def require_files(self) -> None:
         """Every file is there and has its size."""
@@ -134,12 +141,10 @@ class CheckpointReader(StateSource):
 
     def _stored(self, key: str, start: int, stop: int) -> Iterator[tuple[_Stored, int, int]]:
         """Pieces that hold elements of [start, stop), and which of the tensor's elements."""
-        if key not in self._pieces:
-            raise CheckpointError(f"{self.where}: holds no {key}")
-        if not 0 <= start <= stop <= self.tensors[key].numel:
+        numel = self.entry(key).numel
+        if not 0 <= start <= stop <= numel:
             raise CheckpointError(
-                f"{self.where}: {key} has {self.tensors[key].numel} elements, "
-                f"{start} to {stop} were asked for"
+                f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
         pieces = self._pieces[key]
         place = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
@@ -154,34 +159,29 @@ class CheckpointReader(StateSource):
         self, key: str, piece: _Stored, low: int, high: int
     ) -> Iterator[tuple[int, memoryview]]:
         itemsize = self.tensors[key].itemsize
-        begin, end = (low - piece.start) * itemsize, (high - piece.start) * itemsize
-        for chunk, length in _chunks(begin, end, (piece.stop - piece.start) * itemsize):
-            data = self._buffer[:length]
-            self._read_blocks(key, piece, chunk, data)
-            first, last = max(begin, chunk), min(end, chunk + length)
-            yield piece.start + first // itemsize, data[first - chunk : last - chunk]
+        for chunk in _chunks(piece, low, high, itemsize):
+            data = self._buffer[: chunk.length]
+            self._read_blocks(key, piece, chunk.start, data)
+            element = piece.start + (chunk.start + chunk.first) // itemsize
+            yield element, data[chunk.first : chunk.last]
 
     def _fill(self, key: str, piece: _Stored, low: int, out: memoryview) -> None:
         """Read from element `low` of the tensor on; whole blocks go right to where they belong."""
-        itemsize = self.tensors[key].itemsize
-        begin = (low - piece.start) * itemsize
-        end = begin + len(out)
-        for chunk, length in _chunks(begin, end, (piece.stop - piece.start) * itemsize):
-            first, last = max(begin, chunk), min(end, chunk + length)
-            target = out[first - begin : last - begin]
-            if len(target) == length:
-                self._read_blocks(key, piece, chunk, target)
-            else:
-                data = self._buffer[:length]
-                self._read_blocks(key, piece, chunk, data)
-                target[:] = data[first - chunk : last - chunk]
+        itemsize, done = self.tensors[key].itemsize, 0
+        for chunk in _chunks(piece, low, low + len(out) // itemsize, itemsize):
+            target = out[done : done + chunk.last - chunk.first]
+            data = target if len(target) == chunk.length else self._buffer[: chunk.length]
+            self._read_blocks(key, piece, chunk.start, data)
+            if data is not target:
+                target[:] = data[chunk.first : chunk.last]
+            done += len(target)
 
     def _read_blocks(self, key: str, piece: _Stored, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
         file = self.manifest.files[piece.file]
         try:
             source = self._source(piece.file, key)
-            with _explained(lambda: self._locate(file, key)):
+            with _explained(self._locate(file, key)):
                 count = source.read(piece.offset + begin, into)
             self.bytes_read += count
             if count < len(into):
@@ -201,7 +201,7 @@ class CheckpointReader(StateSource):
             file = self.manifest.files[number]
             where = self._locate(file, key)
             self._require_size(file.name, file.size, key)
-            with _explained(lambda: where):
+            with _explained(where):
                 source = self._store.open(self.name, file.name)
                 self._sources[number] = source
                 head = memoryview(bytearray(file.data_start))
@@ -227,7 +227,7 @@ class CheckpointReader(StateSource):
         part = self.manifest.parts[number]
         where = self._store.locate(self.name, part.sums)
         data = memoryview(bytearray(count * blocks.SUM_BYTES))
-        with _explained(lambda: where):
+        with _explained(where):
             if number not in self._sum_sources:
                 self._sum_sources[number] = self._store.open(self.name, part.sums)
             found = self._sum_sources[number].read(first * blocks.SUM_BYTES, data)
@@ -238,13 +238,14 @@ class CheckpointReader(StateSource):
     def _sums_of(self, number: int) -> memoryview:
         if number not in self._sums:
             part = self.manifest.parts[number]
-            with _explained(lambda: self._store.locate(self.name, part.sums)):
+            where = self._store.locate(self.name, part.sums)
+            with _explained(where):
                 data = self._store.get(self.name, part.sums)
             if xxh3_64_intdigest(data) != part.digest:
-                raise Damaged(f"{self._store.locate(self.name, part.sums)}: damaged")
+                raise Damaged(f"{where}: damaged")
             self._sums[number] = blocks.unpack(data)
             if len(self._sums[number]) != self._sum_count(number):
-                raise Damaged(f"{self._store.locate(self.name, part.sums)}: of another file")
+                raise Damaged(f"{where}: of another file")
         return self._sums[number]
 
     def _sum_count(self, number: int) -> int:
@@ -256,7 +257,7 @@ class CheckpointReader(StateSource):
 
     def _require_size(self, file: str, size: int, key: str = "") -> None:
         where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
-        with _explained(lambda: where):
+        with _explained(where):
             found = self._store.size(self.name, file)
         if found is None:
             raise Damaged(f"{where}: missing")
@@ -268,21 +269,22 @@ class CheckpointReader(StateSource):
         return f"{where} ({key})" if key else where
 
 
-def _chunks(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of runs of whole blocks that hold [begin, end) of a piece of `size`."""
-    for chunk in range(begin - begin % blocks.BLOCK, end, blocks.CHUNK):
-        needed = -(-(end - chunk) // blocks.BLOCK) * blocks.BLOCK
-        yield chunk, min(blocks.CHUNK, size - chunk, needed)
+def _chunks(piece: _Stored, low: int, high: int, itemsize: int) -> Iterator[_Chunk]:
+    """The blocks that hold the tensor's elements [low, high), all of which the piece has."""
+    begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))
+    for start in range(begin - begin % blocks.BLOCK, end, blocks.CHUNK):
+        needed = -(-(end - start) // blocks.BLOCK) * blocks.BLOCK
+        length = min(blocks.CHUNK, size - start, needed)
+        yield _Chunk(start, length, max(begin - start, 0), min(end - start, length))
 
 
 @contextlib.contextmanager
-def _explained(where: Callable[[], str]) -> Iterator[None]:
-    """Errors of the system as ours: what is gone or unreadable is damage, the rest is not.
-    `where` is not asked for unless there is one, as this is entered for every read."""
+def _explained(where: str) -> Iterator[None]:
+    """Errors of the system as ours: what is gone or unreadable is damage, the rest is not."""
     try:
         yield
     except FileNotFoundError as error:
-        raise Damaged(f"{where()}: missing") from error
+        raise Damaged(f"{where}: missing") from error
     except OSError as error:
-        text = f"{where()}: cannot be read: {error.strerror or error}"
+        text = f"{where}: cannot be read: {error.strerror or error}"
         raise (Damaged if error.errno == errno.EIO else CheckpointError)(text) from error

@@ -181,9 +181,7 @@ class Restoration:
 
     def _fill(self, reader: CheckpointReader, part: Fragment, kind: str, live: Tensor) -> None:
         key = f"{kind}/{part.name}"
-        if key not in reader.tensors:
-            raise CheckpointError(f"{reader.where}: holds no {key}")
-        shape = reader.tensors[key].shape
+        shape = reader.entry(key).shape
         if tuple(shape) != tuple(part.shape):
             raise CheckpointError(
                 f"{reader.where}: {key} has shape {list(shape)}, here {list(part.shape)}"

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline.errors import CheckpointError
 from pipeline.state.manifest import State, TensorEntry
 
 
@@ -32,12 +33,18 @@ class StateSource(ABC):
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from element `start` of the flattened tensor on. Raises
         CheckpointError."""
-        entry = self.tensors.get(key)
-        size = entry.itemsize if entry else 1
         done = 0
-        for _, data in self.read(key, start, start + len(out) // size):
+        for _, data in self.read(key, start, start + len(out) // self.entry(key).itemsize):
             out[done : done + len(data)] = data
             done += len(data)
+        if done != len(out):
+            raise CheckpointError(f"{self.where}: {key} is incomplete")
+
+    def entry(self, key: str) -> TensorEntry:
+        """The tensor's dtype and shape. Raises CheckpointError for one that is not there."""
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.where}: holds no {key}")
+        return self.tensors[key]
 
     @abstractmethod
     def close(self) -> None:

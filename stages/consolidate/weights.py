@@ -13,7 +13,7 @@ import torch
 from pipeline.artifacts import TensorSpec, Weights
 from pipeline.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.dtypes import dtype
+from pipeline.state.dtypes import as_bytes, dtype
 from pipeline.state.formats import Reading, open_state
 from pipeline.state.source import StateSource
 
@@ -59,8 +59,8 @@ class CheckpointWeights(Weights):
         if out.dtype != self.spec(name).dtype or out.device.type != "cpu":
             super().read_into(name, start, out)
             return
-        memory = out.detach().view(torch.uint8).numpy()
-        self._source.read_into(self._key(name), start, memoryview(memory))  # type: ignore[arg-type]
+        memory = as_bytes(out)
+        self._source.read_into(self._key(name), start, memory)
         self.bytes_read += len(memory)
 
     def close(self) -> None:

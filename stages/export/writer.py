@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +13,8 @@ import torch
 from xxhash import xxh3_64
 
 from pipeline.artifacts import TensorReader
+from pipeline.files import read_at, write_at
+from pipeline.state.dtypes import as_bytes
 from stages.export.layout import Block, Shard, share
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _write_blocks(
                 buffer = next(memory)[: block.size - begin]
                 first = block.start + begin // dtype.itemsize
                 reader.read_into(block.name, first, buffer.view(dtype))
-                data = memoryview(buffer.numpy())  # type: ignore[arg-type]
+                data = as_bytes(buffer)
                 digest.update(data)
                 pending.append(thread.submit(_put, out, data, block.offset + begin))
         for written in pending:
@@ -93,17 +94,17 @@ def _write_blocks(
 
 
 def _put(out: int, data: memoryview, offset: int) -> int:
-    """Write all of `data`; its bytes."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(out, data[done:], offset + done)
-    return done
+    write_at(out, offset, data)
+    return len(data)
 
 
 def _sum_of(stream: int, block: Block) -> str:
     digest = xxh3_64()
-    for begin in range(block.offset, block.offset + block.size, PIECE):
-        digest.update(os.pread(stream, min(PIECE, block.offset + block.size - begin), begin))
+    buffer = memoryview(bytearray(min(PIECE, block.size)))
+    for begin in range(0, block.size, PIECE):
+        piece = buffer[: block.size - begin]
+        found = read_at(stream, block.offset + begin, piece)
+        digest.update(piece[:found])
     return digest.hexdigest()
 
 

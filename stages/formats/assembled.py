@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import CheckpointError
-from pipeline.state.dtypes import dtype
+from pipeline.state.dtypes import as_bytes, dtype
 from pipeline.state.source import StateSource
 
 _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
@@ -18,13 +18,7 @@ def assembled(source: StateSource, key: str) -> Tensor:
     """The tensor `key` with its shape."""
     entry = source.tensors[key]
     flat = torch.empty(entry.numel, dtype=dtype(entry.dtype))
-    memory = flat.view(torch.uint8)
-    done = 0
-    for _, data in source.read(key, 0, entry.numel):
-        memory[done : done + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-        done += len(data)
-    if done != memory.numel():
-        raise CheckpointError(f"{source.where}: {key} is incomplete")
+    source.read_into(key, 0, as_bytes(flat))
     return flat.view(tuple(entry.shape))
 
 

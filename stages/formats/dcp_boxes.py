@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pipeline.errors import CheckpointError
 from pipeline.state.blocks import CHUNK
-from stages.formats.mapped import Shape, as_bytes
+from pipeline.state.dtypes import as_bytes
+from stages.formats.mapped import Shape
 
 
 class Box(NamedTuple):

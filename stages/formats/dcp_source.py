@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from stages.formats.mapped import entry_of
 
 MODEL = "model"
 RECENT = 2
-"""Tensors whose chunks stay mapped; two are compared with each other."""
+"""Tensors whose chunks stay mapped, as each is read in many pieces; two are compared with each
+other."""
 
 
 def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSource:
@@ -69,7 +71,7 @@ class DcpSource(StateSource):
         self.world_size = world_size
         self.writer = {"format": "dcp"}
         self._verified: set[Spot] = set()
-        self._recent: dict[str, Boxes] = {}
+        self._boxes = functools.lru_cache(RECENT)(self._opened)
         self._stored = {f"{WEIGHT}/{name}": tensor for name, tensor in weights.items()}
         trained = [name for name in optimizer.moments if name in weights]
         moments = {} if reading.weights_only else optimizer.moments
@@ -97,32 +99,24 @@ class DcpSource(StateSource):
         self.progress = fresh_progress(self.step, reading.samples)
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        if key not in self._stored:
-            raise CheckpointError(f"{self.where}: holds no {key}")
+        self.entry(key)
         yield from self._boxes(key).read(start, stop)
 
     def close(self) -> None:
         self._stored.clear()
-        self._recent.clear()
+        self._boxes.cache_clear()
 
-    def _boxes(self, key: str) -> Boxes:
-        """The last ones that were read from are kept: a tensor is read in many pieces."""
-        if key not in self._recent:
-            stored = self._stored[key]
+    def _opened(self, key: str) -> Boxes:
+        stored = self._stored[key]
 
-            def mapped(number: int) -> Tensor:
-                spot = stored.spots[number]
-                found = map_bytes(spot, key, verify=spot not in self._verified)
-                self._verified.add(spot)
-                return found
+        def mapped(number: int) -> Tensor:
+            spot = stored.spots[number]
+            found = map_bytes(spot, key, verify=spot not in self._verified)
+            self._verified.add(spot)
+            return found
 
-            if len(self._recent) == RECENT:
-                self._recent.pop(next(iter(self._recent)))
-            self._recent[key] = Boxes(
-                f"{self.where}: {key}", stored.shape, self.tensors[key].itemsize, stored.boxes,
-                mapped,
-            )  # fmt: skip
-        return self._recent[key]
+        itemsize = self.tensors[key].itemsize
+        return Boxes(f"{self.where}: {key}", stored.shape, itemsize, stored.boxes, mapped)
 
     def _aliases(self, trained: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Matrices without optimizer state that equal a trained one: other names of tied ones."""

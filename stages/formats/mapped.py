@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.errors import CheckpointError
 from pipeline.state.blocks import CHUNK
-from pipeline.state.dtypes import CODES
+from pipeline.state.dtypes import CODES, as_bytes
 from pipeline.state.manifest import State, TensorEntry
 from pipeline.state.source import StateSource
 
@@ -73,8 +73,7 @@ class MappedSource(StateSource):
         self.tensors = {key: self._entry(key, value) for key, value in self._stored.items()}
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        if key not in self._stored:
-            raise CheckpointError(f"{self.where}: holds no {key}")
+        self.entry(key)
         begin = 0
         for tensor, first, last in self._stored[key].ranges:
             low, high = max(start, begin), min(stop, begin + last - first)
@@ -113,8 +112,7 @@ def _chunks(flat: Tensor, first: int) -> Iterator[tuple[int, memoryview]]:
     """A flat tensor's bytes; `first` is the number of its first element."""
     step = CHUNK // flat.element_size()
     for start in range(0, flat.numel(), step):
-        part = flat[start : start + step].detach()
-        yield first + start, as_bytes(part)
+        yield first + start, as_bytes(flat[start : start + step])
 
 
 def entry_of(key: str, dtype: torch.dtype, shape: Shape, where: str) -> TensorEntry:
@@ -122,8 +120,3 @@ def entry_of(key: str, dtype: torch.dtype, shape: Shape, where: str) -> TensorEn
     if dtype not in CODES:
         raise CheckpointError(f"{where}: {key} is {dtype}, which cannot be converted")
     return TensorEntry(key=key, dtype=CODES[dtype], shape=tuple(shape))
-
-
-def as_bytes(flat: Tensor) -> memoryview:
-    """The memory of a contiguous flat tensor."""
-    return memoryview(flat.view(torch.uint8).numpy().data)

@@ -11,8 +11,9 @@ import torch
 
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
+from pipeline.files import read_at
 from pipeline.state.blocks import CHUNK
-from pipeline.state.dtypes import DTYPES
+from pipeline.state.dtypes import DTYPES, as_bytes
 from pipeline.state.safetensors_file import Placed, table
 
 if TYPE_CHECKING:
@@ -54,16 +55,16 @@ class SafetensorsReader(TensorReader):
         step = CHUNK // size
         for first in range(start, stop, step):
             count = min(step, stop - first)
-            memory = self._staging()[: count * size]
-            self._read(place, first * size, memory)
-            yield memory.view(place.spec.dtype)
+            chunk = self._staging()[: count * size].view(place.spec.dtype)
+            self._read(place, first * size, as_bytes(chunk))
+            yield chunk
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         place = self._place(name)
         if out.dtype != place.spec.dtype or out.device.type != "cpu":
             super().read_into(name, start, out)
         elif out.numel():
-            self._read(place, start * out.element_size(), out.detach().view(torch.uint8))
+            self._read(place, start * out.element_size(), as_bytes(out))
 
     def close(self) -> None:
         for descriptor in self._open.values():
@@ -76,23 +77,18 @@ class SafetensorsReader(TensorReader):
             raise StageError(f"no tensor named {name}")
         return self._places[name]
 
-    def _read(self, place: _Place, begin: int, memory: Tensor) -> None:
+    def _read(self, place: _Place, begin: int, memory: memoryview) -> None:
         """Fill `memory` with the bytes from `begin` of the tensor on."""
         if not 0 <= begin <= place.spec.nbytes - len(memory):
             raise StageError(f"{place.file}: a range beyond the end of a tensor was asked for")
-        view = memoryview(memory.numpy())  # type: ignore[arg-type]
-        done = 0
-        while done < len(view):
-            try:
-                if place.file not in self._open:
-                    self._open[place.file] = os.open(place.file, os.O_RDONLY | os.O_CLOEXEC)
-                descriptor = self._open[place.file]
-                count = os.preadv(descriptor, [view[done:]], place.offset + begin + done)
-            except OSError as error:
-                raise StageError(f"{place.file}: cannot be read: {error.strerror}") from error
-            if not count:
-                raise StageError(f"{place.file}: has become shorter while it was read")
-            done += count
+        try:
+            if place.file not in self._open:
+                self._open[place.file] = os.open(place.file, os.O_RDONLY | os.O_CLOEXEC)
+            done = read_at(self._open[place.file], place.offset + begin, memory)
+        except OSError as error:
+            raise StageError(f"{place.file}: cannot be read: {error.strerror}") from error
+        if done < len(memory):
+            raise StageError(f"{place.file}: has become shorter while it was read")
         self.bytes_read += done
 
     def _staging(self) -> Tensor:
