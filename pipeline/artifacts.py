@@ -61,6 +61,9 @@ class TensorReader(ABC):
 
     bytes_read: int = 0
     """Bytes of tensors that were read from files so far."""
+    as_stored: bool = False
+    """Whether values are what files hold, not computed from it: to read them once more costs no
+    more than a copy out of the page cache."""
 
     @abstractmethod
     def names(self) -> Collection[str]:

@@ -33,6 +33,8 @@ class SafetensorsReader(TensorReader):
     """Tensors by the names that the files give them. Raises StageError for a damaged file, and for
     a name that two of the files have."""
 
+    as_stored = True
+
     def __init__(self, files: Iterable[Path]) -> None:
         self._places: dict[str, _Place] = {}
         for file in files:

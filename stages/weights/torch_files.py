@@ -24,6 +24,8 @@ class TorchFilesReader(MemoryReader):
     Raises StageError for a file that is damaged or holds more than tensors.
     """
 
+    as_stored = True
+
     def __init__(self, files: Iterable[Path]) -> None:
         tensors: dict[str, Tensor] = {}
         for file in files:

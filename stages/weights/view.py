@@ -15,3 +15,8 @@ class ReaderView(TensorReader):
     def bytes_read(self) -> int:  # type: ignore[override]
         """Of the base."""
         return self._base.bytes_read
+
+    @property
+    def as_stored(self) -> bool:  # type: ignore[override]
+        """Of the base."""
+        return self._base.as_stored

@@ -23,6 +23,8 @@ from pipeline.engine import WEIGHT, Engine
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.weights import converted
+from stages.weights.safetensors import SafetensorsReader
+from stages.weights.torch_files import TorchFilesReader
 from stages.wrap import fill
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
@@ -59,6 +61,7 @@ class Case:
     compute: str = "fp32"
     cut: int = fill.CUT
     worthwhile: int = converted.WORTHWHILE
+    as_stored: bool = True
 
 
 def precision(compute: str) -> Precision:
@@ -80,6 +83,7 @@ def engine_of(dist: Dist, folder: str, case: Case, source: ModelSource) -> Engin
 def load(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
     """Build the engine; what this rank read, which parts it holds, and which have other values."""
     fill.CUT, converted.WORTHWHILE = case.cut, case.worthwhile
+    SafetensorsReader.as_stored = TorchFilesReader.as_stored = case.as_stored
     source = HfModel(path=folder).run(context(dist, folder))
     readers = noted(source)
     engine = engine_of(dist, folder, case, source)
@@ -206,9 +210,10 @@ def require_shared_reading(told: Told) -> None:
     assert max(told.read) <= told.total / len(told.read) * 1.05 + told.largest
 
 
-def in_both(wraps: list[str]) -> list[Case]:
+def in_both(wraps: list[str], **more: Any) -> list[Case]:
     """Under fp32 and with bf16 computed beside fp32 masters."""
-    return [Case(wrap=wrap, compute=compute) for wrap in wraps for compute in ("fp32", "bf16")]
+    return [Case(wrap=wrap, compute=compute, **more)
+            for wrap in wraps for compute in ("fp32", "bf16")]  # fmt: skip
 
 
 def saved(folder: Path, *, dtype: torch.dtype = torch.float32, family: str = "llama") -> Path:
@@ -239,16 +244,21 @@ def test_each_rank_reads_its_shard_and_no_byte_more(
 @pytest.mark.parametrize(
     ("wraps", "ranks"), [(["ddp", "no_shard"], 2), (["ddp"], 3)], ids=["on two", "on three"]
 )
-def test_replicas_read_the_model_once_between_them(
+def test_replicas_read_what_is_computed_once_between_them(
     wraps: list[str], ranks: int, tmp_path: Path
 ) -> None:
-    for told in tell(saved(tmp_path), ranks, *in_both(wraps)):
+    for told in tell(saved(tmp_path), ranks, *in_both(wraps, as_stored=False)):
         assert told.own == [told.total] * ranks
         require_shared_reading(told)
 
 
+def test_replicas_on_the_cpu_read_what_is_stored_themselves(tmp_path: Path) -> None:
+    for told in tell(saved(tmp_path), 2, *in_both(["ddp", "no_shard"])):
+        assert told.read == told.own == [told.total] * 2
+
+
 def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -> None:
-    for told in tell(saved(tmp_path), 4, *in_both(["hybrid_shard"])):
+    for told in tell(saved(tmp_path), 4, *in_both(["hybrid_shard"], as_stored=False)):
         require_shared_reading(told)
         assert told.own[0] == told.own[2]
         assert told.own[1] == told.own[3]
@@ -265,7 +275,7 @@ def test_a_rank_alone_reads_everything_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wrap", "ranks"), [("ddp", 3), ("hybrid_shard", 4)])
 def test_large_tensors_are_cut_where_a_share_ends(wrap: str, ranks: int, tmp_path: Path) -> None:
-    (told,) = tell(saved(tmp_path), ranks, Case(wrap=wrap, cut=1))
+    (told,) = tell(saved(tmp_path), ranks, Case(wrap=wrap, cut=1, as_stored=False))
     assert sum(told.read) == told.total
     groups = [[0, 1, 2]] if ranks == 3 else [[0, 2], [1, 3]]
     for group in groups:
@@ -274,7 +284,10 @@ def test_large_tensors_are_cut_where_a_share_ends(wrap: str, ranks: int, tmp_pat
             assert told.read[rank] == pytest.approx(even, abs=4)  # an element
 
 
-BF16_CASES = [Case(wrap=wrap, compute="bf16") for wrap in ("ddp", "full_shard", "zero2", "zero3")]
+BF16_CASES = [
+    Case(wrap=wrap, compute="bf16", as_stored=False)
+    for wrap in ("ddp", "full_shard", "zero2", "zero3")
+]
 
 
 def test_a_source_in_bf16_is_half_to_read(tmp_path: Path) -> None:
@@ -299,7 +312,8 @@ def test_torch_files_are_read_in_parts_too(tmp_path: Path) -> None:
     for file in tmp_path.glob("*.safetensors*"):
         file.unlink()
     torch.save(state, tmp_path / "pytorch_model.bin")
-    sharded, replicated = tell(tmp_path, 2, Case(wrap="full_shard"), Case(wrap="ddp"))
+    cases = Case(wrap="full_shard"), Case(wrap="ddp", as_stored=False)
+    sharded, replicated = tell(tmp_path, 2, *cases)
     require_own_parts(sharded)
     require_shared_reading(replicated)
 
