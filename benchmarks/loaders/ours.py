@@ -61,23 +61,28 @@ def zero(job: Job, place: Place) -> Work:
 
 def ddp(job: Job, place: Place) -> Work:
     """What `wrap.ddp` does before it hands the module to torch, which takes memory for gradients:
-    build, fill, each rank reading a half and sending it to the other."""
+    build, and fill, each rank reading all."""
     import torch.distributed
 
+    import stages.wrap.fill
     from stages.wrap.birth import build_empty, cast_buffers, materialise
-    from stages.wrap.fill import fill
     from stages.wrap.torch_engine import local_parts
 
     imported()
+    phases: dict[str, float] = {}
 
     def work() -> Any:
         ctx, model, precision, _ = declared(job, place, master=job["dtype"])
         module = build_empty(model, precision)
         materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        with contextlib.closing(model.weights()) as reader:
-            fill(local_parts(module), reader, ctx, torch.distributed.group.WORLD)
+        with (
+            contextlib.closing(model.weights()) as reader,
+            clocked(stages.wrap.fill, "fill", phases),
+        ):
+            everyone = torch.distributed.group.WORLD
+            stages.wrap.fill.fill(local_parts(module), reader, ctx, everyone)
         cast_buffers(module, precision)
-        return lambda: {"digest": of_module(module, job["config"])}
+        return lambda: {"digest": of_module(module, job["config"]), **phases}
 
     return work
 
