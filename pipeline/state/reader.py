@@ -13,6 +13,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import CheckpointError
+from pipeline.files import page_aligned
 from pipeline.state import blocks
 from pipeline.state.contents import contradiction
 from pipeline.state.manifest import (
@@ -84,7 +85,7 @@ class CheckpointReader(StateSource):
             ((p.stop - p.start) * t.itemsize for f in self._in_file.values() for t, p in f),
             default=0,
         )
-        self._buffer = memoryview(bytearray(min(blocks.CHUNK, longest)))
+        self._buffer = page_aligned(min(blocks.CHUNK, longest))
 
     def close(self) -> None:
         for source in (*self._sources.values(), *self._sum_sources.values()):
@@ -270,12 +271,17 @@ class CheckpointReader(StateSource):
 
 
 def _chunks(piece: _Stored, low: int, high: int, itemsize: int) -> Iterator[_Chunk]:
-    """The blocks that hold the tensor's elements [low, high), all of which the piece has."""
+    """The blocks that hold the tensor's elements [low, high), all of which the piece has. One of
+    which only a part is wanted is alone."""
     begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))
-    for start in range(begin - begin % blocks.BLOCK, end, blocks.CHUNK):
-        needed = -(-(end - start) // blocks.BLOCK) * blocks.BLOCK
-        length = min(blocks.CHUNK, size - start, needed)
+    whole = end if end == size else end - end % blocks.BLOCK
+    start = begin - begin % blocks.BLOCK
+    while start < end:
+        in_parts = start < begin or start >= whole
+        length = blocks.BLOCK if in_parts else min(blocks.CHUNK, whole - start)
+        length = min(length, size - start)
         yield _Chunk(start, length, max(begin - start, 0), min(end - start, length))
+        start += length
 
 
 @contextlib.contextmanager
