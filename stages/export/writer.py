@@ -21,8 +21,8 @@ Sums = dict[str, list[str]]
 """Tensor -> the checksum (XXH3, 64 bits, hexadecimal) of each of its blocks, in order."""
 
 PIECE = 1 << 22
-"""Bytes that are read, verified and written in turn. A thread for the writing was slower: it waits
-for the interpreter after every call. More processes are faster."""
+"""Bytes that are read, verified and written in turn. A thread for the writing was slower (it waits
+for the interpreter after every call), and a process for it no faster than another rank."""
 
 
 def write(
