@@ -36,6 +36,7 @@ class Named(NamedTuple):
 class Block(NamedTuple):
     """Elements [start, stop) of a tensor, at byte `offset` of the file."""
 
+    file: str
     name: str
     start: int
     stop: int
@@ -70,7 +71,7 @@ class Shard:
             for start in range(0, count, step):
                 stop = min(start + step, count)
                 size = (stop - start) * tensor.dtype.itemsize
-                yield Block(tensor.name, start, stop, offset, size)
+                yield Block(self.file, tensor.name, start, stop, offset, size)
                 offset += size
 
 

@@ -18,7 +18,7 @@ from pipeline.files import replace_text
 from pipeline.state.dtypes import CODES
 from pipeline.throughput import Throughput, human
 from stages.export.card import facts_of, write_card
-from stages.export.layout import INDEX, index
+from stages.export.layout import INDEX, Shard, index
 from stages.export.manifest import Manifest, WeightFile, checksums
 from stages.export.plan import ExportPlan, make_plan
 from stages.export.proof import prove_files, prove_model
@@ -33,7 +33,7 @@ from stages.export.target import (
     swap,
     target_of,
 )
-from stages.export.writer import check, write
+from stages.export.writer import Sums, check, write
 
 if TYPE_CHECKING:
     from pipeline.stage import Context
@@ -143,23 +143,34 @@ def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -
     """Write the files that are not there yet; what is there is read back first."""
     watch = Throughput(ctx.log, "writing weights", plan.total // ctx.dist.world_size)
     done = begun
-    for part in plan.parts:
-        file = partial / part.file
-        if part.file in done.weights and not check(
-            file, part, done.weights[part.file].sums, ctx.dist
-        ):
-            ctx.log.info("%s is there already", part.file)
-            continue
-        entry = WeightFile(
-            size=part.size + len(part.header()),
-            tensors={t.name: (CODES[t.dtype], t.shape) for t in part.tensors},
-            sums=write(file, part, plan.files, ctx.dist, watch.advance),
-        )
-        done = done.model_copy(update={"weights": {**done.weights, part.file: entry}})
+    missing = [part for part in plan.parts if not _is_there(ctx, partial, part, begun)]
+    for first in range(0, len(missing), ctx.dist.world_size):
+        parts = missing[first : first + ctx.dist.world_size]
+        sums = write(partial, parts, plan.files, ctx.dist, watch.advance)
+        entries = {part.file: _entry(part, sums[part.file]) for part in parts}
+        done = done.model_copy(update={"weights": {**done.weights, **entries}})
         if ctx.dist.is_main:
             done.save(partial)
     ctx.log.info("weights written: this process %s", watch.summary())
     return done
+
+
+def _is_there(ctx: Context, partial: Path, part: Shard, begun: Manifest) -> bool:
+    """Whether an earlier export has finished a file (collective)."""
+    if part.file not in begun.weights:
+        return False
+    if check(partial / part.file, part, begun.weights[part.file].sums, ctx.dist):
+        return False
+    ctx.log.info("%s is there already", part.file)
+    return True
+
+
+def _entry(part: Shard, sums: Sums) -> WeightFile:
+    return WeightFile(
+        size=part.size + len(part.header()),
+        tensors={t.name: (CODES[t.dtype], t.shape) for t in part.tensors},
+        sums=sums,
+    )
 
 
 def _finish(

@@ -1,7 +1,8 @@
-"""Write safetensors files block by block, all ranks into the same file, and read them back."""
+"""Write safetensors files block by block, all ranks together, and read them back."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,22 +27,31 @@ for the interpreter after every call), and a process for it no faster than anoth
 
 
 def write(
-    file: Path, part: Shard, reader: TensorReader, dist: Dist, advance: Callable[[int], None]
-) -> Sums:
-    """Write the file from `reader`, each rank its share of the blocks (collective).
+    folder: Path, parts: Sequence[Shard], reader: TensorReader, dist: Dist,
+    advance: Callable[[int], None],
+) -> dict[str, Sums]:  # fmt: skip
+    """Write files from `reader`, each rank its share of all of their blocks (collective). With as
+    many files as ranks, most of a share is in a file of its own, which no other rank locks.
 
-    Returns checksums of what was to be written, for the comparison with what a reader finds.
-    `advance` is told the bytes that this rank has written. Raises OSError when the disk does not
-    take it, StageError when the reader fails.
+    Returns checksums of what was to be written, by file, for the comparison with what a reader
+    finds. `advance` is told the bytes that this rank has written. Raises OSError when the disk does
+    not take it, StageError when the reader fails.
     """
-    blocks = list(part.blocks())
+    blocks = [block for part in parts for block in part.blocks()]
     if dist.is_main:
-        _create(file, part)
+        for part in parts:
+            _create(folder / part.file, part)
     dist.barrier()
     own = share(blocks, dist.rank, dist.world_size)
-    with file.open("r+b") as out:
-        mine = list(_write_blocks(out.fileno(), own, reader, advance))
-    return _by_tensor(blocks, dist.gather(mine))
+    mine: list[str] = []
+    for file, blocks_of_file in itertools.groupby(own, lambda block: block.file):
+        with (folder / file).open("r+b") as out:
+            mine += _write_blocks(out.fileno(), blocks_of_file, reader, advance)
+    found: dict[str, Sums] = {part.file: {} for part in parts}
+    all_sums = itertools.chain.from_iterable(dist.gather(mine))
+    for block, one in zip(blocks, all_sums, strict=True):
+        found[block.file].setdefault(block.name, []).append(one)
+    return found
 
 
 def check(file: Path, part: Shard, sums: Sums, dist: Dist) -> list[str]:
@@ -91,14 +101,6 @@ def _sum_of(stream: int, block: Block) -> str:
         found = read_at(stream, block.offset + begin, piece)
         digest.update(piece[:found])
     return digest.hexdigest()
-
-
-def _by_tensor(blocks: Sequence[Block], shares: Iterable[list[str]]) -> Sums:
-    found: Sums = {}
-    sums = (one for share in shares for one in share)
-    for block, one in zip(blocks, sums, strict=True):
-        found.setdefault(block.name, []).append(one)
-    return found
 
 
 def _in_order(blocks: Sequence[Block], sums: Sums) -> Iterator[str]:

@@ -116,16 +116,17 @@ def test_files(
     with tempfile.TemporaryDirectory() as folder:
         parts = shards(named, limit)
         found: dict[str, torch.Tensor] = {}
+        sums = write(Path(folder), parts, weights, HERE, lambda size: None)
         for part in parts:
             file = Path(folder) / part.file
-            sums = write(file, part, weights, HERE, lambda size: None)
-            assert check(file, part, sums, HERE) == []
+            assert check(file, part, sums[part.file], HERE) == []
             found |= load_file(file)
         assert found.keys() == tensors.keys()
         for name, one in tensors.items():
             assert same(found[name], one), name
         _flip_one_bit(Path(folder) / parts[-1].file, len(parts[-1].header()), data)
-        wrong = check(Path(folder) / parts[-1].file, parts[-1], sums, HERE)
+        last = parts[-1]
+        wrong = check(Path(folder) / last.file, last, sums[last.file], HERE)
         assert len(wrong) == (1 if parts[-1].size else 0)
 
 
@@ -142,8 +143,8 @@ def test_a_tensor_of_several_blocks(tmp_path: Path) -> None:
     big = torch.arange(BLOCK // 4 * 2 + 12345, dtype=torch.int32)
     weights = CheckpointWeights(source({"a": cut(big, [0.3, 0.9])}), "memory")
     (part,) = shards([Named("a", *weights.spec("a"))], 10)
-    sums = write(tmp_path / part.file, part, weights, HERE, lambda size: None)
-    assert [len(one) for one in sums.values()] == [3]
+    sums = write(tmp_path, [part], weights, HERE, lambda size: None)
+    assert [len(one) for one in sums[part.file].values()] == [3]
     assert torch.equal(load_file(tmp_path / part.file)["a"], big)
 
 
