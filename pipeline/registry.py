@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipeline.annotations import init_fields, name_of
 from pipeline.errors import PluginError
-from pipeline.signature import gives, needs
+from pipeline.signature import BEFORE_TRAINING, gives, needs
 from pipeline.suggest import closest
 
 GROUP = "pipe.stages"
@@ -121,7 +121,8 @@ def _load(entry: Entry) -> type:
     fault = _fault(stage)
     if fault:
         raise PluginError(f"stage `{entry.name}` of {entry} ({entry.value}) {fault}")
-    needs(stage)
+    for method in ("run", *(name for name in BEFORE_TRAINING if hasattr(stage, name))):
+        needs(stage, method)
     gives(stage)
     return stage  # type: ignore[no-any-return]
 

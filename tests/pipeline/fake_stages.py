@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Room
 
 
 class RedEngine(Engine):
@@ -196,6 +196,24 @@ class Untyped:
     """Needs something, but not what."""
 
     def run(self, ctx: Context, thing) -> None: ...  # type: ignore[no-untyped-def]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeseesUntyped:
+    """Foresees something, but not from what."""
+
+    def run(self, ctx: Context) -> None: ...
+
+    def foresee(self, ctx: Context, thing) -> Iterator[Room]: ...  # type: ignore[no-untyped-def]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsesUntyped:
+    """Rehearses with something, but not what."""
+
+    def run(self, ctx: Context) -> None: ...
+
+    def rehearse(self, ctx: Context, thing) -> None: ...  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,16 @@ def test_what_a_class_lacks(fake_entry: Callable[..., Entry], attribute: str, fa
     assert str(caught.value) == f"stage `a.b` of plugin 1.0 (fake_stages:{attribute}) {fault}"
 
 
-def test_a_run_without_types(fake_entry: Callable[..., Entry]) -> None:
-    with pytest.raises(PluginError, match="parameter `thing` is not annotated with one artifact"):
-        Registry([fake_entry("a.b", "Untyped")]).load("a.b")
+@pytest.mark.parametrize(
+    ("attribute", "method"),
+    [("Untyped", "run"), ("ForeseesUntyped", "foresee"), ("RehearsesUntyped", "rehearse")],
+)
+def test_a_method_without_types(
+    fake_entry: Callable[..., Entry], attribute: str, method: str
+) -> None:
+    message = rf"{attribute}\.{method}: parameter `thing` is not annotated with one artifact"
+    with pytest.raises(PluginError, match=message):
+        Registry([fake_entry("a.b", attribute)]).load("a.b")
 
 
 def test_a_module_that_is_missing() -> None:
