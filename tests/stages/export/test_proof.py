@@ -24,9 +24,9 @@ def flip(file: Path, position: int) -> None:
 def test_one_flipped_bit_is_found(
     position: int, llama: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_badly(file: Path, *args: Any) -> Any:
-        sums = real(file, *args)
-        flip(file, position)
+    def write_badly(folder: Path, *args: Any) -> Any:
+        sums = real(folder, *args)
+        flip(folder / "model.safetensors", position)
         return sums
 
     real = steps.write
