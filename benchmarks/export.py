@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from apart import memory
 from apart.crew import Failed, Part, bare, measure
 from exporters import cache, plain
 from exporters.tools import CP, GROUPS, INPUTS, RANKS, Tool, chosen, disk, inputs, label
@@ -68,11 +67,10 @@ class Run(NamedTuple):
 @click.option("--only", multiple=True, help="Tools whose names hold this, and cp; can be repeated.")
 @click.option("--cache", "state", type=click.Choice(["warm", "cold"]), default="warm")
 @click.option("--folder", type=click.Path(path_type=Path), help="Disk to measure; default: /tmp.")
-@memory.option
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
     shape: str, repeats: int, groups: str, only: tuple[str, ...], state: str, folder: Path | None,
-    fill: bool, json_file: Path | None,
+    json_file: Path | None,
 ) -> None:  # fmt: skip
     """Group by group: make the inputs, run the tools in turns, print a Markdown table."""
     everything, problems = [], 0
@@ -81,7 +79,7 @@ def main(
             raise click.UsageError(f"no group {group}; there are {', '.join(GROUPS)}")
         tools = chosen(GROUPS[group], only)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            bench = Bench(shape, tools, Path(scratch), cold=state == "cold", fill=fill)
+            bench = Bench(shape, tools, Path(scratch), cold=state == "cold")
             for number in range(repeats):
                 for place in range(len(tools)):
                     bench.run(tools[(place + number * 3) % len(tools)], number)
@@ -97,14 +95,11 @@ def main(
 class Bench:
     """The inputs of a group, what its tools did with them, and what went wrong."""
 
-    def __init__(
-        self, shape: str, tools: Sequence[Tool], scratch: Path, *, cold: bool, fill: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: str, tools: Sequence[Tool], scratch: Path, *, cold: bool) -> None:
         self._config = dict(SHAPES[shape])
         self._tools = tools
         self._scratch = scratch
         self._cold = cold
-        self._fills_memory = fill
         self.weights = trained(self._config).weight_bytes
         self._require_disk()
         self._bare = bare(scratch)
@@ -184,8 +179,6 @@ class Bench:
 
         def prepare() -> None:
             os.sync()  # what the run before has left to write is not this one's
-            if self._fills_memory:
-                memory.fill(self._scratch)
             cache.read(needed)
             reading.append(cache.read(needed))
             if self._cold:

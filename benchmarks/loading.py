@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from apart import memory
 from apart.crew import Failed, Part, measure
 from loaders import digest, files
 from shapes import SHAPES, count, parameters
@@ -94,18 +93,15 @@ Key = tuple[str, str, str]
 @click.option("--parts", default=4, show_default=True, help="Weight files of the model.")
 @click.option("--folder", type=click.Path(path_type=Path), help="For scratch; default: /tmp.")
 @click.option("--model", type=click.Path(path_type=Path), help="Keep the model's files here.")
-@memory.option
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
     shape: str, repeats: int, dtypes: str, strategies: str, only: tuple[str, ...], parts: int,
-    folder: Path | None, model: Path | None, fill: bool, json_file: Path | None,
+    folder: Path | None, model: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Make the files, load them in turns, print a Markdown table."""
     keys = chosen(dtypes, strategies, only)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        bench = Bench(
-            SHAPES[shape], model or Path(scratch) / "model", Path(scratch), parts, fill=fill
-        )
+        bench = Bench(SHAPES[shape], model or Path(scratch) / "model", Path(scratch), parts)
         for number in range(repeats):
             for key in turned(keys, number):
                 bench.load(key, number)
@@ -140,14 +136,11 @@ def turned(keys: Sequence[Key], number: int) -> list[Key]:
 class Bench:
     """Loads, and keeps what came of it."""
 
-    def __init__(
-        self, config: Mapping[str, Any], model: Path, scratch: Path, parts: int, *, fill: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Mapping[str, Any], model: Path, scratch: Path, parts: int) -> None:
         tiny = {"config": dict(SHAPES["tiny"]), "model": str(scratch / "tiny")}
         files.make(Path(tiny["model"]), tiny["config"], 1)
         self._job = {"config": dict(config), "model": str(model), "tiny": tiny}
         self._scratch = scratch
-        self._fills_memory = fill
         self._files = files.make(model, config, parts)
         self._elements = count(parameters(config))
         self._expected = {dtype: digest.of_files(self._files, config, dtype) for dtype in DTYPES}
@@ -168,8 +161,6 @@ class Bench:
         seconds: list[float] = []
 
         def prepare() -> None:
-            if self._fills_memory:
-                memory.fill(self._scratch)
             cat(self._files)
             seconds.append(cat(self._files))
 

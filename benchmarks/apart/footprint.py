@@ -38,11 +38,6 @@ def bytes_read() -> int:
     return _figures(Path("/proc/self/io"))["rchar"]
 
 
-def unused() -> int:
-    """Bytes of memory that nothing uses, not even the page cache."""
-    return _figures(Path("/proc/meminfo"))["MemFree"] * 1024
-
-
 def _figures(file: Path) -> dict[str, int]:
     lines = (line.split() for line in file.read_text("ascii").splitlines())
     return {line[0].rstrip(":"): int(line[1]) for line in lines if line[1:] and line[1].isdigit()}

@@ -38,7 +38,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(program: str, *options: str) -> list[dict[str, Any]]:
     """What the program leaves as JSON."""
     file = Path(options[-1])
-    command = [sys.executable, str(BENCHMARKS / program), "--shape", "tiny", "--leave-memory"]
+    command = [sys.executable, str(BENCHMARKS / program), "--shape", "tiny"]
     ended = subprocess.run(
         [*command, *options[:-1], "--repeats", "1", "--json", str(file)],
         capture_output=True,
