@@ -85,7 +85,7 @@ def load(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
     fill.CUT, converted.WORTHWHILE = case.cut, case.worthwhile
     SafetensorsReader.as_stored = TorchFilesReader.as_stored = case.as_stored
     source = HfModel(path=folder).run(context(dist, folder))
-    readers = noted(source)
+    readers, order = noted(source)
     engine = engine_of(dist, folder, case, source)
     read = sum(reader.bytes_read for reader in readers)
     expected = whole(source)
@@ -98,7 +98,7 @@ def load(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
             wrong.append(part.name)
     wrong += used_otherwise(engine, case, expected)
     engine.close()
-    return {"read": read, "held": held, "wrong": wrong}
+    return {"read": read, "held": held, "wrong": wrong, "first": order[0]}
 
 
 def load_each(dist: Dist, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
@@ -106,17 +106,26 @@ def load_each(dist: Dist, folder: str, cases: list[Case]) -> list[dict[str, Any]
     return [load(dist, folder, case) for case in cases]
 
 
-def noted(source: ModelSource) -> list[TensorReader]:
-    """The readers that the source will have opened."""
+def noted(source: ModelSource) -> tuple[list[TensorReader], list[tuple[str, int]]]:
+    """The readers that the source will have opened, and where each of their readings began."""
     readers: list[TensorReader] = []
+    order: list[tuple[str, int]] = []
     opening = source.weights
 
     def weights() -> TensorReader:
-        readers.append(opening())
-        return readers[-1]
+        reader = opening()
+        reading = reader.read_into
+
+        def read_into(name: str, start: int, out: Tensor) -> None:
+            order.append((name, start))
+            reading(name, start, out)
+
+        reader.read_into = read_into  # type: ignore[method-assign]
+        readers.append(reader)
+        return reader
 
     source.weights = weights  # type: ignore[method-assign]
-    return readers
+    return readers, order
 
 
 def whole(source: ModelSource) -> dict[str, Tensor]:
@@ -149,6 +158,8 @@ class Told:
     case: Case
     read: list[int]
     own: list[int]
+    first: list[tuple[str, int]]
+    """What each read first: tensor, and element."""
     sizes: dict[str, int] = field(repr=False)
 
     @property
@@ -173,7 +184,8 @@ def tell(folder: Path, ranks: int, *cases: Case) -> list[Told]:
         assert [rank["wrong"] for rank in of_ranks] == [[]] * ranks, case
         require_complete([part for rank in of_ranks for part in rank["held"]], sizes, width)
         own = [sum(length * width[name] for name, _, length in r["held"]) for r in of_ranks]
-        told.append(Told(case, [rank["read"] for rank in of_ranks], own, sizes))
+        read, first = ([rank[what] for rank in of_ranks] for what in ("read", "first"))
+        told.append(Told(case, read, own, first, sizes))
     return told
 
 
@@ -255,6 +267,7 @@ def test_replicas_read_what_is_computed_once_between_them(
 def test_replicas_on_the_cpu_read_what_is_stored_themselves(tmp_path: Path) -> None:
     for told in tell(saved(tmp_path), 2, *in_both(["ddp", "no_shard"])):
         assert told.read == told.own == [told.total] * 2
+        assert told.first[0] != told.first[1]  # or a disk would give each byte twice
 
 
 def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -> None:
