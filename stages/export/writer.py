@@ -60,9 +60,10 @@ def check(file: Path, part: Shard, sums: Sums, dist: Dist) -> list[str]:
     blocks = list(part.blocks())
     wanted = dict(zip(blocks, _in_order(blocks, sums), strict=True))
     mine = share(blocks, (dist.rank + 1) % dist.world_size, dist.world_size)
+    buffer = page_aligned(PIECE)
     try:
         with file.open("rb") as stream:
-            wrong = {b.name for b in mine if _sum_of(stream.fileno(), b) != wanted[b]}
+            wrong = {b.name for b in mine if _sum_of(stream.fileno(), b, buffer) != wanted[b]}
     except OSError:
         wrong = {block.name for block in mine}
     return sorted({name for names in dist.gather(sorted(wrong)) for name in names})
@@ -93,9 +94,8 @@ def _write_blocks(
         yield digest.hexdigest()
 
 
-def _sum_of(stream: int, block: Block) -> str:
+def _sum_of(stream: int, block: Block, buffer: memoryview) -> str:
     digest = xxh3_64()
-    buffer = page_aligned(min(PIECE, block.size))
     for begin in range(0, block.size, PIECE):
         piece = buffer[: block.size - begin]
         found = read_at(stream, block.offset + begin, piece)
