@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from pipeline.annotations import init_fields, name_of
 from pipeline.errors import PluginError
-from pipeline.signature import BEFORE_TRAINING, gives, needs
+from pipeline.signature import gives, needs
 from pipeline.suggest import closest
 
 GROUP = "pipe.stages"
 BUILT_IN = "pipetrain"
 """The distribution whose stages are built in."""
+_ALSO = ("foresee", "rehearse")
+"""Methods that take artifacts as `run` does, of the stages that have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ def _load(entry: Entry) -> type:
     fault = _fault(stage)
     if fault:
         raise PluginError(f"stage `{entry.name}` of {entry} ({entry.value}) {fault}")
-    for method in ("run", *(name for name in BEFORE_TRAINING if hasattr(stage, name))):
+    for method in ("run", *(name for name in _ALSO if hasattr(stage, name))):
         needs(stage, method)
     gives(stage)
     return stage  # type: ignore[no-any-return]

@@ -11,9 +11,6 @@ from typing import Any
 
 from pipeline.errors import PluginError
 
-BEFORE_TRAINING = ("foresee", "rehearse")
-"""Methods that a stage can have beside `run` and whose annotations are read like its."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
