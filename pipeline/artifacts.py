@@ -176,10 +176,13 @@ class LossScaling:
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One training example. `labels[t]` is the token to be predicted at position t (already shifted
-    against `input_ids`), or NO_TARGET. Both int64, shape (length,)."""
+    against `input_ids`), or NO_TARGET. All int64, shape (length,)."""
 
     input_ids: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any]
+    positions: np.ndarray[Any, Any] | None = None
+    """Of several documents in one sample: the place of each token in its own document, which begins
+    anew at 0 with each. No token attends to another document's. None: one document."""
 
 
 class Samples(ABC):

@@ -41,10 +41,12 @@ def microbatches(count: int, shard: DataShard, micro_batch_size: int) -> list[tu
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Token ids and labels of one forward pass, int64, shape (samples, length)."""
+    """Token ids, labels and, if any sample is packed, positions of one forward pass; int64, shape
+    (samples, length)."""
 
     input_ids: Tensor
     labels: Tensor
+    positions: Tensor | None = None
 
 
 def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> MicroBatch:
@@ -52,6 +54,7 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
 
     Padding on the right needs no attention mask in a causal model: no real token attends to it. No
     sample at all becomes one padding token without target, so that the rank still takes part.
+    Beside packed samples, padding is a document of its own.
     """
     length = max((len(sample.input_ids) for sample in samples), default=1)
     shape = (max(len(samples), 1), length)
@@ -60,7 +63,23 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
     for row, sample in enumerate(samples):
         input_ids[row, : len(sample.input_ids)] = sample.input_ids
         labels[row, : len(sample.labels)] = sample.labels
-    return MicroBatch(input_ids=_to(input_ids, device), labels=_to(labels, device))
+    return MicroBatch(
+        input_ids=_to(input_ids, device),
+        labels=_to(labels, device),
+        positions=_positions(samples, length, device),
+    )
+
+
+def _positions(samples: Sequence[Sample], length: int, device: torch.device) -> Tensor | None:
+    if all(sample.positions is None for sample in samples):
+        return None
+    rows = [_padded(sample, length) for sample in samples]
+    return _to(np.stack(rows), device)
+
+
+def _padded(sample: Sample, length: int) -> np.ndarray[Any, Any]:
+    own = np.arange(len(sample.input_ids)) if sample.positions is None else sample.positions
+    return np.concatenate([own, np.arange(length - len(own))]).astype(np.int64)
 
 
 def _to(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:

@@ -15,9 +15,11 @@ from stages.train.batches import MicroBatch
 def summed_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens, computed in fp32; a scalar.
 
-    No attention mask is passed: padding is on the right, and fast causal attention stays available.
+    No attention mask is passed: padding is on the right, fast causal attention stays available, and
+    with a mask, or a cache, transformers would overlook where packed documents begin.
     """
-    output: Any = model(input_ids=batch.input_ids, use_cache=False)
+    places = {} if batch.positions is None else {"position_ids": batch.positions}
+    output: Any = model(input_ids=batch.input_ids, use_cache=False, **places)
     logits = output.logits
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).to(torch.float32),

@@ -148,3 +148,14 @@ def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> 
     assert [feed.count(50 + 7 * step) for step in range(8)] == [7] * 7 + [1]
     assert Feed(config, data, 0, alone, CPU).total_steps == 15
     assert Feed(config, data, 0, alone, CPU, Progress(step=15, samples=100)).total_steps == 15
+
+
+def test_packed_samples_keep_their_positions_and_padding_is_a_document_of_its_own() -> None:
+    packed = Sample(
+        input_ids=np.array([5, 6, 7]), labels=np.array([6, -100, 8]), positions=np.array([0, 1, 0])
+    )
+    plain = Sample(input_ids=np.array([1, 2, 3, 4]), labels=np.array([2, 3, 4, 5]))
+    batch = collate([packed, plain], 0, torch.device("cpu"))
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    assert collate([plain], 0, torch.device("cpu")).positions is None
