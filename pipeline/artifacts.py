@@ -141,6 +141,26 @@ class ModelSource(ABC):
     def fingerprint(self) -> str:
         """Hex digest of architecture and weights identity; equal sources have equal digests."""
 
+    @property
+    def location(self) -> str | None:
+        """What others load it from: a folder, a file or a hub id; None when it is random."""
+        return None
+
+    @property
+    def borrowed(self) -> Collection[str]:
+        """Names of parameters that are not trained and that `weights` gives again at any time:
+        strategies hold them in the compute dtype, and checkpoints leave them out."""
+        return ()
+
+    @property
+    def exported(self) -> ModelSource:
+        """The model as others load it: this one, unless training has added to it."""
+        return self
+
+    def assemble(self, trained: Weights) -> Weights:
+        """The tensors of `exported`, from what a checkpoint of this model holds."""
+        return trained
+
     @abstractmethod
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         """Write everything but the weights that `transformers` needs to load the model: config with

@@ -7,7 +7,7 @@ import ctypes
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pipeline.state import randomness, summary, whereabouts
 from pipeline.state.arena import Arena
 from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import FILE, Group, Scale, State
+from pipeline.state.own import own_state
 from pipeline.state.planning import Arrangement, make_plan, random_key
 from pipeline.state.restore import Restoration
 from pipeline.state.retention import Retention
@@ -39,13 +40,15 @@ CLOSING_SECONDS = 4.0
 
 class StateCheckpoints(Checkpoints):
     """Checkpoints of an engine in a store. The loop waits for the snapshot alone; a process of each
-    rank writes it. `every` counts steps; None means only at the end."""
+    rank writes it. `every` counts steps; None means only at the end. Tensors that are `borrowed`
+    from the model's source are left out."""
 
     def __init__(
         self,
         ctx: Context,
         engine: Engine,
         *,
+        borrowed: Set[str] = frozenset(),
         address: str,
         arrangement: Arrangement,
         every: int | None,
@@ -55,6 +58,7 @@ class StateCheckpoints(Checkpoints):
     ) -> None:
         self._ctx = ctx
         self._engine = engine
+        self._borrowed = borrowed
         self._every = every
         self._asynchronous = asynchronous
         self._start_from = start_from
@@ -69,7 +73,7 @@ class StateCheckpoints(Checkpoints):
         require_shared(self._store, ctx.dist, self._identity)
         self._attempts = 0
         self._writer_facts = {"engine": dict(engine.facts()), "packages": rundir.versions()}
-        self._plan = make_plan(engine, ctx.dist, arrangement)
+        self._plan = make_plan(engine, ctx.dist, arrangement, without=borrowed)
         layout = self._plan.layout
         _require_memory(ctx, layout.size)
         self._arena = Arena(layout.size)
@@ -133,7 +137,7 @@ class StateCheckpoints(Checkpoints):
         return self._store.locate(self._last)
 
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
-        progress = Restoration(self._ctx, self._engine, self._store).newest(admit)
+        progress = Restoration(self._ctx, self._engine, self._store, self._borrowed).newest(admit)
         if progress is not None:
             self._last = step_name(progress.step)
             return progress
@@ -141,7 +145,7 @@ class StateCheckpoints(Checkpoints):
         if self._start_from is None:
             return None
         store, name = locate(self._agreed_start(self._start_from))
-        return Restoration(self._ctx, self._engine, store).named(name, admit)
+        return Restoration(self._ctx, self._engine, store, self._borrowed).named(name, admit)
 
     def close(self) -> None:
         """End the writer, and give the snapshot's memory back. After a failure, a save that is
@@ -216,7 +220,7 @@ class StateCheckpoints(Checkpoints):
             "world_size": self._ctx.dist.world_size,
             "writer": self._writer_facts,
             "progress": vars(progress),
-            "state": stored_state(self._engine.state()),
+            "state": stored_state(own_state(self._engine, self._borrowed)),
         }
 
     def _is_unfinished(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,10 +81,12 @@ class Plan:
     """By rank; on rank 0 alone, as there can be millions."""
 
 
-def make_plan(engine: Engine, dist: Dist, arrangement: Arrangement) -> Plan:
-    """Agree with all ranks (collective). Raises StageError when what they hold does not make up
-    the tensors."""
-    own = [*held(engine), *_random(dist)]
+def make_plan(
+    engine: Engine, dist: Dist, arrangement: Arrangement, without: Set[str] = frozenset()
+) -> Plan:
+    """Agree with all ranks (collective); parameters `without` are not written. Raises StageError
+    when what ranks hold does not make up the tensors."""
+    own = [*held(engine, without), *_random(dist)]
     everyone = [[Holding(*item) for item in rank] for rank in dist.gather(own)]
     tensors = _tensors(holding for rank in everyone for holding in rank)
     shares = share_writing([[Span(h.key, h.start, h.stop) for h in rank] for rank in everyone])
@@ -107,13 +109,13 @@ def make_plan(engine: Engine, dist: Dist, arrangement: Arrangement) -> Plan:
     return Plan(layout=layout, tensors=list(tensors.values()), files=files, pieces=pieces)
 
 
-def held(engine: Engine) -> list[Holding]:
-    """What this rank's fragments are."""
+def held(engine: Engine, without: Set[str] = frozenset()) -> list[Holding]:
+    """What this rank's fragments are, but for those of parameters `without`."""
     return [
         Holding(f"{kind}/{part.name}", code(tensor.dtype), tuple(part.shape), part.start, part.stop)
         for part in engine.fragments()
         for kind, tensor in part.state.items()
-        if tensor.numel()
+        if tensor.numel() and part.name not in without
     ]
 
 

@@ -24,6 +24,7 @@ from pipeline.stage import Context
 from pipeline.state import randomness
 from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import Damaged, Manifest
+from pipeline.state.own import own_state
 from pipeline.state.planning import random_key
 from pipeline.state.reader import CheckpointReader
 from pipeline.state.store import Store
@@ -53,10 +54,13 @@ class _Problem(NamedTuple):
 class Restoration:
     """One attempt to continue from what a store holds."""
 
-    def __init__(self, ctx: Context, engine: Engine, store: Store) -> None:
+    def __init__(
+        self, ctx: Context, engine: Engine, store: Store, borrowed: Set[str] = frozenset()
+    ) -> None:
         self._ctx = ctx
         self._engine = engine
         self._store = store
+        self._borrowed = borrowed
         self.bytes_read = 0
         """By this rank, of tensors."""
 
@@ -169,8 +173,11 @@ class Restoration:
         try:
             progress = saved_progress(reader)
             admit(progress)
-            require_same_model(reader.manifest, self._engine.state(), reader.where)
+            live = own_state(self._engine, self._borrowed)
+            require_same_model(reader.manifest, live, reader.where)
             for part in self._engine.restore(engine_state(reader.manifest)):
+                if part.name in self._borrowed:
+                    continue
                 for kind, tensor in part.state.items():
                     self._fill(reader, part, kind, tensor)
             self._restore_random(reader, progress)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline.artifacts import Checkpoints
+from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView, Room
 from stages.wrap.zero import Zero
@@ -39,21 +39,30 @@ class DeepSpeedCheckpoint:
                 hint="use checkpoint.sharded",
             )
 
-    def run(self, ctx: Context, engine: ZeroEngine) -> Checkpoints:
+    def run(
+        self, ctx: Context, engine: ZeroEngine, model: ModelSource | None = None
+    ) -> Checkpoints:
         from stages.checkpoint.deepspeed_state import DeepSpeedCheckpoints
 
-        return DeepSpeedCheckpoints(ctx, engine, every=self.every, keep=self.keep)
+        borrowed = frozenset(model.borrowed if model else ())
+        return DeepSpeedCheckpoints(
+            ctx, engine, borrowed=borrowed, every=self.every, keep=self.keep
+        )
 
-    def foresee(self, ctx: Context, engine: ZeroEngine) -> Iterator[Room]:
+    def foresee(
+        self, ctx: Context, engine: ZeroEngine, model: ModelSource | None = None
+    ) -> Iterator[Room]:
         from pipeline.state import whereabouts
         from stages.checkpoint.deepspeed_state import size
 
         count = (self.keep or 1) + 1 if self.every else 1
         yield Room(
             what=f"{count} checkpoint{'s' * (count > 1)}",
-            disk=count * size(engine),
+            disk=count * size(engine, frozenset(model.borrowed if model else ())),
             folder=Path(whereabouts.default(ctx.run_dir)),
         )
 
-    def rehearse(self, ctx: Context, engine: ZeroEngine) -> Checkpoints:
-        return self.run(ctx, engine)
+    def rehearse(
+        self, ctx: Context, engine: ZeroEngine, model: ModelSource | None = None
+    ) -> Checkpoints:
+        return self.run(ctx, engine, model)

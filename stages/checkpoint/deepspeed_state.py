@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.stage import Context
+from pipeline.state.own import own_state
 from stages.checkpoint.steps import StepCheckpoints
 from stages.wrap.zero import compat
 from stages.wrap.zero.artifact import ZeroEngine
@@ -24,20 +25,32 @@ class DeepSpeedCheckpoints(StepCheckpoints):
     format = "deepspeed"
 
     def __init__(
-        self, ctx: Context, engine: ZeroEngine, *, every: int | None, keep: int | None
+        self,
+        ctx: Context,
+        engine: ZeroEngine,
+        *,
+        borrowed: Set[str],
+        every: int | None,
+        keep: int | None,
     ) -> None:
         super().__init__(ctx, every=every, keep=keep)
         self._engine = engine
+        # DeepSpeed leaves out all that is frozen, or nothing.
+        self._trained_only = bool(borrowed) and borrowed >= set(engine.state().frozen)
 
     def write(self, folder: Path) -> None:
         with compat.quiet(self._ctx.log):
-            self._engine.deepspeed.save_checkpoint(str(folder), tag=TAG)
+            self._engine.deepspeed.save_checkpoint(
+                str(folder), tag=TAG, exclude_frozen_parameters=self._trained_only
+            )
 
     def read(self, folder: Path) -> None:
         live = self._engine.deepspeed
         settings = [_settings(group) for group in compat.update_groups(live)]
         with compat.quiet(self._ctx.log):
-            path, _ = live.load_checkpoint(str(folder), tag=TAG)
+            path, _ = live.load_checkpoint(
+                str(folder), tag=TAG, load_module_strict=not self._trained_only
+            )
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed finds no checkpoint of its own there")
         restore_swapped_state(live, folder / TAG)
@@ -47,9 +60,9 @@ class DeepSpeedCheckpoints(StepCheckpoints):
             group.update(setting)
 
 
-def size(engine: ZeroEngine) -> int:
+def size(engine: ZeroEngine, borrowed: Set[str]) -> int:
     """Bytes of a checkpoint, at most: fp32 masters and moments, and the compute weights."""
-    state = engine.state()
+    state = own_state(engine, borrowed)
     elements = sum(math.prod(shape) for shape in state.shapes.values())
     return elements * 4 * (2 + len(state.moments))
 

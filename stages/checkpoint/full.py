@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.artifacts import Checkpoints
+from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
@@ -35,7 +35,7 @@ class FullCheckpoint(CheckpointSettings):
                 hint="use checkpoint.sharded",
             )
 
-    def run(self, ctx: Context, engine: Engine) -> Checkpoints:
+    def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         from pipeline.state.whole import Whole
 
-        return self.checkpoints(ctx, engine, arrangement=Whole(), folder=self.folder)
+        return self.checkpoints(ctx, engine, model, arrangement=Whole(), folder=self.folder)

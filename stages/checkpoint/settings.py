@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
-from pipeline.artifacts import Checkpoints
+from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView, Room
@@ -64,14 +64,16 @@ class CheckpointSettings(ABC):
         )
 
     @abstractmethod
-    def run(self, ctx: Context, engine: Engine) -> Checkpoints:
+    def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         """The stage itself."""
 
-    def rehearse(self, ctx: Context, engine: Engine) -> Checkpoints:
+    def rehearse(
+        self, ctx: Context, engine: Engine, model: ModelSource | None = None
+    ) -> Checkpoints:
         """Checkpoints beside the run's own, which are gone when the rehearsal ends."""
         from pipeline.state.checkpoints import StateCheckpoints
 
-        made = replace(self, start_from=None).run(ctx, engine)
+        made = replace(self, start_from=None).run(ctx, engine, model)
         assert isinstance(made, StateCheckpoints)
         if ctx.dist.is_main:
             made.discard()  # what a rehearsal that failed has left
@@ -80,7 +82,13 @@ class CheckpointSettings(ABC):
         return made
 
     def checkpoints(
-        self, ctx: Context, engine: Engine, *, arrangement: Arrangement, folder: str | None
+        self,
+        ctx: Context,
+        engine: Engine,
+        model: ModelSource | None,
+        *,
+        arrangement: Arrangement,
+        folder: str | None,
     ) -> StateCheckpoints:
         """The artifact, in files of that arrangement, below `folder` (null: the run's own)."""
         from pipeline.state.checkpoints import StateCheckpoints, address
@@ -89,6 +97,7 @@ class CheckpointSettings(ABC):
         return StateCheckpoints(
             ctx,
             engine,
+            borrowed=frozenset(model.borrowed if model else ()),
             address=address(ctx.run_dir, folder),
             arrangement=arrangement,
             every=self.every,

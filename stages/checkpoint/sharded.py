@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.artifacts import Checkpoints
+from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
@@ -30,7 +30,7 @@ class ShardedCheckpoint(CheckpointSettings):
         yield from super().check(plan)
         yield from unknown_address("folder", self.folder)
 
-    def run(self, ctx: Context, engine: Engine) -> Checkpoints:
+    def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         from pipeline.state.planning import Sharded
 
-        return self.checkpoints(ctx, engine, arrangement=Sharded(), folder=self.folder)
+        return self.checkpoints(ctx, engine, model, arrangement=Sharded(), folder=self.folder)

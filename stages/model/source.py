@@ -21,7 +21,7 @@ from stages.model.fit import Allowed, fit
 from stages.model.gguf import open_gguf
 from stages.model.names import ties
 from stages.model.outline import outline
-from stages.model.paths import Files, has_tokenizer
+from stages.model.paths import Files, has_tokenizer, is_local
 from stages.model.random_reader import RandomReader
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
@@ -177,6 +177,12 @@ class HfSource(ModelSource):
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    @property
+    def location(self) -> str | None:
+        if self._random or self._files is None:
+            return None
+        return self.name if not is_local(self.name) else str(self._files)
 
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         model = self._outline

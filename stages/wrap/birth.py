@@ -12,11 +12,13 @@ from stages.model.outline import outline
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
-    """The model with parameters on the meta device in the master dtype, and real buffers."""
+    """The model with parameters on the meta device in the master dtype, those that are borrowed in
+    the compute dtype, and real buffers."""
     module = outline(model)
-    master = torch_dtype(precision.master)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(master)
+    borrowed = set(model.borrowed)
+    for name, parameter in module.named_parameters():
+        dtype = precision.compute if name in borrowed else precision.master
+        parameter.data = parameter.data.to(torch_dtype(dtype))
     module.train()
     return module
 
@@ -78,6 +80,11 @@ def materialise(module: nn.Module, device: torch.device, *, buffer_device: torch
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = buffer.to(buffer_device)
+
+
+def trained(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that the optimizer updates."""
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:

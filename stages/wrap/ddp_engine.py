@@ -21,6 +21,7 @@ from stages.wrap.birth import (
     expected_buffers,
     materialise,
     named_parameters,
+    trained,
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
 from stages.wrap.ddp_compat import hook_states, no_buffer_sync, settle_buckets
@@ -127,7 +128,7 @@ class DdpEngine(TorchEngine):
         module = self.model.module
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
         casts = {dtype_name(cast.dtype) for cast in installed_casts(module)}
-        master = dtype_names(module.parameters())
+        master = dtype_names(trained(module))
         return {
             "engine": type(self.model).__name__,
             "model": type(module).__name__,
@@ -139,5 +140,6 @@ class DdpEngine(TorchEngine):
             "reduce": [dtype_name(state.dtype) for state in reductions] or master,
             "buffers": dtype_names(module.buffers()),
             "parameters": sum(p.numel() for p in module.parameters()),
+            "trained_parameters": sum(p.numel() for p in trained(module)),
             "loss_scaling": self.scaler is not None,
         }

@@ -28,6 +28,7 @@ from stages.wrap.birth import (
     expected_buffers,
     materialise,
     named_parameters,
+    trained,
 )
 from stages.wrap.fill import fill
 from stages.wrap.fsdp_compat import sharding_facts
@@ -182,9 +183,10 @@ class FsdpEngine(TorchEngine):
             "mesh": dict(zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True)),
             **sharding_facts(self.model),
             "device": parameters[0].device.type,
-            "master": dtype_names(parameters),
+            "master": dtype_names(trained(self.model)),
             "buffers": dtype_names(self.model.buffers()),
             "parameters": sum(p.numel() for p in parameters),
+            "trained_parameters": sum(p.numel() for p in trained(self.model)),
             "sharded_parameters": sum(p.to_local().numel() for p in parameters),  # type: ignore[attr-defined]
             "loss_scaling": self.scaler is not None,
         }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from stages.wrap.birth import dtype_names
+from stages.wrap.birth import dtype_names, trained
 from stages.wrap.zero import compat
 
 PADDING = 64
@@ -40,6 +40,7 @@ def facts(live: Any) -> dict[str, Any]:
         "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
         "loss_scaling": compat.loss_scaler(live) is not None,
         "parameters": total,
+        "trained_parameters": sum(_elements(p) for p in trained(live.module)),
         "kept_parameters": kept,
         "kept_masters": masters,
         "partitioned": _is_partitioned(live, masters),
@@ -50,11 +51,16 @@ def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else dtype_names([torch.empty(0, dtype=dtype)])[0]
 
 
+def _elements(parameter: Any) -> int:
+    """Of the whole parameter, also where it is partitioned."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def _is_partitioned(live: Any, masters: int) -> bool:
     """Whether this rank's masters are its share of the trainable elements (plus padding)."""
     world = torch.distributed.get_world_size(live.optimizer.dp_process_group)
-    trainable = [p for p in live.module.parameters() if p.requires_grad]
-    elements = int(sum(getattr(p, "ds_numel", p.numel()) for p in trainable))
+    trainable = list(trained(live.module))
+    elements = sum(_elements(p) for p in trainable)
     return (
         masters * world >= elements
         and (masters - PADDING * (len(trainable) + 1)) * world <= elements

@@ -1,0 +1,1 @@
+"""Stages that add trainable parameters to a model that stays as it is."""

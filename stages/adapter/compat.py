@@ -1,0 +1,47 @@
+"""What of peft is not its documented API, in one place; a contract test guards it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.errors import StageError
+
+
+def import_peft() -> Any:
+    """peft, without what it says about optional packages when it is first imported."""
+    try:
+        logging.disable(logging.WARNING)
+        import peft
+    except ImportError as error:
+        raise StageError(
+            "adapter.lora needs peft", hint="pip install 'pipetrain[adapter]'"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    return peft
+
+
+@contextlib.contextmanager
+def uninitialised() -> Iterator[None]:
+    """Updates made inside get no values: peft would compute DoRA's from weights that are not there
+    yet, or of which this process holds a part."""
+    import torch
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    def declare(self: Any, *, base_layer: Any, **_: Any) -> None:
+        self.weight = torch.nn.Parameter(torch.empty(_outputs(base_layer)))
+
+    computed = DoraLinearLayer.update_layer
+    DoraLinearLayer.update_layer = declare
+    try:
+        yield
+    finally:
+        DoraLinearLayer.update_layer = computed
+
+
+def _outputs(layer: Any) -> int:
+    """Of a linear layer of torch, or of transformers' GPT-2 kind."""
+    return int(layer.out_features if hasattr(layer, "out_features") else layer.nf)

@@ -1,0 +1,66 @@
+"""The stage `adapter.lora`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from pipeline.artifacts import ModelSource
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Train low-rank updates of linear layers instead of the model itself (Hu et al. 2021, LoRA).
+
+    The model's own weights are frozen: they are held in the compute dtype, without master weights
+    and optimizer state, and checkpoints leave them out. `export.safetensors` writes the model with
+    the updates merged into it, `export.adapter` the updates alone.
+    """
+
+    rank: Annotated[int, Gt(0)] = 16
+    """Rank of the updates."""
+    alpha: Annotated[float, Gt(0)] = 32.0
+    """Updates are scaled by alpha / rank."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """`rslora` scales by alpha / sqrt(rank) instead, which keeps large ranks learning
+    (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Train the length of each weight row apart from its direction (Liu et al. 2024, DoRA)."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of an update's inputs that is dropped in training."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
+    the head."""
+    train_also: tuple[str, ...] = ()
+    """Patterns (`lm_head.*`, `*norm.weight`) of the model's own parameters that are trained as a
+    whole beside the updates."""
+    start_from: str | None = None
+    """Folder with an adapter that was saved by this program or by peft, to go on from. It must have
+    this rank and these targets."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        if importlib.util.find_spec("peft") is None:
+            yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
+        if self.targets == ():
+            yield Problem(key="targets", message="names no layer", hint="write all-linear")
+        if self.start_from is not None:
+            yield from self._start_problems(Path(self.start_from).expanduser())
+
+    def _start_problems(self, folder: Path) -> Iterator[Problem]:
+        from stages.adapter.files import CONFIG, WEIGHTS
+
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                yield Problem(key="start_from", message=f"no {name} in {folder}")
+
+    def run(self, ctx: Context, model: ModelSource) -> ModelSource:
+        from stages.adapter.source import AdaptedSource
+
+        return AdaptedSource(self, model, seed=ctx.seed)

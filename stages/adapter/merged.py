@@ -1,0 +1,77 @@
+"""The model's own weights with the trained updates merged into them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.artifacts import TensorReader, TensorSpec, Weights
+from stages.adapter.injection import Layer
+from stages.adapter.rows import read_rows, row_blocks, updated
+from stages.weights.change import renamed
+from stages.weights.converted import ConvertedReader
+from stages.weights.joined import JoinedReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MergedWeights(Weights):
+    """Tensors of the model without updates, in fp32 where one was merged; of what was trained as a
+    whole, the trained ones. A few rows and one layer's update are in memory at a time."""
+
+    def __init__(
+        self, trained: Weights, base: TensorReader, layers: Sequence[Layer], settings: str
+    ) -> None:
+        self.identity = hashlib.sha256(f"{trained.identity} {settings}".encode()).hexdigest()
+        self._trained = trained
+        updates = {name for one in layers for name in (one.down, one.up, one.magnitude)}
+        whole = [renamed(name, name) for name in trained.names() if name not in updates]
+        self._plain = JoinedReader(ConvertedReader(trained, whole), base)
+        self._base = base
+        self._layers = {layer.weight: layer for layer in layers}
+        self._update: tuple[str, Tensor, Tensor, Tensor | None] | None = None
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Of the model's weights and the updates."""
+        return self._plain.bytes_read
+
+    def names(self) -> Collection[str]:
+        return self._plain.names()
+
+    def spec(self, name: str) -> TensorSpec:
+        spec = self._plain.spec(name)
+        return spec._replace(dtype=torch.float32) if name in self._layers else spec
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        layer = self._layers.get(name)
+        if layer is None:
+            yield from self._plain.chunks(name, start, stop)
+            return
+        rows, columns = self.spec(name).shape
+        for top, bottom in row_blocks(rows, columns, start, stop):
+            weight = read_rows(self._base, name, top, bottom, columns)
+            block = updated(layer, weight, *self._of(layer), top, bottom).view(-1)
+            begin = top * columns
+            yield block[max(start - begin, 0) : stop - begin]
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        if name in self._layers:
+            super().read_into(name, start, out)
+        else:
+            self._plain.read_into(name, start, out)
+
+    def _of(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A, B and magnitudes of the layer that is being merged."""
+        if self._update is None or self._update[0] != layer.name:
+            read = self._trained.read
+            magnitude = read(layer.magnitude).float() if layer.dora else None
+            self._update = layer.name, read(layer.down).float(), read(layer.up).float(), magnitude
+        return self._update[1:]
+
+    def close(self) -> None:
+        self._plain.close()

@@ -1,0 +1,122 @@
+"""A model with trainable updates, as a model source."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.artifacts import ModelSource, TensorReader, Weights
+from pipeline.errors import StageError
+from stages.adapter.files import WEIGHTS, name_in_file
+from stages.adapter.fresh import FreshUpdates
+from stages.adapter.injection import Layer, inject, layers
+from stages.adapter.merged import MergedWeights
+from stages.model.derived import DerivedSource
+from stages.model.names import listed, ties
+from stages.model.outline import outline
+from stages.weights.change import renamed
+from stages.weights.converted import ConvertedReader
+from stages.weights.joined import JoinedReader
+from stages.weights.safetensors import SafetensorsReader
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stages.adapter.lora import Lora
+
+
+class AdaptedSource(DerivedSource):
+    """`base` with updates of some of its linear layers."""
+
+    def __init__(self, stage: Lora, base: ModelSource, *, seed: int) -> None:
+        super().__init__(base)
+        self.stage = stage
+        self._seed = seed
+
+    def build(self) -> nn.Module:
+        model = self.base.build()
+        inject(self.stage, model)
+        return model
+
+    @functools.cached_property
+    def outline(self) -> nn.Module:
+        """The module with updates, on the meta device."""
+        model = outline(self)
+        self._refuse_tied(model)
+        return model
+
+    @functools.cached_property
+    def layers(self) -> Sequence[Layer]:
+        """What has an update."""
+        return layers(self.outline)
+
+    @functools.cached_property
+    def trained(self) -> Collection[str]:
+        """Names of the parameters that are trained."""
+        return [name for name, one in self.outline.named_parameters() if one.requires_grad]
+
+    @functools.cached_property
+    def _borrowed(self) -> Collection[str]:
+        named = self.outline.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+    @property
+    def borrowed(self) -> Collection[str]:
+        return self._borrowed
+
+    def weights(self) -> TensorReader:
+        base = self.base.weights()
+        adapted = {layer.name for layer in self.layers}
+        changes = []
+        for name in base.names():
+            owner, _, leaf = name.rpartition(".")
+            new = f"{owner}.base_layer.{leaf}" if owner in adapted else name
+            changes.append(renamed(name, new))
+        return JoinedReader(ConvertedReader(base, changes), self._updates())
+
+    def _updates(self) -> TensorReader:
+        if self.stage.start_from is None:
+            return FreshUpdates(self.layers, self.base.weights, seed=self._seed)
+        return self._saved(Path(self.stage.start_from).expanduser())
+
+    def _saved(self, folder: Path) -> TensorReader:
+        reader = SafetensorsReader([folder / WEIGHTS])
+        held = set(reader.names())
+        wanted = {name_in_file(name): name for name in self.trained}
+        missing, extra = wanted.keys() - held, held - wanted.keys()
+        if missing or extra:
+            parts = [f"missing {listed(missing)}"] * bool(missing)
+            parts += [f"unexpected {listed(extra)}"] * bool(extra)
+            raise StageError(
+                f"the adapter in {folder} is not of this model and these settings: "
+                + "; ".join(parts),
+                hint="targets, dora and train_also must be those that it was trained with",
+            )
+        return ConvertedReader(reader, [renamed(old, new) for old, new in wanted.items()])
+
+    @property
+    def fingerprint(self) -> str:
+        settings = json.dumps(dataclasses.asdict(self.stage), sort_keys=True)
+        facts = f"{self.base.fingerprint} lora {settings} {self._seed}"
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def assemble(self, trained: Weights) -> Weights:
+        merged = MergedWeights(trained, self.base.weights(), self.layers, self.fingerprint)
+        return self.base.assemble(merged)
+
+    def _refuse_tied(self, model: nn.Module) -> None:
+        adapted = {layer.name for layer in layers(model)}
+        for alias, kept in ties(model).items():
+            for name in (alias, kept):
+                owner = name.rpartition(".")[0].removesuffix(".base_layer")
+                if owner in adapted:
+                    raise StageError(
+                        f"adapter.lora: {owner} shares its weight with another layer, so an update "
+                        "of it cannot be merged",
+                        hint="leave it out of `targets`",
+                    )

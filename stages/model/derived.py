@@ -1,0 +1,61 @@
+"""A model source that is another one with something changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import ModelSource, TensorReader, Weights
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class DerivedSource(ModelSource):
+    """Everything as in `base`; subclasses change what they are about."""
+
+    def __init__(self, base: ModelSource) -> None:
+        self.base = base
+        self.name = base.name
+
+    def build(self) -> nn.Module:
+        return self.base.build()
+
+    def weights(self) -> TensorReader:
+        return self.base.weights()
+
+    def tie(self, model: nn.Module) -> None:
+        self.base.tie(model)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.blocks(model)
+
+    def tokenizer(self) -> Any:
+        return self.base.tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        return self.base.fingerprint
+
+    @property
+    def location(self) -> str | None:
+        return self.base.location
+
+    @property
+    def borrowed(self) -> Collection[str]:
+        return self.base.borrowed
+
+    @property
+    def exported(self) -> ModelSource:
+        return self.base.exported
+
+    def assemble(self, trained: Weights) -> Weights:
+        return self.base.assemble(trained)
+
+    def save_assets(self, folder: Path, *, dtype: str) -> None:
+        self.base.save_assets(folder, dtype=dtype)
