@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,15 @@ def import_peft() -> Any:
     finally:
         logging.disable(logging.NOTSET)
     return peft
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without peft's advice, and the warnings of what it calls in transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import StageError
-from stages.adapter.compat import import_peft, uninitialised
+from stages.adapter.compat import import_peft, quiet, uninitialised
 from stages.adapter.files import ADAPTER
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def inject(stage: Lora, model: nn.Module) -> None:
     config = peft_config(stage)
     config.init_lora_weights = False  # what is drawn here is overwritten
     try:
-        with uninitialised():
+        with quiet(), uninitialised():
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise StageError(f"adapter.lora: {error}", hint=_linear_hint(model)) from error
@@ -156,4 +156,3 @@ def _linear_hint(model: nn.Module) -> str:
         if type(module).__name__ in ("Linear", "Conv1D") and "lora_" not in name
     }
     return "linear layers are called " + ", ".join(sorted(ends)[:SHOWN])
-

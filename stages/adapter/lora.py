@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Lt
 from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
+from stages.adapter.artifact import AdaptedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Lora:
             if not (folder / name).is_file():
                 yield Problem(key="start_from", message=f"no {name} in {folder}")
 
-    def run(self, ctx: Context, model: ModelSource) -> ModelSource:
+    def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
         from stages.adapter.source import AdaptedSource
 
         return AdaptedSource(self, model, seed=ctx.seed)

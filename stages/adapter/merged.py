@@ -74,4 +74,5 @@ class MergedWeights(Weights):
         return self._update[1:]
 
     def close(self) -> None:
-        self._plain.close()
+        """Leaves the trained tensors open."""
+        self._base.close()

@@ -57,4 +57,5 @@ def updated(
     if magnitude is None:
         return both
     lengths = torch.linalg.vector_norm(both, dim=1, keepdim=True)
-    return magnitude[top:bottom, None] / lengths * both
+    scaled: Tensor = magnitude[top:bottom, None] / lengths * both
+    return scaled

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from pipeline.artifacts import ModelSource, TensorReader, Weights
 from pipeline.errors import StageError
+from stages.adapter.artifact import AdaptedModel
 from stages.adapter.files import WEIGHTS, name_in_file
 from stages.adapter.fresh import FreshUpdates
 from stages.adapter.injection import Layer, inject, layers
 from stages.adapter.merged import MergedWeights
-from stages.model.derived import DerivedSource
+from stages.adapter.saving import save_config
 from stages.model.names import listed, ties
 from stages.model.outline import outline
 from stages.weights.change import renamed
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from stages.adapter.lora import Lora
 
 
-class AdaptedSource(DerivedSource):
+class AdaptedSource(AdaptedModel):
     """`base` with updates of some of its linear layers."""
 
     def __init__(self, stage: Lora, base: ModelSource, *, seed: int) -> None:
@@ -46,9 +47,23 @@ class AdaptedSource(DerivedSource):
     @functools.cached_property
     def outline(self) -> nn.Module:
         """The module with updates, on the meta device."""
-        model = outline(self)
-        self._refuse_tied(model)
-        return model
+        return outline(self)
+
+    @functools.cached_property
+    def _sharing(self) -> Collection[str]:
+        """Modules of the model that share a weight."""
+        shared = ties(outline(self.base))
+        return {name.rpartition(".")[0] for name in (*shared, *shared.values())}
+
+    def tie(self, model: nn.Module) -> None:
+        for layer in layers(model):
+            if layer.name in self._sharing:
+                raise StageError(
+                    f"adapter.lora: {layer.name} shares its weight with another module, so an "
+                    "update of it cannot be merged",
+                    hint="leave it out of `targets`",
+                )
+        self.base.tie(model)
 
     @functools.cached_property
     def layers(self) -> Sequence[Layer]:
@@ -56,9 +71,22 @@ class AdaptedSource(DerivedSource):
         return layers(self.outline)
 
     @functools.cached_property
-    def trained(self) -> Collection[str]:
-        """Names of the parameters that are trained."""
+    def _trained(self) -> Sequence[str]:
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
+
+    @property
+    def trained(self) -> Sequence[str]:
+        return self._trained
+
+    def save_config(self, folder: Path) -> None:
+        save_config(
+            self.stage,
+            folder,
+            model=self.outline,
+            layers=self.layers,
+            trained=self.trained,
+            base=self.location,
+        )
 
     @functools.cached_property
     def _borrowed(self) -> Collection[str]:
@@ -108,15 +136,3 @@ class AdaptedSource(DerivedSource):
     def assemble(self, trained: Weights) -> Weights:
         merged = MergedWeights(trained, self.base.weights(), self.layers, self.fingerprint)
         return self.base.assemble(merged)
-
-    def _refuse_tied(self, model: nn.Module) -> None:
-        adapted = {layer.name for layer in layers(model)}
-        for alias, kept in ties(model).items():
-            for name in (alias, kept):
-                owner = name.rpartition(".")[0].removesuffix(".base_layer")
-                if owner in adapted:
-                    raise StageError(
-                        f"adapter.lora: {owner} shares its weight with another layer, so an update "
-                        "of it cannot be merged",
-                        hint="leave it out of `targets`",
-                    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline import rundir
 from pipeline.throughput import human
@@ -80,12 +80,28 @@ def _versions(run: Path | None) -> dict[str, str]:
         return {}
 
 
-def write_card(folder: Path, facts: Mapping[str, str]) -> None:
+class Usage(NamedTuple):
+    """How a folder is used, for its card."""
+
+    library: str
+    lines: str
+    """Python that loads it."""
+
+
+MODEL_USAGE = Usage(
+    "transformers",
+    """from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")""",
+)
+
+
+def write_card(folder: Path, facts: Mapping[str, str], usage: Usage) -> None:
     """Write README.md with one line per fact, under the `name`."""
     title = facts["name"]
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
     text = f"""---
-library_name: transformers
+library_name: {usage.library}
 pipeline_tag: text-generation
 ---
 
@@ -94,9 +110,7 @@ pipeline_tag: text-generation
 {lines}
 
 ```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")
+{usage.lines}
 ```
 
 `pipe verify` proves again that the files are whole and compute what they did.

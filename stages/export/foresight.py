@@ -25,9 +25,9 @@ BUFFERS = 64 << 20
 
 def room(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> Room:
     """Disk for the weight files; memory for the proof with one block at a time."""
-    model = outline(source)
+    model = outline(source.exported)
     widest = torch.float32 if stage.dtype == AS_SOURCE else torch_dtype(stage.dtype)
-    folder = target_of(stage, ctx)
+    folder = target_of(stage.folder, ctx)
     return Room(
         what=f"the export in {folder.name}",
         disk=_size(model, widest),

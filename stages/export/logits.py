@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,27 +73,33 @@ def reference(
 ) -> nn.Module:
     """The declared module with the weights of `tensors` in `dtypes`, each block of which is read
     when it runs and let go of afterwards."""
-    from accelerate.hooks import attach_align_device_hook
-
     model = outline(source)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
-    values = _Values(tensors, ties(model), dtypes)
+    values = Values(tensors, ties(model), dtypes)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: values[name] for name in tensors.names() if name not in parameters}
     model.load_state_dict(buffers, strict=False, assign=True)
+    return by_blocks(model, values, compat.block_classes(model))
+
+
+def by_blocks(model: nn.Module, values: Mapping[str, Tensor], blocks: Collection[str]) -> nn.Module:
+    """`model`, which runs with `values`; modules of the classes `blocks` are in memory one at a
+    time."""
+    from accelerate.hooks import attach_align_device_hook
+
     attach_align_device_hook(
         model,
         execution_device=torch.device("cpu"),
         offload=True,
         weights_map=values,
-        preload_module_classes=list(compat.block_classes(model)),
+        preload_module_classes=list(blocks),
     )
     return model
 
 
-class _Values(Mapping[str, "Tensor"]):
-    """Reads each tensor when it is asked for."""
+class Values(Mapping[str, "Tensor"]):
+    """Reads each tensor when it is asked for. `tied` leads from names to those that are read."""
 
     def __init__(
         self, tensors: TensorReader, tied: Mapping[str, str], dtypes: Mapping[str, torch.dtype]

@@ -15,8 +15,8 @@ from pipeline.errors import ExportError
 from pipeline.files import replace_text
 
 NAME = EXPORT_MANIFEST
-WRITER = "export.safetensors"
-"""The stage that wrote it, for `pipe verify`."""
+WRITERS = ("export.safetensors", "export.adapter")
+"""The stages that write such exports."""
 BLOCK = 1 << 24
 """Bytes of a tensor that are written, checksummed and read back as one."""
 
@@ -58,7 +58,8 @@ class Proof(_Strict):
 class Manifest(_Strict):
     """Of an export that is being written, as long as `proof` is None; then of a proven one."""
 
-    writer: str = WRITER
+    writer: str = WRITERS[0]
+    """The stage that wrote it, for `pipe verify`."""
     plan: str
     """Equal for exports of the same checkpoint into the same bytes."""
     block: int
@@ -101,7 +102,7 @@ def load(folder: Path) -> Manifest | None:
         content: Any = json.loads((folder / NAME).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(content, dict) or content.get("writer") != WRITER:
+    if not isinstance(content, dict) or content.get("writer") not in WRITERS:
         return None
     try:
         return Manifest.model_validate(content)

@@ -87,7 +87,7 @@ def prove_model(
         del model
     gc.collect()
     expected = logits(reference(source, tensors, dtypes), ids)
-    difference = _compare(found, expected)
+    difference = compare(found, expected)
     return Proof(prompt=ids[0].tolist(), logits=in_short(found), difference=difference)
 
 
@@ -140,7 +140,9 @@ def recognise(logits: Tensor, remembered: Sequence[Position], dtype: torch.dtype
     return difference
 
 
-def _compare(found: Tensor, expected: Tensor) -> float:
+def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> float:
+    """The largest difference of logits, shape (1, length, vocabulary). Raises ExportError when it
+    is more than `tolerance` of the largest expected one."""
     if found.shape != expected.shape:
         raise ExportError(
             f"the exported model gives logits of shape {tuple(found.shape)}, "
@@ -150,7 +152,7 @@ def _compare(found: Tensor, expected: Tensor) -> float:
         raise ExportError("the exported model gives logits that are not finite")
     difference = float((found - expected).abs().max())
     scale = max(1.0, float(expected.abs().max()))
-    if not difference <= TOLERANCE * scale:
+    if not difference <= tolerance * scale:
         raise ExportError(
             f"the exported model computes something else than the trained one: "
             f"logits differ by up to {difference:.3g}"

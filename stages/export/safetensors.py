@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView, Room
+from stages.export.folder import folder_problems
 from stages.export.sizes import parse_size
 
 
@@ -44,20 +44,7 @@ class ExportSafetensors:
             yield Problem(message=str(error), key="max_shard_size")
         if not self.prompt.strip():
             yield Problem(message="must not be empty", key="prompt")
-        if self.folder is not None:
-            yield from self._check_folder(Path(self.folder).expanduser())
-
-    def _check_folder(self, folder: Path) -> Iterator[Problem]:
-        from stages.export.target import PARTIAL, foreign
-
-        if folder.name.endswith(PARTIAL):
-            yield Problem(
-                message=f"`{folder.name}` is what an unfinished export is called",
-                key="folder", hint=f"choose a name that does not end in `{PARTIAL}`",
-            )  # fmt: skip
-        reason = foreign(folder)
-        if reason:
-            yield Problem(message=reason, key="folder", hint="name a new folder")
+        yield from folder_problems(self.folder)
 
     def run(
         self,
@@ -66,9 +53,18 @@ class ExportSafetensors:
         model: ModelSource,
         trained: TrainedRun | None = None,
     ) -> ExportedModel:
+        from stages.export.contents import ModelContents
         from stages.export.steps import export
+        from stages.export.target import target_of
 
-        return export(self, ctx, weights, model, trained)
+        contents = ModelContents(
+            model,
+            weights,
+            dtype=self.dtype,
+            max_shard_size=parse_size(self.max_shard_size),
+            prompt=self.prompt,
+        )
+        return export(target_of(self.folder, ctx), ctx, contents, trained)
 
     def foresee(self, ctx: Context, model: ModelSource) -> Iterator[Room]:
         from stages.export.foresight import room
@@ -78,16 +74,10 @@ class ExportSafetensors:
     def rehearse(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> ExportedModel:
-        from stages.export.target import target_of
+        from stages.export.target import rehearsed
 
-        if self.folder is None:
-            return self.run(ctx, weights, model, trained)
-        target = target_of(self, ctx)
-        elsewhere = target.with_name(f"{target.name}.rehearsal")
-        if ctx.dist.is_main:
-            shutil.rmtree(elsewhere, ignore_errors=True)
-            ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
-        return replace(self, folder=str(elsewhere)).run(ctx, weights, model, trained)
+        elsewhere = rehearsed(self.folder, ctx)
+        return replace(self, folder=elsewhere).run(ctx, weights, model, trained)
 
     @classmethod
     def verify(

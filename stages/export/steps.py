@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
+from pipeline.artifacts import ExportedModel, TrainedRun
 from pipeline.errors import ExportError, StageError, in_words
 from pipeline.files import replace_text
 from pipeline.state.dtypes import CODES
@@ -20,9 +20,7 @@ from pipeline.throughput import Throughput, human
 from stages.export.card import facts_of, write_card
 from stages.export.layout import INDEX, Shard, index
 from stages.export.manifest import Manifest, WeightFile, checksums
-from stages.export.plan import ExportPlan, make_plan
-from stages.export.proof import prove_files, prove_model
-from stages.export.sizes import parse_size
+from stages.export.proof import prove_files
 from stages.export.target import (
     claim,
     clear,
@@ -31,36 +29,26 @@ from stages.export.target import (
     require_space,
     seal,
     swap,
-    target_of,
 )
 from stages.export.writer import Sums, check, write
 
 if TYPE_CHECKING:
     from pipeline.stage import Context
-    from stages.export.safetensors import ExportSafetensors
+    from stages.export.contents import Contents
+    from stages.export.plan import ExportPlan
 
 
 def export(
-    stage: ExportSafetensors,
-    ctx: Context,
-    weights: Weights,
-    source: ModelSource,
-    trained: TrainedRun | None,
+    folder: Path, ctx: Context, contents: Contents, trained: TrainedRun | None
 ) -> ExportedModel:
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
-    folder = target_of(stage, ctx)
-    plan = make_plan(
-        source,
-        weights,
-        stage.dtype,
-        parse_size(stage.max_shard_size),
-        beside=_digest_beside(stage, ctx, source),
-    )
+    ctx.on_exit(contents.close)
+    plan = contents.plan(_digest_beside(ctx, contents))
     try:
         found = _shared(ctx, finished(folder, plan.digest) if ctx.dist.is_main else None)
         if found is None or _wrong(ctx, folder, plan, found):
-            facts = facts_of(ctx, source, plan, trained)
-            found = _exported(stage, ctx, source, plan, folder, facts)
+            facts = facts_of(ctx, contents.source, plan, trained)
+            found = _exported(ctx, contents, plan, folder, facts)
         else:
             ctx.log.info("%s holds this export already", folder)
     except OSError as error:
@@ -68,13 +56,14 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
-def _digest_beside(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> str:
+def _digest_beside(ctx: Context, contents: Contents) -> str:
     """Equal when the files beside the weights are, and what is proven (collective)."""
     text = None
     if ctx.dist.is_main:
         with tempfile.TemporaryDirectory() as scratch:
-            source.save_assets(Path(scratch), dtype="fp32")
-            text = json.dumps([stage.prompt, checksums(Path(scratch))], sort_keys=True)
+            contents.save_beside(Path(scratch), dtype="fp32")
+            facts = [contents.writer, contents.prompt, checksums(Path(scratch))]
+            text = json.dumps(facts, sort_keys=True)
     return ctx.dist.share(text)
 
 
@@ -96,9 +85,8 @@ def _wrong(ctx: Context, folder: Path, plan: ExportPlan, found: Manifest) -> boo
 
 
 def _exported(
-    stage: ExportSafetensors,
     ctx: Context,
-    source: ModelSource,
+    contents: Contents,
     plan: ExportPlan,
     folder: Path,
     facts: Mapping[str, str],
@@ -116,7 +104,7 @@ def _exported(
             prove_files(partial, plan.parts, sums, ctx.dist)
             done = None
             if ctx.dist.is_main:
-                done = _finish(stage, ctx, source, plan, partial, written, facts)
+                done = _finish(ctx, contents, plan, partial, written, facts)
                 swap(partial, folder)
         except ExportError as error:
             if ctx.dist.is_main:
@@ -174,9 +162,8 @@ def _entry(part: Shard, sums: Sums) -> WeightFile:
 
 
 def _finish(
-    stage: ExportSafetensors,
     ctx: Context,
-    source: ModelSource,
+    contents: Contents,
     plan: ExportPlan,
     partial: Path,
     written: Manifest,
@@ -186,13 +173,14 @@ def _finish(
     clear(partial, keep=written.weights)
     if len(plan.parts) > 1:
         replace_text(partial / INDEX, json.dumps(index(plan.parts), indent=2) + "\n")
-    source.save_assets(partial, dtype=plan.dtype)
-    write_card(partial, facts)
-    proof = prove_model(partial, source, plan.tensors, plan.outline, stage.prompt)
+    contents.save_beside(partial, dtype=plan.dtype)
+    write_card(partial, facts, contents.usage)
+    proof = contents.prove(partial, plan)
     ctx.log.info(
         "the export loads and computes the same (largest difference %.2g)", proof.difference
     )
     others = checksums(partial, without=written.weights)
-    done = written.model_copy(update={"others": others, "facts": dict(facts), "proof": proof})
+    told = {"others": others, "facts": dict(facts), "proof": proof, "writer": contents.writer}
+    done = written.model_copy(update=told)
     seal(partial, done)
     return done

@@ -22,7 +22,6 @@ from stages.export.manifest import BLOCK, Manifest
 
 if TYPE_CHECKING:
     from pipeline.stage import Context
-    from stages.export.safetensors import ExportSafetensors
 
 PARTIAL = ".partial"
 """Ends the name of an export that is not finished; it is removed when its plan changes."""
@@ -53,10 +52,23 @@ def foreign(folder: Path) -> str | None:
     return None
 
 
-def target_of(stage: ExportSafetensors, ctx: Context) -> Path:
+def target_of(name: str | None, ctx: Context) -> Path:
     """Where the export goes; links are followed, so that it is replaced where it really is."""
-    folder = Path(stage.folder).expanduser() if stage.folder else ctx.run_dir / "export"
+    folder = Path(name).expanduser() if name else ctx.run_dir / "export"
     return folder.resolve()
+
+
+def rehearsed(name: str | None, ctx: Context) -> str | None:
+    """A folder beside the one named, which is removed when the rehearsal ends; the run's own is in
+    a folder that is removed anyway."""
+    if name is None:
+        return None
+    target = target_of(name, ctx)
+    elsewhere = target.with_name(f"{target.name}.rehearsal")
+    if ctx.dist.is_main:
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
+    return str(elsewhere)
 
 
 def finished(folder: Path, plan: str) -> Manifest | None:

@@ -16,7 +16,7 @@ from pipeline.state.dtypes import DTYPES
 from stages.export import manifest
 from stages.export.layout import INDEX, Named, Shard, index
 from stages.export.logits import loaded, logits
-from stages.export.manifest import BLOCK, Manifest, WeightFile, names_in
+from stages.export.manifest import BLOCK, Manifest, Proof, WeightFile, names_in
 from stages.export.proof import fits, prove_files, recognise
 from stages.model import compat
 
@@ -29,6 +29,16 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
 
     Raises ExportError for whatever is not as it was.
     """
+    proof = prove_whole(folder, tell)
+    outline = _outline(folder, trust_remote_code=trust_remote_code)
+    with loaded(folder, outline, whole=fits(folder)) as model:
+        told = logits(model, torch.tensor([proof.prompt]))
+        difference = recognise(told, proof.logits, _coarsest(model))
+    tell(f"{type(outline).__name__} computes what it did (largest difference {difference:.2g})")
+
+
+def prove_whole(folder: Path, tell: Callable[[str], object]) -> Proof:
+    """Every file is there as it was written, and no other. Raises ExportError."""
     found = manifest.load(folder)
     if found is None or found.proof is None:
         raise ExportError(f"{folder}: no finished export: it holds no {manifest.NAME} of one")
@@ -42,11 +52,7 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     _prove_index(folder, parts)
     tensors = sum(len(part.tensors) for part in parts)
     tell(f"{tensors} tensors in {len(parts)} file(s) are as they were written")
-    outline = _outline(folder, trust_remote_code=trust_remote_code)
-    with loaded(folder, outline, whole=fits(folder)) as model:
-        told = logits(model, torch.tensor([found.proof.prompt]))
-        difference = recognise(told, found.proof.logits, _coarsest(model))
-    tell(f"{type(outline).__name__} computes what it did (largest difference {difference:.2g})")
+    return found.proof
 
 
 def _coarsest(model: nn.Module) -> torch.dtype:

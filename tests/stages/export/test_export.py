@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts import ExportedModel
-from stages.export import steps
+from stages.export import contents
 from stages.export.manifest import Proof
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
@@ -149,7 +149,7 @@ def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("stages.export.writer.PIECE", 512)
     monkeypatch.setattr(
-        steps, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0)
+        contents, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0)
     )
     llama._replace(weights=Watched(llama.weights.tensors)).export(dtype="fp32")
     assert sum(sizes) == sum(t.numel() * 4 for t in llama.weights.tensors.values())

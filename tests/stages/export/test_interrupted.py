@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StageError
-from stages.export import manifest, steps
+from stages.export import contents, manifest
 from stages.export.safetensors import ExportSafetensors
 from tests.support.exports import Run
 from tests.support.models import context, random_source, tiny_llama_config
@@ -110,7 +110,7 @@ def test_a_finished_file_that_was_damaged_is_written_again(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "prove_model", stop)
+        patch.setattr(contents, "prove_model", stop)
         with pytest.raises(StageError, match="Input/output error"):
             llama.export(dtype="fp32", max_shard_size=SHARD)
     partial = llama.folder.with_name("export.partial")
@@ -129,7 +129,7 @@ def test_other_settings_start_anew(llama: Run, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "prove_model", stop)
+        patch.setattr(contents, "prove_model", stop)
         with pytest.raises(StageError):
             llama.export(dtype="fp32", max_shard_size=SHARD)
     done = llama.export(dtype="bf16")

@@ -74,11 +74,11 @@ def test_values_beyond_fp16_are_found(llama: Run) -> None:
 
 def test_tolerance() -> None:
     expected = torch.tensor([[[1.0, -20.0]]])
-    assert proof._compare(expected + 1e-4, expected) == pytest.approx(1e-4, rel=0.05)
+    assert proof.compare(expected + 1e-4, expected) == pytest.approx(1e-4, rel=0.05)
     with pytest.raises(ExportError, match=r"differ by up to 0.0003"):
-        proof._compare(expected + 3e-4, expected)
+        proof.compare(expected + 3e-4, expected)
     with pytest.raises(ExportError, match=r"logits of shape"):
-        proof._compare(expected[..., :1], expected)
+        proof.compare(expected[..., :1], expected)
 
 
 def test_missing_unexpected_and_misshapen_weights(llama: Run) -> None:

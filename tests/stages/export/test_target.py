@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import ExportError, StageError
-from stages.export import steps
+from stages.export import contents
 from stages.export.safetensors import ExportSafetensors
 from tests.support.exports import Run, stored
 from tests.support.models import filled
@@ -51,7 +51,7 @@ def test_earlier_export_is_replaced_only_by_a_proven_one(
         raise ExportError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "prove_model", fail)
+        patch.setattr(contents, "prove_model", fail)
         with pytest.raises(ExportError):
             llama.export(dtype="fp32")
     assert torch.equal(stored(llama.folder)["model.norm.weight"], before["model.norm.weight"])

@@ -1,0 +1,23 @@
+"""The artifact that adapter stages give; the stage that exports an adapter alone needs it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from stages.model.derived import DerivedSource
+
+
+class AdaptedModel(DerivedSource):
+    """A model whose own weights stay as they are, with an adapter that is trained."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> Sequence[str]:
+        """Names of the parameters that are trained, all of the adapter."""
+
+    @abstractmethod
+    def save_config(self, folder: Path) -> None:
+        """Write what peft needs beside the weights. Raises StageError for a training that an
+        adapter cannot express."""

@@ -1,0 +1,140 @@
+"""An adapter's files, and their proof."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.artifacts import Weights, torch_dtype
+from pipeline.errors import ExportError, StageError
+from stages.adapter.compat import import_peft, quiet
+from stages.adapter.files import ADAPTER, PREFIX, WEIGHTS, name_in_file
+from stages.export.card import Usage
+from stages.export.contents import Contents, trained_logits
+from stages.export.layout import Named, Shard, digest
+from stages.export.logits import Values, by_blocks, logits
+from stages.export.manifest import Proof
+from stages.export.plan import ExportPlan
+from stages.export.proof import compare, in_short, token_ids
+from stages.model import compat
+from stages.model.assets import save_tokenizer
+from stages.model.names import ties
+from stages.model.outline import outline
+from stages.weights.cast import CastReader
+from stages.weights.change import renamed
+from stages.weights.converted import ConvertedReader
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipeline.artifacts import ModelSource
+    from stages.adapter.artifact import AdaptedModel
+
+USAGE = Usage(
+    "peft",
+    """from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")""",
+)
+
+
+class AdapterContents(Contents):
+    """`adapter_model.safetensors` and `adapter_config.json`, with the model's tokenizer."""
+
+    writer = "export.adapter"
+    usage = USAGE
+
+    def __init__(self, source: AdaptedModel, trained: Weights, *, dtype: str, prompt: str) -> None:
+        self.source: AdaptedModel = source
+        self.prompt = prompt
+        self._trained = trained
+        self._dtype = dtype
+
+    def plan(self, beside: str) -> ExportPlan:
+        held = set(self._trained.names())
+        missing = [name for name in self.source.trained if name not in held]
+        if missing:
+            raise StageError(f"the checkpoint holds no {missing[0]}: it is not one of this adapter")
+        dtype = torch_dtype(self._dtype)
+        names = [renamed(name, name_in_file(name)) for name in self.source.trained]
+        files = CastReader(ConvertedReader(self._trained, names), lambda _: dtype)
+        tensors = [Named(name, *files.spec(name)) for name in files.names()]
+        parts = [Shard(file=WEIGHTS, tensors=tensors)]
+        return ExportPlan(
+            outline=outline(self.source.exported),
+            tensors=files,
+            files=files,
+            parts=parts,
+            dtype=self._dtype,
+            digest=digest(parts, self._trained.identity, beside),
+        )
+
+    def save_beside(self, folder: Path, *, dtype: str) -> None:
+        self.source.save_config(folder)
+        with contextlib.suppress(StageError):  # it has none
+            save_tokenizer(self.source.tokenizer(), folder)
+
+    def prove(self, folder: Path, plan: ExportPlan) -> Proof:
+        """In fp32, with the model's own weights one block at a time."""
+        ids = token_ids(self.source, self.prompt)
+        values = Rounded(self._trained, torch_dtype(self._dtype))
+        expected = trained_logits(self.source, values, ids)
+        found = logits(with_adapter(self.source.exported, folder), ids)
+        return Proof(
+            prompt=ids[0].tolist(), logits=in_short(found), difference=compare(found, expected)
+        )
+
+
+class Rounded(CastReader, Weights):
+    """What was trained, in the dtype of the file."""
+
+    def __init__(self, trained: Weights, dtype: torch.dtype) -> None:
+        super().__init__(trained, lambda _: dtype)
+        self.identity = trained.identity
+
+
+def with_adapter(base: ModelSource, folder: Path) -> nn.Module:
+    """The model with the adapter in `folder`, loaded by peft, in fp32; its own weights are read
+    block by block while it runs. Raises ExportError when peft does not load it."""
+    peft = import_peft()
+    module = outline(base)
+    tied, names, blocks = ties(module), list(module.state_dict()), compat.block_classes(module)
+    try:
+        with quiet():
+            model = peft.PeftModel.from_pretrained(
+                module, str(folder), low_cpu_mem_usage=True, autocast_adapter_dtype=False
+            )
+            loaded = peft.load_peft_weights(str(folder), device="cpu")
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ExportError(f"peft cannot load the adapter: {error}") from error
+    own = Values(base.weights(), tied, dict.fromkeys(names, torch.float32))
+    return by_blocks(model, _WithAdapter(model, loaded, own), blocks)
+
+
+class _WithAdapter(Mapping[str, "Tensor"]):
+    """By peft's names: the adapter's tensors as peft reads them (it has put them where the model
+    is, which is nowhere), the model's `own` as they are asked for."""
+
+    def __init__(
+        self, model: Any, adapter: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    ) -> None:
+        self._names = list(model.state_dict())
+        self._adapter = adapter
+        self._own = own
+
+    def __getitem__(self, name: str) -> Tensor:
+        in_file = name.replace(f".{ADAPTER}", "").replace(".modules_to_save", "")
+        if in_file in self._adapter and ".original_module" not in name:
+            return self._adapter[in_file].float()
+        plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        return self._own[plain.replace(".original_module.", ".")]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

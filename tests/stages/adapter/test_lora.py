@@ -1,0 +1,220 @@
+"""LoRA: what is trained, what a checkpoint holds, what is exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.errors import StageError
+from pipeline.testing import assert_conforms
+from stages.adapter.lora import Lora
+from stages.adapter.rows import row_blocks
+from stages.export.adapter import ExportAdapter
+from stages.export.safetensors import ExportSafetensors
+from stages.model.hf import HfModel
+from tests.support.models import context
+from tests.support.runs import TINY
+from tests.support.weights import MemoryWeights
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 12, "n_layer": 2, "n_head": 2,
+        "n_positions": 32}  # fmt: skip
+UNTIED = {**TINY, "tie_word_embeddings": False}
+
+
+def base_of(config: dict[str, Any], folder: Path) -> Path:
+    """A saved model with random weights."""
+    from transformers import AutoConfig
+
+    settings = dict(config)
+    torch.manual_seed(3)
+    made = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    AutoModelForCausalLM.from_config(made).save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def adapted(folder: Path, config: dict[str, Any], **fields: Any) -> Any:
+    """The source of a saved model with an adapter."""
+    base = HfModel(path=str(base_of(config, folder))).run(context(folder))
+    return Lora(**fields).run(context(folder), base)
+
+
+def trained(source: Any) -> MemoryWeights:
+    """As a training leaves the adapter: other values than it began with."""
+    reader, generator = source.weights(), torch.Generator().manual_seed(5)
+    values = {name: reader.read(name).float() for name in source.trained}
+    return MemoryWeights(
+        {
+            name: value + 0.1 * torch.randn(value.shape, generator=generator)
+            for name, value in values.items()
+        }
+    )
+
+
+def module_with(source: Any, weights: MemoryWeights) -> torch.nn.Module:
+    """The module in memory, the source's values and over them the trained ones."""
+    module, reader = source.build(), source.weights()
+    values = {name: reader.read(name) for name in reader.names()} | weights.tensors
+    module.load_state_dict(values, strict=False)
+    source.tie(module)
+    return module.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.tensor([[1, 5, 9, 2, 30]])).logits
+    return found
+
+
+CASES = {
+    "lora": (TINY, {"rank": 4, "alpha": 8.0}),
+    "rslora": (TINY, {"rank": 4, "scaling": "rslora", "targets": ("q_proj", "mlp.up_proj")}),
+    "dora": (UNTIED, {"rank": 3, "dora": True}),
+    "and a head": (UNTIED, {"rank": 2, "targets": ("v_proj",), "train_also": ("lm_head.*",)}),
+    "transposed": (GPT2, {"rank": 4, "targets": ("c_attn", "c_fc")}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fresh_adapter_changes_nothing(name: str, tmp_path: Path) -> None:
+    config, fields = CASES[name]
+    source = adapted(tmp_path, config, **fields)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    torch.testing.assert_close(
+        logits(module_with(source, MemoryWeights({}))), logits(plain), rtol=0, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_merged_model_computes_what_the_adapted_one_does(name: str, tmp_path: Path) -> None:
+    config, fields = CASES[name]
+    source = adapted(tmp_path, config, **fields)
+    weights = trained(source)
+    done = ExportSafetensors(dtype="fp32").run(context(tmp_path), weights, source)
+    merged = AutoModelForCausalLM.from_pretrained(done.folder).eval()
+    expected = logits(module_with(source, weights))
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    assert (logits(plain) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_loads_an_exported_adapter(name: str, tmp_path: Path) -> None:
+    config, fields = CASES[name]
+    source = adapted(tmp_path, config, **fields)
+    weights = trained(source)
+    done = ExportAdapter().run(context(tmp_path), weights, source)
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder).eval()
+    expected = logits(module_with(source, weights))
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-6)
+    told: list[str] = []
+    ExportAdapter.verify(done.folder, told.append, trust_remote_code=False)
+    assert "computes what it did" in told[-1]
+    total = sum(tensor.numel() for tensor in weights.tensors.values())
+    assert done.total_bytes < 4 * total + 8192
+
+
+def test_the_merge_is_peft_s_own(tmp_path: Path) -> None:
+    source = adapted(tmp_path, UNTIED, rank=3, dora=True)
+    weights = trained(source)
+    done = ExportAdapter().run(context(tmp_path), weights, source)
+    merged = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder).merge_and_unload()
+    ours = source.assemble(weights)
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(ours.read(name), tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_range_of_a_merged_weight_is_that_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.adapter.rows.CHUNK", 7 * 4 * 24)  # seven rows
+    source = adapted(tmp_path, UNTIED, rank=3, dora=True)
+    merged = source.assemble(trained(source))
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = merged.read(name).view(-1)
+    for start, stop in ((0, 1), (13, 14), (5, 400), (167, 169), (860, 888), (0, 888)):
+        assert torch.equal(torch.cat(list(merged.chunks(name, start, stop))), whole[start:stop])
+
+
+def test_row_blocks_do_not_depend_on_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.adapter.rows.CHUNK", 4 * 4 * 10)
+    assert list(row_blocks(11, 10, 0, 110)) == [(0, 4), (4, 8), (8, 11)]
+    assert list(row_blocks(11, 10, 45, 81)) == [(4, 8), (8, 11)]
+    assert list(row_blocks(11, 10, 39, 40)) == [(0, 4)]
+
+
+def test_an_adapter_goes_on_from_a_saved_one(tmp_path: Path) -> None:
+    source = adapted(tmp_path, TINY, rank=4)
+    weights = trained(source)
+    done = ExportAdapter().run(context(tmp_path), weights, source)
+    again = Lora(rank=4, start_from=str(done.folder)).run(context(tmp_path), source.base)
+    reader = again.weights()
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(reader.read(name), tensor)
+    other = Lora(rank=4, targets=("q_proj",), start_from=str(done.folder))
+    with pytest.raises(StageError, match=r"is not of this model and these settings: unexpected 36"):
+        other.run(context(tmp_path), source.base).weights()
+
+
+def test_what_is_borrowed_is_all_that_is_not_trained(tmp_path: Path) -> None:
+    source = adapted(tmp_path, UNTIED, rank=2, train_also=("*norm.weight",))
+    names = {name for name, _ in source.outline.named_parameters()}
+    assert set(source.borrowed) | set(source.trained) == names
+    assert "model.norm.weight" in source.trained
+    assert "model.layers.0.self_attn.q_proj.base_layer.weight" in source.borrowed
+
+
+def test_the_file_is_as_peft_would_write_it(tmp_path: Path) -> None:
+    source = adapted(tmp_path, TINY, rank=2, targets=("q_proj",))
+    done = ExportAdapter(dtype="bf16").run(context(tmp_path), trained(source), source)
+    tensors = load_file(done.folder / "adapter_model.safetensors")
+    assert set(tensors) == {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight"
+        for layer in range(3)
+        for part in "AB"
+    }
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    config = json.loads((done.folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj"]
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 32.0, "LORA")
+
+
+MISTAKES = {
+    "no such layer": ({"targets": ("q_prj",)}, "linear layers are called"),
+    "one of two": ({"targets": ("q_proj", "kproj")}, "no linear layer's name ends in 'kproj'"),
+    "no linear layer": ({"targets": ("embed_tokens",)}, "is a Embedding, which is no linear layer"),
+    "no such parameter": ({"train_also": ("head",)}, "'head' matches no parameter"),
+    "tied": ({"targets": ("lm_head",)}, "lm_head shares its weight with another module"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str, tmp_path: Path) -> None:
+    fields, words = MISTAKES[name]
+    source = adapted(tmp_path, TINY, **fields)
+    with pytest.raises(StageError) as caught:
+        source.weights()
+    assert words in f"{caught.value}"
+
+
+def test_an_adapter_cannot_hold_a_module_in_part(tmp_path: Path) -> None:
+    source = adapted(tmp_path, TINY, rank=2, train_also=("model.embed_tokens.weight",))
+    with pytest.raises(StageError, match=r"embed_tokens was trained and shares its weight"):
+        ExportAdapter().run(context(tmp_path), trained(source), source)
+
+
+def test_conforms() -> None:
+    assert_conforms(
+        Lora,
+        valid={"rank": 8, "alpha": 16.0, "targets": ["q_proj", "v_proj"], "dora": True},
+        invalid=[("rank", {"rank": 0}), ("targets", {"targets": []}),
+                 ("start_from", {"start_from": "/nowhere"})],
+    )  # fmt: skip
+    assert_conforms(ExportAdapter, valid={"dtype": "bf16"}, invalid=[("prompt", {"prompt": " "})])
