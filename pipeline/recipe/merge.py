@@ -2,7 +2,8 @@
 
 Mappings merge key by key, anything else replaces. In `stages`, an overlay slot that names another
 `use` replaces the whole slot, one that names none or the same merges into it, and null removes it.
-Order is the base's, then new keys. Works on nodes, so every value keeps the place it was written.
+Order is the base's. A new slot comes right behind the one that stands before it in the overlay, or
+last if none does. Works on nodes, so every value keeps the place it was written.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def _merge_maps(base: Node, overlay: Node) -> Node:
 
 def _merge_slots(base: Node, overlay: Node) -> Node:
     entries, keys = dict(base.entries()), dict(base.keys)
+    order, before = list(entries), ""
     for slot, theirs in overlay.entries().items():
+        if slot not in order:
+            order.insert(order.index(before) + 1 if before else len(order), slot)
+        before = slot
         ours = entries.get(slot)
         if theirs.value is None and ours is not None:
             del entries[slot], keys[slot]
@@ -59,7 +64,8 @@ def _merge_slots(base: Node, overlay: Node) -> Node:
             entries[slot], keys[slot] = theirs, overlay.keys[slot]
         else:
             entries[slot] = _merge_values(ours, theirs)
-    return Node(value=entries, at=base.at, keys=keys)
+    in_order = {slot: entries[slot] for slot in order if slot in entries}
+    return Node(value=in_order, at=base.at, keys=keys)
 
 
 def _other_stage(ours: Node, theirs: Node) -> bool:

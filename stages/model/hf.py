@@ -11,6 +11,7 @@ from annotated_types import Gt
 from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
+from stages.model.options import ActivationCheckpointing, Compile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,10 @@ class HfModel:
     attention: str = "sdpa"
     """Attention implementation of transformers: `sdpa`, `eager`, `flash_attention_2`,
     `flex_attention`, or another name that it knows."""
+    activation_checkpointing: ActivationCheckpointing | None = None
+    """Drop activations in forward and compute them again in backward; null keeps them."""
+    compile: Compile | None = None
+    """Compile the transformer blocks with torch.compile; null does not."""
     trust_remote_code: bool = False
     """Run model code that the folder or hub repository brings along. Only for sources you trust."""
 

@@ -10,7 +10,7 @@ from stages.model.config import config_of_files, config_of_recipe
 from stages.model.fit import Allowed
 from stages.model.gguf import require_gguf
 from stages.model.paths import Files, is_gguf, is_local, local
-from stages.model.source import HfSource
+from stages.model.source import HfSource, Training
 
 if TYPE_CHECKING:
     from pipeline.stage import Context
@@ -44,6 +44,7 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
         allowed=Allowed(new=stage.new_weights, unused=stage.unused_weights),
         resized=stage.vocab_size is not None,
         attention=stage.attention,
+        training=Training(checkpointing=stage.activation_checkpointing, compile=stage.compile),
         trust_remote_code=stage.trust_remote_code,
         log=ctx.log,
     )

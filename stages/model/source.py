@@ -19,6 +19,7 @@ from stages.model.files import safetensors_files, weight_files
 from stages.model.fingerprint import source_fingerprint
 from stages.model.fit import Allowed, fit
 from stages.model.gguf import open_gguf
+from stages.model.memory import checkpoint_blocks, compile_blocks
 from stages.model.names import ties
 from stages.model.outline import outline
 from stages.model.paths import Files, has_tokenizer, is_local
@@ -31,6 +32,23 @@ if TYPE_CHECKING:
     from logging import Logger
 
     from torch import Tensor
+
+    from stages.model.options import ActivationCheckpointing, Compile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is done to the module for the sake of training alone."""
+
+    checkpointing: ActivationCheckpointing | None = None
+    compile: Compile | None = None
+
+    def prepare(self, blocks: Sequence[nn.Module]) -> None:
+        """Change the blocks of a module in place."""
+        if self.checkpointing is not None:
+            checkpoint_blocks(blocks, self.checkpointing)
+        if self.compile is not None:
+            compile_blocks(blocks, self.compile)
 
 
 class HfSource(ModelSource):
@@ -49,6 +67,7 @@ class HfSource(ModelSource):
         allowed: Allowed,
         resized: bool,
         attention: str,
+        training: Training,
         trust_remote_code: bool,
         log: Logger,
     ) -> None:
@@ -61,6 +80,7 @@ class HfSource(ModelSource):
         self._declared = allowed
         self._resized = resized
         self._attention = attention
+        self._training = training
         self._trust_remote_code = trust_remote_code
         self._log = log
 
@@ -82,7 +102,14 @@ class HfSource(ModelSource):
         except (ValueError, ImportError) as error:
             raise StageError(f"{self.name} cannot be built: {error}") from error
         model.tie_weights()
+        self._training.prepare(self.blocks(model))
         return cast("nn.Module", model)
+
+    @property
+    def exported(self) -> ModelSource:
+        plain = copy.copy(self)
+        plain._training = Training()
+        return plain
 
     @functools.cached_property
     def _outline(self) -> nn.Module:

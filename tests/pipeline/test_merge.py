@@ -145,3 +145,12 @@ def test_overrides_apply_in_order_and_may_replace_a_slot() -> None:
 def test_an_override_of_extends_is_refused() -> None:
     with pytest.raises(RecipeError, match="the recipe has no slot `extends`"):
         over("", "extends=other.yaml")
+
+
+def test_a_new_slot_comes_behind_the_one_that_stands_before_it() -> None:
+    recipe = over("stages: {model: {}, adapter: {use: a.x}, more: {use: m.x}, last: {use: l.x}}\n")
+    assert list(recipe.stages) == ["model", "adapter", "more", "last", "wrap", "train"]
+    alone = over("stages: {adapter: {use: a.x}, train: {}, more: {use: m.x}}\n")
+    assert list(alone.stages) == ["model", "wrap", "train", "more", "adapter"]
+    removed = over("stages: {wrap: null, adapter: {use: a.x}}\n")
+    assert list(removed.stages) == ["model", "adapter", "train"]
