@@ -105,8 +105,9 @@ class StateCheckpoints(Checkpoints):
 
     def due(self, progress: Progress) -> bool:
         self._settle_if_done()
-        best = self._keeps_best and progress.best.get("step") == progress.step
-        return best or (self._every is not None and progress.step % self._every == 0)
+        if self._keeps_best and progress.best.get("step") == progress.step:
+            return True
+        return self._every is not None and progress.step > 0 and progress.step % self._every == 0
 
     def save(self, progress: Progress) -> None:
         name = step_name(progress.step)

@@ -56,7 +56,7 @@ class StepCheckpoints(Checkpoints):
         """Load the engine's state from `folder` (collective)."""
 
     def due(self, progress: Progress) -> bool:
-        return self._every is not None and progress.step % self._every == 0
+        return self._every is not None and progress.step > 0 and progress.step % self._every == 0
 
     def save(self, progress: Progress) -> None:
         dist = self._ctx.dist

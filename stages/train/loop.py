@@ -115,6 +115,8 @@ class Training:
             self._ctx.log.info("nothing left to train: step %d of %d", progress.step, total)
         elif heldout and self._config.eval_first and not progress.step and not progress.best:
             self._evaluate(heldout)
+            if self._checkpoints.due(progress):
+                self._save()
         if self._config.anomalies.rolls_back:
             self._save()  # so that there is always one to go back to
 

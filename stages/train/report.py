@@ -58,6 +58,7 @@ class Reporter:
             "step_seconds": now - self._since,
             "target_tokens_per_second": (progress.tokens - self._tokens) / (now - self._since),
             "samples_per_second": (progress.samples - self._samples) / (now - self._since),
+            **_best(progress),
         }
         self._begin(now)
         self._pending.append((done, record))
@@ -74,16 +75,15 @@ class Reporter:
 
     def evaluated(self, loss: float) -> None:
         """Report a held-out loss, which the progress knows already."""
-        step, best = self._progress.step, self._progress.best
+        step = self._progress.step
         record = {
             "step": step,
             "eval_loss": _finite(loss),
             "perplexity": _finite(perplexity(loss)),
-            "best_step": best.get("step"),
-            "best_eval_loss": best.get("eval_loss"),
+            **_best(self._progress),
         }
         self._ctx.metrics.write(record)
-        mark = "  (the best so far)" if best.get("step") == step else ""
+        mark = "  (the best so far)" if record.get("best_step") == step else ""
         self._ctx.log.info(
             f"step {step}  eval_loss {loss:.4f}  perplexity {perplexity(loss):.2f}{mark}"
         )
@@ -159,6 +159,12 @@ class Reporter:
         if waited >= SLOW_DATA:
             parts.append(f"{waited:.0%} of it waiting for data")
         self._ctx.log.info("  ".join([*parts, f"eta {minutes}:{left:02d}"]))
+
+
+def _best(progress: Progress) -> dict[str, float]:
+    """In every record, so that who wants to know needs no more than the end of the file."""
+    best = progress.best
+    return {"best_step": best["step"], "best_eval_loss": best["eval_loss"]} if best else {}
 
 
 def _shown(value: float | None, form: str) -> str:
