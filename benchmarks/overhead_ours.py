@@ -19,10 +19,11 @@ from stages.data.blocks import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
+from stages.train.anomalies import Watch
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
-from stages.train.loop import train_step
 from stages.train.report import Reporter
+from stages.train.step import train_step
 
 
 def run_context(job: Job, dist: Dist, log: Any, on_exit: Any) -> Context:
@@ -56,15 +57,24 @@ class OurLoop:
             steps=job.total_steps, log_every=job.steps,
         )  # fmt: skip
         blocks = TokenBlocks(map_tokens(job.folder), job.length)
-        data = Data(train=blocks, heldout=None, pad_id=0, fingerprint="")
+        data = Data(train=blocks, heldout=None, pad_id=0, identity={})
         self._feed = Feed(config, data, ctx.seed, self.engine.shard, self.engine.device)
         self._progress = Progress()
+        self._watch = Watch(config.anomalies, self.engine.shard.count)
         self._reporter = Reporter(
-            ctx, self.engine, config.log_every, self._feed.total_steps, self._progress
+            ctx,
+            self.engine,
+            log_every=config.log_every,
+            total_steps=self._feed.total_steps,
+            progress=self._progress,
         )
 
     def run(self, steps: int) -> float:
         """Train so many steps; the global loss of the last."""
         for _ in range(steps):
-            self._reporter.add(*train_step(self.engine, self._feed, self._plan, self._progress))
+            done, anomaly = train_step(
+                self.engine, self._feed, self._plan, self._progress, self._watch
+            )
+            assert not anomaly, anomaly
+            self._reporter.add(done)
         return self._progress.metrics["loss"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.errors import StageError
+from pipeline.errors import CheckpointError, StageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -273,7 +273,8 @@ class Progress:
     """How far training has come. Counts are over all ranks; JSON in every checkpoint."""
 
     step: int = 0
-    """Optimizer steps done (also those skipped for overflow)."""
+    """Optimizer steps done, those skipped for overflow too; not those that were left out as
+    anomalous, whose place the next batch takes."""
     samples: int = 0
     """Global index of the next sample: position in the endless shuffled sequence."""
     tokens: int = 0
@@ -281,7 +282,23 @@ class Progress:
     skipped: int = 0
     """Steps skipped for overflow."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The latest `loss` and `eval_loss`."""
+    """The latest `loss`; `eval_loss` and `perplexity` if these weights were evaluated."""
+    best: dict[str, float] = field(default_factory=dict)
+    """The lowest held-out loss so far, `eval_loss`, and the `step` at which it was reached; empty
+    before the first evaluation."""
+    patience: dict[str, float] = field(default_factory=dict)
+    """Of early stopping: the `eval_loss` to improve on, and for how many `evaluations` none did."""
+    stopped: str = ""
+    """Why training ended before its last step, if it did."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the newest steps, where loss spikes are looked for; oldest first."""
+    left_out: list[list[int]] = field(default_factory=list)
+    """Positions of the sample order that no update is from, as [start, stop) in ascending order:
+    those of anomalous steps, and of steps that a rollback undid."""
+    left_out_in_a_row: int = 0
+    """Anomalous steps since the last update."""
+    rollbacks: int = 0
+    """How often training went back to a checkpoint."""
     origin: dict[str, Any] = field(default_factory=dict)
     """What the position means something for: model, tokenizer, data, seed, order, global batch."""
 
@@ -290,8 +307,8 @@ class Checkpoints(ABC):
     """Where, when and in which format a run saves its training state and resumes from it."""
 
     @abstractmethod
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step` optimizer steps."""
+    def due(self, progress: Progress) -> bool:
+        """Whether a checkpoint is to be written now."""
 
     @abstractmethod
     def save(self, progress: Progress) -> None:
@@ -307,18 +324,24 @@ class Checkpoints(ABC):
     @abstractmethod
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
         """Load the newest complete checkpoint into the engine (collective); None if there is none.
+        Can be called again in the middle of a training, to go back.
 
         `admit` is given the progress that it holds before anything is loaded, and raises if that
         is not to be continued. Raises CheckpointError when what is there cannot be.
         """
 
+    def best(self) -> TrainedRun:
+        """The checkpoint with the lowest held-out loss among those that are there, once `finish`
+        has returned (collective). Raises CheckpointError when there is none."""
+        raise CheckpointError("these checkpoints do not tell which one is the best")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun(Durable):
-    """A finished training: its last checkpoint and what it reached."""
+    """A finished training: the checkpoint that later stages take, and how far it had come."""
 
     checkpoint: str
-    """Address of the last one: a path, or what fsspec knows."""
+    """Its address: a path, or what fsspec knows."""
     progress: Progress
 
     def record(self) -> dict[str, Any]:
@@ -329,11 +352,9 @@ class TrainedRun(Durable):
 
     @classmethod
     def restore(cls, record: Mapping[str, Any]) -> TrainedRun:
-        from pipeline.errors import CheckpointError
-
         checkpoint = str(record["checkpoint"])
         if "://" not in checkpoint and not Path(checkpoint).is_dir():
-            raise CheckpointError(f"the last checkpoint is gone: {checkpoint}")
+            raise CheckpointError(f"the trained checkpoint is gone: {checkpoint}")
         return cls(checkpoint=checkpoint, progress=Progress(**record["progress"]))
 
 

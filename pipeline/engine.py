@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ class StepReport:
     """What one optimizer step did.
 
     `grad_norm` is the L2 norm of the whole model's gradient before clipping, over all ranks.
-    `applied` is False when the step was skipped (fp16 overflow). `loss_scale` is 1.0 without
-    scaling.
+    `applied` is False when the update was left out: for an overflow under loss scaling, or because
+    the caller did not admit it. `loss_scale` is 1.0 without scaling.
     """
 
     grad_norm: float
@@ -97,6 +98,11 @@ class EngineState:
     loss_scale: LossScale | None
 
 
+Admit = Callable[[float], bool]
+"""Gradient norm of the whole model, before clipping -> whether the update is to be applied. Has to
+answer the same on all ranks."""
+
+
 class Engine(ABC):
     """A model with its optimizer, living on this process's device under one strategy.
 
@@ -128,8 +134,13 @@ class Engine(ABC):
         """Accumulate gradients of `loss`, a scalar normalised as the class says."""
 
     @abstractmethod
-    def step(self, *, lr_scale: float) -> StepReport:
-        """Clip, apply the optimizer, clear gradients."""
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+        """Clip, apply the optimizer, clear gradients.
+
+        `admit` is asked before anything is updated. Where it answers False, gradients are dropped,
+        and weights, moments and counts of updates stay as they are. A strategy may leave a
+        non-finite gradient out without asking.
+        """
 
     @abstractmethod
     def facts(self) -> Mapping[str, Any]:
@@ -158,6 +169,11 @@ class Engine(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Bring what is computed from the masters in line with them (collective)."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Surround forward passes without backward on the weights that the training is for
+        (collective). They are those that are trained, where no engine says otherwise."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Release what outlives the object itself (helper threads, process groups)."""

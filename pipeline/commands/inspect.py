@@ -85,9 +85,13 @@ def _verdict(every_byte: bool) -> str:
 
 
 def _show_all(lines: Sequence[Mapping[str, Any]], aside: Sequence[str]) -> None:
+    known = [line["eval_loss"] for line in lines if line["eval_loss"] is not None]
+    best = min(known, default=None)
     for line in lines:
+        loss = "" if line["eval_loss"] is None else f"eval_loss {line['eval_loss']:.4f}"
+        mark = "best" if loss and line["eval_loss"] == best else ""
         size = "" if line["bytes"] is None else f"{human(line['bytes']):>9}"
-        fields = (line["name"], line["written"] or "", size, line["damage"] or "")
+        fields = (line["name"], line["written"] or "", size, loss, mark, line["damage"] or "")
         click.echo("  ".join(field for field in fields if field))
     for place in aside:
         click.echo(f"{place}  damaged, kept aside")
@@ -106,11 +110,16 @@ def _lines(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "by", f"{told['world_size']} process{'' if told['world_size'] == 1 else 'es'}"
     for name, facts in told["writer"].items():
         yield name, _pairs(facts) if isinstance(facts, Mapping) else str(facts)
-    progress = {k: v for k, v in told["progress"].items() if k not in ("metrics", "origin", "step")}
+    apart = ("metrics", "origin", "step", "recent_losses", "best")
+    progress = {
+        k: v for k, v in told["progress"].items() if k not in apart and v not in ([], {}, "")
+    }
     if progress:
         yield "position", _pairs(progress)
     if told["progress"].get("metrics"):
         yield "metrics", _pairs(told["progress"]["metrics"])
+    if told["progress"].get("best"):
+        yield "best so far", _pairs(told["progress"]["best"])
     for kind in told["tensors"]:
         yield (
             kind["kind"],

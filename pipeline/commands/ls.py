@@ -26,7 +26,8 @@ def ls(runs: Path, as_json: bool) -> None:
         loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
         slot = "" if run["state"] == "finished" else f"in {run['slot']}"
         step = "" if run["step"] is None else f"step {run['step']}"
-        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, slot)
+        best = run["best"] and f"best {run['best']['eval_loss']:.4f} at step {run['best']['step']}"
+        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot)
         click.echo("  ".join(field for field in fields if field))
     if not found:
         click.echo(f"no runs in {runs}", err=True)
@@ -44,10 +45,12 @@ def _runs(root: Path) -> Iterator[dict[str, Any]]:
 def _describe(folder: Path) -> dict[str, Any]:
     from pipeline import rundir
     from pipeline.journal import Journal
+    from pipeline.jsonl import read_tail
 
     events = list(Journal(folder / rundir.JOURNAL).events())
     slots = [event["slot"] for event in events if event["event"] == "slot started"]
-    metrics = _last_step(folder / rundir.METRICS)
+    newest = read_tail(folder / rundir.METRICS)
+    metrics = next((record for record in reversed(newest) if "loss" in record), {})
     return {
         "folder": str(folder),
         "state": _state(folder, events),
@@ -55,6 +58,7 @@ def _describe(folder: Path) -> dict[str, Any]:
         "slot": slots[-1] if slots else None,
         "step": metrics.get("step"),
         "loss": metrics.get("loss"),
+        "best": _best(newest),
     }
 
 
@@ -71,7 +75,9 @@ def _state(folder: Path, events: list[dict[str, Any]]) -> str:
     return "failed" if failed else "stopped"
 
 
-def _last_step(path: Path) -> dict[str, Any]:
-    from pipeline.jsonl import read_tail
-
-    return next((record for record in reversed(read_tail(path)) if "loss" in record), {})
+def _best(newest: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The lowest held-out loss and its step, which every step tells since there was one."""
+    told = next(
+        (record for record in reversed(newest) if record.get("best_step") is not None), None
+    )
+    return told and {"step": told["best_step"], "eval_loss": told["best_eval_loss"]}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline import rundir
-from pipeline.artifacts import Checkpoints, Progress
+from pipeline.artifacts import Checkpoints, Progress, TrainedRun
 from pipeline.engine import Engine, EngineState
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.room import require_room
@@ -26,8 +26,9 @@ from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import FILE, Group, Scale, State
 from pipeline.state.own import own_state
 from pipeline.state.planning import Arrangement, make_plan, random_key
-from pipeline.state.restore import Restoration
-from pipeline.state.retention import Retention
+from pipeline.state.reader import CheckpointReader
+from pipeline.state.restore import Restoration, saved_progress
+from pipeline.state.retention import Retention, best_of
 from pipeline.state.store import locate, open_store, step_name
 from pipeline.state.visibility import require_shared
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton
@@ -60,6 +61,7 @@ class StateCheckpoints(Checkpoints):
         self._engine = engine
         self._borrowed = borrowed
         self._every = every
+        self._keeps_best = retention.best > 0
         self._asynchronous = asynchronous
         self._start_from = start_from
         self.address = address
@@ -105,9 +107,11 @@ class StateCheckpoints(Checkpoints):
         if "://" not in self.address:
             shutil.rmtree(self.address, ignore_errors=True)
 
-    def due(self, step: int) -> bool:
+    def due(self, progress: Progress) -> bool:
         self._settle_if_done()
-        return self._every is not None and step % self._every == 0
+        if self._keeps_best and progress.best.get("step") == progress.step:
+            return True
+        return self._every is not None and progress.step > 0 and progress.step % self._every == 0
 
     def save(self, progress: Progress) -> None:
         name = step_name(progress.step)
@@ -136,7 +140,19 @@ class StateCheckpoints(Checkpoints):
             raise CheckpointError("nothing was saved")
         return self._store.locate(self._last)
 
+    def best(self) -> TrainedRun:
+        found = None
+        if self._ctx.dist.is_main:
+            found = "".join(best_of(self._store, self._store.names(), 1))
+        name = self._ctx.dist.share(found)
+        if not name:
+            raise CheckpointError(f"no checkpoint in {self.address} has a held-out loss")
+        with contextlib.closing(CheckpointReader(self._store, name)) as reader:
+            progress = saved_progress(reader)
+        return TrainedRun(checkpoint=self._store.locate(name), progress=progress)
+
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
+        self._settle_pending()
         progress = Restoration(self._ctx, self._engine, self._store, self._borrowed).newest(admit)
         if progress is not None:
             self._last = step_name(progress.step)

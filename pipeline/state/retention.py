@@ -43,17 +43,21 @@ def forget(store: Store, retention: Retention) -> Iterator[str]:
 def best_of(store: Store, names: Sequence[str], count: int) -> set[str]:
     """The `count` checkpoints with the lowest loss on held-out data; fewer, where that is not
     known."""
-    losses = {name: _heldout_loss(store, name) for name in names}
-    ranked = sorted((loss, name) for name, loss in losses.items() if math.isfinite(loss))
+    losses = {name: _stored_loss(store, name) for name in names}
+    ranked = sorted((loss, name) for name, loss in losses.items() if loss is not None)
     return {name for _, name in ranked[:count]}
 
 
-def _heldout_loss(store: Store, name: str) -> float:
-    """Infinite for a checkpoint without one, and for one that cannot be read."""
-    try:
-        progress = Manifest.load(store.get(name, FILE), name).progress
-    except (OSError, CheckpointError):
-        return math.inf
-    metrics = progress.get("metrics")
+def heldout_loss(manifest: Manifest) -> float | None:
+    """Of the checkpoint's weights; None where that is not known."""
+    metrics = manifest.progress.get("metrics")
     loss = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
-    return float(loss) if isinstance(loss, int | float) else math.inf
+    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+
+def _stored_loss(store: Store, name: str) -> float | None:
+    """None for a checkpoint that cannot be read, too."""
+    try:
+        return heldout_loss(Manifest.load(store.get(name, FILE), name))
+    except (OSError, CheckpointError):
+        return None

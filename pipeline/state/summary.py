@@ -10,6 +10,7 @@ from pipeline.errors import CheckpointError, UsageError, system_errors_as
 from pipeline.state import whereabouts
 from pipeline.state.manifest import FILE, Damaged, Manifest
 from pipeline.state.reader import CheckpointReader
+from pipeline.state.retention import heldout_loss
 from pipeline.state.store import Store, locate, open_store, step_number
 
 HINT = (
@@ -85,11 +86,13 @@ def data_bytes(reader: CheckpointReader) -> int:
 
 
 def _line(store: Store, name: str) -> dict[str, Any]:
-    line: dict[str, Any] = {"name": name, "written": None, "bytes": None, "damage": None}
+    line: dict[str, Any] = dict.fromkeys(("written", "bytes", "eval_loss", "damage"))
+    line = {"name": name, **line}
     try:
         reader = CheckpointReader(store, name)
         line["written"] = reader.manifest.written
         line["bytes"] = sum(file.size for file in reader.manifest.files)
+        line["eval_loss"] = heldout_loss(reader.manifest)
         reader.require_files()
     except Damaged as error:
         line["damage"] = str(error)

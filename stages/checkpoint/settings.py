@@ -35,7 +35,8 @@ class CheckpointSettings(ABC):
     """Keep for good the checkpoints whose step is a multiple of this."""
 
     keep_best: Annotated[int, Ge(0)] = 0
-    """Keep also so many with the lowest held-out loss (those saved right after an evaluation)."""
+    """Keep also so many with the lowest held-out loss. When this is not 0, a checkpoint is saved
+    after every evaluation that gives the lowest so far, also between those of `every`."""
 
     asynchronous: bool = True
     """Write while training goes on, from a copy of the state in host memory; false makes training

@@ -55,8 +55,8 @@ class StepCheckpoints(Checkpoints):
     def read(self, folder: Path) -> None:
         """Load the engine's state from `folder` (collective)."""
 
-    def due(self, step: int) -> bool:
-        return self._every is not None and step % self._every == 0
+    def due(self, progress: Progress) -> bool:
+        return self._every is not None and progress.step > 0 and progress.step % self._every == 0
 
     def save(self, progress: Progress) -> None:
         dist = self._ctx.dist

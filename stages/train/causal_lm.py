@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
@@ -12,8 +12,7 @@ from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, Tr
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
-
-Count = Annotated[int, Gt(0)]
+from stages.train.policies import Anomalies, Count, EarlyStopping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +48,19 @@ class TrainCausalLm:
     eval_every: Count | None = None
     """Steps between evaluations on held-out samples; null evaluates at the end only."""
 
+    eval_first: bool = False
+    """Evaluate before the first step too."""
+
+    early_stopping: EarlyStopping | None = None
+    """End training when the held-out loss stops to fall; null trains to the last step."""
+
+    result: Literal["last", "best"] = "last"
+    """Which checkpoint later stages (consolidate, export) take: that of the last step, or the one
+    with the lowest held-out loss, which needs `keep_best` in the checkpoint slot."""
+
+    anomalies: Anomalies = field(default_factory=Anomalies)
+    """What to do about steps whose gradient is not finite or whose loss spikes."""
+
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if (self.steps is None) == (self.epochs is None):
             yield Problem(key="steps", message="give exactly one of steps and epochs")
@@ -62,6 +74,31 @@ class TrainCausalLm:
                     f"= {given}",
                     hint="leave out one of micro_batch_size and accumulation",
                 )
+        for problem in self.anomalies.problems(plan):
+            yield replace(problem, key=f"anomalies.{problem.key}")
+        yield from self._evaluation_problems(plan)
+
+    def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
+        kept = [getattr(stage, "keep_best", 0) for stage in plan.giving(Checkpoints)]
+        if self.early_stopping is not None and self.eval_every is None:
+            yield Problem(
+                key="early_stopping",
+                message="stops by evaluations, and there is none before the end",
+                hint="set eval_every",
+            )
+        if self.eval_every is None and any(kept):
+            yield Problem(
+                key="eval_every",
+                message="the checkpoint slot's keep_best compares evaluations, and there is only "
+                "one, at the end",
+                hint="set eval_every",
+            )
+        if self.result == "best" and not all(kept):
+            yield Problem(
+                key="result",
+                message="the checkpoint slot does not keep the best checkpoint",
+                hint="set keep_best: 1 there",
+            )
 
     def microbatch_size(self, ranks: int) -> int:
         """Samples of one forward pass, given or derived, on `ranks` data-parallel ranks."""

@@ -1,14 +1,17 @@
-"""Loss on held-out samples."""
+"""Loss on held-out samples, and what follows from it."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed
 
-from pipeline.artifacts import Data, Samples
+from pipeline.artifacts import Data, Progress, Samples
 from pipeline.engine import Engine
 from stages.train.batches import collate, microbatches
 from stages.train.loss import summed_loss
+from stages.train.policies import EarlyStopping
 
 
 def evaluate(engine: Engine, data: Data, samples: Samples, micro_batch_size: int) -> float:
@@ -16,7 +19,7 @@ def evaluate(engine: Engine, data: Data, samples: Samples, micro_batch_size: int
     engine.model.eval()
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
     targets = sum(samples.targets(index) for index in range(len(samples)))
-    with torch.no_grad():
+    with torch.no_grad(), engine.evaluating():
         for start, end in microbatches(len(samples), engine.shard, micro_batch_size):
             rows = [samples[index] for index in range(start, end)]
             total += summed_loss(engine.model, collate(rows, data.pad_id, engine.device))
@@ -24,3 +27,46 @@ def evaluate(engine: Engine, data: Data, samples: Samples, micro_batch_size: int
     if engine.shard.count > 1:
         torch.distributed.all_reduce(total)
     return float(total) / targets
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats; infinite where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def note(progress: Progress, loss: float, stopping: EarlyStopping | None) -> None:
+    """Let the progress have what an evaluation of its weights says. A loss that is not finite is no
+    best and no improvement."""
+    for name, value in (("eval_loss", loss), ("perplexity", perplexity(loss))):
+        progress.metrics.pop(name, None)
+        if math.isfinite(value):
+            progress.metrics[name] = value
+    if math.isfinite(loss) and loss < progress.best.get("eval_loss", math.inf):
+        progress.best = {"step": progress.step, "eval_loss": loss}
+    if stopping is not None:
+        progress.patience = _after(progress.patience, loss, stopping)
+
+
+def _after(patience: dict[str, float], loss: float, stopping: EarlyStopping) -> dict[str, float]:
+    """The state of early stopping after another evaluation."""
+    known = patience.get("eval_loss")
+    if math.isfinite(loss) and (known is None or _improves(loss, known, stopping)):
+        return {"eval_loss": loss, "evaluations": 0}
+    return {**patience, "evaluations": patience.get("evaluations", 0) + 1}
+
+
+def _improves(loss: float, known: float, stopping: EarlyStopping) -> bool:
+    return loss < known and known - loss >= stopping.min_improvement
+
+
+def reason_to_stop(progress: Progress, stopping: EarlyStopping | None) -> str:
+    """Why training is to end now; empty if it is not."""
+    if stopping is None or progress.patience.get("evaluations", 0) < stopping.patience:
+        return ""
+    known = progress.patience.get("eval_loss")
+    since = "was never a number" if known is None else f"has not improved on {known:.4f}"
+    count = int(progress.patience["evaluations"])
+    return f"eval_loss {since} in {count} evaluation{'s' * (count > 1)}"

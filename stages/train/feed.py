@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,9 +36,7 @@ class Feed:
         seed: int,
         shard: DataShard,
         device: torch.device,
-        began: Progress | None = None,
     ) -> None:
-        began = began or Progress()
         self._data = data
         self._shard = shard
         self._device = device
@@ -49,9 +49,17 @@ class Feed:
             raise StageError(
                 f"{config.epochs} epochs of {len(data.train)} samples are less than one sample"
             )
-        # Epochs end at a sample, after however many steps with another global batch.
-        left = max((self._end or 0) - began.samples, 0)
-        self.total_steps = config.steps or began.step + -(-left // self._batch)
+        self._steps = config.steps
+        self.taken = Taken()
+
+    def total_steps(self, progress: Progress) -> int:
+        """Steps of the whole training. Epochs end at a sample: after fewer steps where anomalous
+        batches were left out, and after however many with another global batch."""
+        if self._end is None:
+            assert self._steps is not None
+            return self._steps
+        left = max(self._end - progress.samples, 0)
+        return progress.step + -(-left // self._batch)
 
     def count(self, position: int) -> int:
         """Samples of the step that starts at `position`; fewer than a batch only at the very
@@ -66,11 +74,19 @@ class Feed:
         )
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """This rank's micro-batches of the step at `position`, each with whether it is the last."""
+        """This rank's micro-batches of the step at `position`, each with whether it is the last.
+        What they were and took is in `taken` afterwards."""
         parts = self._parts(position)
         following = functools.partial(self._parts, position + self.count(position))
-        for part, batch in zip(parts, self._ahead.take(parts, following), strict=True):
-            yield batch, part.last
+        batches = self._ahead.take(parts, following)
+        self.taken = taken = Taken()
+        for part in parts:
+            began = time.perf_counter()
+            prepared = next(batches)
+            taken.seconds += time.perf_counter() - began
+            taken.tokens += sum(prepared.lengths)
+            taken.squares += sum(length * length for length in prepared.lengths)
+            yield prepared.batch, part.last
 
     def close(self) -> None:
         """End the threads."""
@@ -87,9 +103,28 @@ class Feed:
             for place, (start, end) in enumerate(ranges)
         ]
 
-    def _prepared(self, part: Part) -> MicroBatch:
+    def _prepared(self, part: Part) -> Prepared:
         samples = [self._data.train[index] for index in part.indices]
-        return collate(samples, self._data.pad_id, self._device)
+        batch = collate(samples, self._data.pad_id, self._device)
+        return Prepared(batch, [len(sample.input_ids) for sample in samples])
+
+
+@dataclass
+class Taken:
+    """What a step's micro-batches were on this rank, and how long they were waited for."""
+
+    tokens: int = 0
+    """Without padding."""
+    squares: int = 0
+    """Sum of the squared lengths of samples, which the cost of attention grows with."""
+    seconds: float = 0.0
+
+
+class Prepared(NamedTuple):
+    """A micro-batch, and the lengths of its samples without padding."""
+
+    batch: MicroBatch
+    lengths: list[int]
 
 
 class Part(NamedTuple):
@@ -104,14 +139,14 @@ class Part(NamedTuple):
 class Ahead:
     """Prepares a step's micro-batches in threads while the step before it is trained on."""
 
-    def __init__(self, prepare: Callable[[Part], MicroBatch], workers: int) -> None:
+    def __init__(self, prepare: Callable[[Part], Prepared], workers: int) -> None:
         self._prepare = prepare
         self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
-        self._begun: dict[Part, Future[MicroBatch]] = {}
+        self._begun: dict[Part, Future[Prepared]] = {}
 
     def take(
         self, parts: Sequence[Part], following: Callable[[], Sequence[Part]]
-    ) -> Iterator[MicroBatch]:
+    ) -> Iterator[Prepared]:
         """The micro-batches of `parts`, in order; what `following` gives is begun meanwhile."""
         if self._pool is None:
             yield from map(self._prepare, parts)

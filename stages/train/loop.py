@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from pipeline.artifacts import Checkpoints, Data, OptimizerPlan, Progress, TrainedRun
-from pipeline.engine import Engine, StepReport
+from pipeline.artifacts import (
+    Checkpoints,
+    Data,
+    OptimizerPlan,
+    Progress,
+    Samples,
+    TrainedRun,
+)
+from pipeline.engine import Engine
 from pipeline.errors import StageError
 from pipeline.stage import Context
+from stages.train.anomalies import Watch
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.evaluation import evaluate
+from stages.train.evaluation import evaluate, note, reason_to_stop
 from stages.train.feed import Feed
-from stages.train.loss import summed_loss
+from stages.train.flops import utilisation
 from stages.train.origin import require_same_origin
+from stages.train.recovery import Recovery
 from stages.train.report import Reporter
+from stages.train.step import Done, train_step
 
 
 def train(
@@ -35,58 +44,135 @@ def train(
     what positions in this training mean something for."""
     torch.manual_seed(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
     admit = functools.partial(require_same_origin, began, ctx.accept)
-    progress = checkpoints.restore(admit) or Progress()
+    restored = checkpoints.restore(admit)
+    ctx.metrics.rewind(-1 if restored is None else restored.step)
+    progress = restored or Progress()
     progress.origin = dict(began)
-    feed = Feed(config, data, ctx.seed, engine.shard, engine.device, progress)
+    feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
     ctx.on_exit(feed.close)
-    if progress.step >= feed.total_steps:
-        ctx.log.info("nothing left to train: step %d of %d", progress.step, feed.total_steps)
-    reporter = Reporter(ctx, engine, config.log_every, feed.total_steps, progress)
-    while progress.step < feed.total_steps:
-        reporter.add(*train_step(engine, feed, plan, progress))
-        last = progress.step == feed.total_steps
-        if data.heldout and (last or _due(config.eval_every, progress.step)):
-            with reporter.paused():
-                size = config.microbatch_size(engine.shard.count)
-                reporter.evaluated(evaluate(engine, data, data.heldout, size))
-        if checkpoints.due(progress.step):
-            with reporter.paused():
-                checkpoints.save(progress)
-    with reporter.paused():
-        checkpoints.save(progress)
-    return TrainedRun(checkpoint=checkpoints.finish(), progress=progress)
+    recovery = Recovery(config.anomalies, checkpoints, admit)
+    Training(config, ctx, engine, data, plan, checkpoints, feed, progress).run(recovery)
+    last = checkpoints.finish()
+    if config.result == "best":
+        return checkpoints.best()
+    return TrainedRun(checkpoint=last, progress=progress)
 
 
-def train_step(
-    engine: Engine, feed: Feed, plan: OptimizerPlan, progress: Progress
-) -> tuple[torch.Tensor, StepReport]:
-    """One optimizer step: accumulate, clip and apply, advance. Returns this rank's part of the mean
-    loss, still on the device, and the engine's report. Raises StageError on a non-finite
-    gradient."""
-    targets = feed.targets(progress.samples)
-    if targets == 0:
-        raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
-    progress.metrics.pop("eval_loss", None)  # it was that of other weights
-    loss_sum = torch.zeros((), device=engine.device)
-    for batch, last in feed.microbatches(progress.samples):
-        with engine.microbatch(last=last):
-            loss = summed_loss(engine.model, batch)
-            engine.backward(loss * (engine.shard.count / targets))
-        loss_sum += loss.detach()
-    report = engine.step(lr_scale=plan.lr_scale(progress.step, feed.total_steps))
-    # An overflow under loss scaling is skipped and goes away; without a scale to lower, it stays.
-    if not math.isfinite(report.grad_norm) and (report.applied or report.loss_scale <= 1.0):
-        raise StageError(
-            f"step {progress.step + 1}: the gradient norm is {report.grad_norm}",
-            hint="lower the learning rate, or look for broken samples; "
-            "the last checkpoint is from before this step",
+class Training:
+    """One training from some step on; `progress` moves on in place."""
+
+    def __init__(
+        self,
+        config: TrainCausalLm,
+        ctx: Context,
+        engine: Engine,
+        data: Data,
+        plan: OptimizerPlan,
+        checkpoints: Checkpoints,
+        feed: Feed,
+        progress: Progress,
+    ) -> None:
+        _require_heldout(config, data)
+        self._config = config
+        self._ctx = ctx
+        self._engine = engine
+        self._data = data
+        self._plan = plan
+        self._checkpoints = checkpoints
+        self._feed = feed
+        self._progress = progress
+        self._watch = Watch(config.anomalies, engine.shard.count)
+        self._reporter = Reporter(
+            ctx,
+            engine,
+            log_every=config.log_every,
+            total_steps=feed.total_steps,
+            progress=progress,
+            utilisation=utilisation(engine),
         )
-    progress.samples += feed.count(progress.samples)
-    progress.step += 1
-    progress.tokens += targets
-    progress.skipped += not report.applied
-    return loss_sum / targets, report
+
+    def run(self, recovery: Recovery) -> None:
+        """Train to the last step, or to where early stopping ends it, and save (collective)."""
+        self._begin()
+        while self._goes_on():
+            done, anomaly = train_step(
+                self._engine, self._feed, self._plan, self._progress, self._watch
+            )
+            if anomaly:
+                self._recover(recovery, anomaly, done)
+                continue
+            self._reporter.add(done)
+            if self._data.heldout and self._is_to_be_evaluated():
+                self._evaluate(self._data.heldout)
+            if self._checkpoints.due(self._progress):
+                self._save()
+        self._save()
+
+    def _begin(self) -> None:
+        progress, heldout = self._progress, self._data.heldout
+        total = self._feed.total_steps(progress)
+        if progress.step >= total:
+            self._ctx.log.info("nothing left to train: step %d of %d", progress.step, total)
+        elif heldout and self._config.eval_first and not progress.step and not progress.best:
+            self._evaluate(heldout)
+            if self._checkpoints.due(progress):
+                self._save()
+        if self._config.anomalies.rolls_back:
+            self._save()  # so that there is always one to go back to
+
+    def _goes_on(self) -> bool:
+        """Whether there is another step; tells why not, if that is early."""
+        progress = self._progress
+        total = self._feed.total_steps(progress)
+        progress.stopped = ""
+        if progress.step < total:
+            progress.stopped = reason_to_stop(progress, self._config.early_stopping)
+        if progress.stopped:
+            self._reporter.flush()
+            self._ctx.log.info(
+                "stopping early, at step %d of %d: %s", progress.step, total, progress.stopped
+            )
+        return progress.step < total and not progress.stopped
+
+    def _is_to_be_evaluated(self) -> bool:
+        step, every = self._progress.step, self._config.eval_every
+        last = step == self._feed.total_steps(self._progress)
+        return last or (every is not None and step % every == 0)
+
+    def _evaluate(self, heldout: Samples) -> None:
+        with self._reporter.paused():
+            size = self._config.microbatch_size(self._engine.shard.count)
+            loss = evaluate(self._engine, self._data, heldout, size)
+            note(self._progress, loss, self._config.early_stopping)
+            self._reporter.evaluated(loss)
+
+    def _save(self) -> None:
+        with self._reporter.paused():
+            self._checkpoints.save(self._progress)
+
+    def _recover(self, recovery: Recovery, anomaly: str, done: Done) -> None:
+        """Get behind a step that no update is to come of."""
+        self._reporter.flush()
+        progress = self._progress
+        step, count = progress.step, self._feed.count(progress.samples)
+        facts = recovery.recover(anomaly, done, self._watch, progress, count)
+        if progress.step < step:
+            self._reporter.rewound()
+        self._reporter.anomalous(facts)
 
 
-def _due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
+def _require_heldout(config: TrainCausalLm, data: Data) -> None:
+    if data.heldout:
+        return
+    asked = {
+        "eval_every": config.eval_every,
+        "eval_first": config.eval_first,
+        "early_stopping": config.early_stopping,
+        "result: best": config.result == "best",
+    }
+    for name, value in asked.items():
+        if value:
+            raise StageError(
+                f"{name} needs held-out samples, and there are none",
+                hint="give some in the data slot (heldout_fraction or heldout_files)",
+            )

@@ -5,49 +5,64 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed
-from torch import Tensor
-
 from pipeline.artifacts import Progress
-from pipeline.engine import Engine, StepReport
+from pipeline.engine import Engine
 from pipeline.stage import Context
+from stages.train.evaluation import perplexity
+from stages.train.flops import Utilisation
+from stages.train.measures import mean_of, peak_memory, summed
+from stages.train.step import Done
+
+SLOW_DATA = 0.05
+"""Share of a step's time that is waited for data from which on the line says so."""
 
 
 class Reporter:
     """Collects steps without reading the device, and reports them `log_every` at a time."""
 
     def __init__(
-        self, ctx: Context, engine: Engine, log_every: int, total_steps: int, progress: Progress
+        self,
+        ctx: Context,
+        engine: Engine,
+        *,
+        log_every: int,
+        total_steps: Callable[[Progress], int],
+        progress: Progress,
+        utilisation: Utilisation | None = None,
     ) -> None:
         self._ctx = ctx
         self._engine = engine
         self._every = log_every
         self._total = total_steps
         self._progress = progress
-        self._pending: list[tuple[Tensor, dict[str, Any]]] = []
+        self._utilisation = utilisation
+        self._pending: list[tuple[Done, dict[str, Any]]] = []
         self._since = time.perf_counter()
-        self._tokens = progress.tokens
-        self._grad_norm = float("nan")
-        ctx.metrics.rewind(progress.step)
+        self._tokens, self._samples = progress.tokens, progress.samples
 
-    def add(self, loss: Tensor, report: StepReport) -> None:
-        """Take note of a finished step (collective when a report is due)."""
+    def add(self, done: Done) -> None:
+        """Take note of a step, once the progress has moved on (collective when a report is due)."""
+        now, progress = time.perf_counter(), self._progress
         record = {
-            "step": self._progress.step,
-            "grad_norm": _finite(report.grad_norm),
-            "tokens": self._progress.tokens,
-            "samples": self._progress.samples,
-            "applied": report.applied,
-            "loss_scale": report.loss_scale,
+            "step": progress.step,
+            "grad_norm": _finite(done.report.grad_norm),
+            "lr": done.lr,
+            "tokens": progress.tokens,
+            "samples": progress.samples,
+            "applied": done.report.applied,
+            "loss_scale": done.report.loss_scale,
             "time": time.time(),
+            "step_seconds": now - self._since,
+            "target_tokens_per_second": (progress.tokens - self._tokens) / (now - self._since),
+            "samples_per_second": (progress.samples - self._samples) / (now - self._since),
+            **_best(progress),
         }
-        self._grad_norm = report.grad_norm
-        self._pending.append((loss, record))
-        if self._progress.step % self._every == 0:
+        self._begin(now)
+        self._pending.append((done, record))
+        if progress.step % self._every == 0:
             self.flush()
 
     @contextlib.contextmanager
@@ -56,44 +71,104 @@ class Reporter:
         speed of training (collective)."""
         self.flush()
         yield
-        self._since = time.perf_counter()
+        self._begin(time.perf_counter())
 
     def evaluated(self, loss: float) -> None:
-        """Report a held-out loss."""
-        self._keep("eval_loss", loss)
-        self._ctx.metrics.write({"step": self._progress.step, "eval_loss": _finite(loss)})
-        self._ctx.log.info("step %d  eval_loss %.4f", self._progress.step, loss)
+        """Report a held-out loss, which the progress knows already."""
+        step = self._progress.step
+        record = {
+            "step": step,
+            "eval_loss": _finite(loss),
+            "perplexity": _finite(perplexity(loss)),
+            **_best(self._progress),
+        }
+        self._ctx.metrics.write(record)
+        mark = "  (the best so far)" if record.get("best_step") == step else ""
+        self._ctx.log.info(
+            f"step {step}  eval_loss {loss:.4f}  perplexity {perplexity(loss):.2f}{mark}"
+        )
+
+    def anomalous(self, facts: dict[str, Any]) -> None:
+        """Report a step that no update came of. The record is filed under the step that the next
+        batch is for, and has no `loss`: one by that name is that of an update."""
+        told = {name: _finite(v) if isinstance(v, float) else v for name, v in facts.items()}
+        self._ctx.metrics.write({"step": self._progress.step + 1, **told})
+        shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+        self._ctx.log.warning(shown)
+        self._begin(time.perf_counter())
+
+    def rewound(self) -> None:
+        """The progress is that of an earlier step again: forget those after it."""
+        self._pending.clear()
+        self._ctx.metrics.rewind(self._progress.step)
+        self._begin(time.perf_counter())
 
     def flush(self) -> None:
-        """Sum the pending steps' losses over ranks and report them (collective)."""
+        """Sum the pending steps' numbers over ranks and report them (collective)."""
         if not self._pending:
             return
-        losses = torch.stack([loss for loss, _ in self._pending])
-        if self._engine.shard.count > 1:
-            torch.distributed.all_reduce(losses)
-        now = time.perf_counter()
-        tokens = self._progress.tokens - self._tokens
-        speed = tokens / (now - self._since)
-        for loss, (_, record) in zip(losses.tolist(), self._pending, strict=True):
-            self._ctx.metrics.write({**record, "loss": _finite(loss)})
-            self._keep("loss", loss)
-        self._line(loss, speed, (now - self._since) / len(self._pending))
+        ranks = self._engine.shard.count
+        sums = summed([done for done, _ in self._pending], ranks)
+        memory = peak_memory(self._engine.device, ranks)
+        for total, (_, record) in zip(sums, self._pending, strict=True):
+            seconds = record["step_seconds"]
+            record |= {
+                "loss": _finite(total.loss),
+                "tokens_per_second": total.tokens / seconds,
+                "tokens_per_second_per_rank": total.tokens / seconds / ranks,
+                "data_wait_share": total.waited / seconds / ranks,
+            }
+            if memory is not None:
+                record["peak_memory_bytes"] = memory
+            if self._utilisation is not None:
+                record["mfu"] = self._utilisation.share(
+                    total.tokens, total.squares, seconds * ranks
+                )
+            self._ctx.metrics.write(record)
+            self._keep_loss(total.loss)
+        self._line([record for _, record in self._pending])
         self._pending.clear()
-        self._since, self._tokens = now, self._progress.tokens
 
-    def _keep(self, name: str, value: float) -> None:
-        """Let the progress have the newest value, which is none if it is not finite."""
-        self._progress.metrics.pop(name, None)
+    def _begin(self, now: float) -> None:
+        """What comes counts from here."""
+        self._since = now
+        self._tokens, self._samples = self._progress.tokens, self._progress.samples
+
+    def _keep_loss(self, value: float) -> None:
+        """Let the progress have the newest loss, which is none if it is not finite."""
+        self._progress.metrics.pop("loss", None)
         if math.isfinite(value):
-            self._progress.metrics[name] = value
+            self._progress.metrics["loss"] = value
 
-    def _line(self, loss: float, speed: float, seconds: float) -> None:
-        minutes, left = divmod(round((self._total - self._progress.step) * seconds), 60)
-        self._ctx.log.info(
-            f"step {self._progress.step}/{self._total}  loss {loss:.4f}"
-            f"  grad_norm {self._grad_norm:.3f}  {speed:.0f} tokens/s  {seconds:.2f} s/step"
-            f"  eta {minutes}:{left:02d}"
-        )
+    def _line(self, records: list[dict[str, Any]]) -> None:
+        """One line for the newest steps: the last one's numbers, and their mean speed."""
+        last = records[-1]
+        seconds = sum(record["step_seconds"] for record in records) / len(records)
+        total = self._total(self._progress)
+        minutes, left = divmod(round((total - last["step"]) * seconds), 60)
+        parts = [
+            f"step {last['step']}/{total}",
+            f"loss {_shown(last['loss'], '.4f')}",
+            f"grad_norm {_shown(last['grad_norm'], '.3f')}",
+            *([] if last["lr"] is None else [f"lr {last['lr']:.3g}"]),
+            f"{mean_of(records, 'tokens_per_second'):.0f} tokens/s",
+            *([f"mfu {mean_of(records, 'mfu'):.1%}"] if "mfu" in last else []),
+            f"{seconds:.2f} s/step",
+        ]
+        waited = mean_of(records, "data_wait_share")
+        if waited >= SLOW_DATA:
+            parts.append(f"{waited:.0%} of it waiting for data")
+        self._ctx.log.info("  ".join([*parts, f"eta {minutes}:{left:02d}"]))
+
+
+def _best(progress: Progress) -> dict[str, float]:
+    """In every record, so that who wants to know needs no more than the end of the file."""
+    best = progress.best
+    return {"best_step": best["step"], "best_eval_loss": best["eval_loss"]} if best else {}
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "nan" if value is None else format(value, form)
 
 
 def _finite(value: float) -> float | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
-from pipeline.engine import DataShard, StepReport
+from pipeline.engine import Admit, DataShard, StepReport
 from pipeline.stage import Context
 from stages.wrap.birth import (
     build_empty,
@@ -119,9 +119,13 @@ class DdpEngine(TorchEngine):
     def backward(self, loss: Tensor) -> None:
         scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, *, lr_scale: float) -> StepReport:
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
         return apply_step(
-            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self.plan.max_grad_norm
+            self.optimizer,
+            self.scaler,
+            lr_scale=lr_scale,
+            max_grad_norm=self.plan.max_grad_norm,
+            admit=admit,
         )
 
     def facts(self) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
-from pipeline.engine import DataShard, StepReport
+from pipeline.engine import Admit, DataShard, StepReport
 from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.wrap.birth import (
@@ -162,9 +162,13 @@ class FsdpEngine(TorchEngine):
     def backward(self, loss: Tensor) -> None:
         scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, *, lr_scale: float) -> StepReport:
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
         return apply_step(
-            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self.plan.max_grad_norm
+            self.optimizer,
+            self.scaler,
+            lr_scale=lr_scale,
+            max_grad_norm=self.plan.max_grad_norm,
+            admit=admit,
         )
 
     def settle(self) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeline.artifacts import OptimizerPlan, Precision
-from pipeline.engine import StepReport
+from pipeline.engine import Admit, StepReport
 
 
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler | None:
@@ -40,8 +40,10 @@ def apply_step(
     *,
     lr_scale: float,
     max_grad_norm: float | None,
+    admit: Admit | None = None,
 ) -> StepReport:
-    """One optimizer step over accumulated gradients (collective where they are sharded).
+    """One optimizer step over accumulated gradients (collective where they are sharded), left out
+    where `admit` says no to their norm.
 
     An overflow (non-finite gradient under loss scaling) skips the step and halves the scale.
     """
@@ -51,14 +53,17 @@ def apply_step(
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = clip(parameters, max_grad_norm)
-    applied, scale = True, 1.0
+    # Without anyone to ask, the host does not wait for the norm before it starts the update.
+    applied, scale = admit is None or admit(float(norm)), 1.0
     if scaler is None:
-        optimizer.step()
+        if applied:
+            optimizer.step()
     else:
         scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        applied = scaler.get_scale() >= scale
+        if applied:
+            scaler.step(optimizer)
+        scaler.update()  # by what was found when gradients were unscaled
+        applied = applied and scaler.get_scale() >= scale
     optimizer.zero_grad(set_to_none=True)
     return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
 

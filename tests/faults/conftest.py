@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.pipe import Pipe
+from tests.support.processes import PRELOAD
 from tests.support.recorded import Recorded, record
 
 HERE = Path(__file__).parent
@@ -59,3 +62,27 @@ def recorded(request: pytest.FixtureRequest, memory: Path) -> Recorded:
     folder = memory / request.param
     folder.mkdir()
     return record(folder, request.param)
+
+
+@pytest.fixture(scope="session")
+def pipe_in_child(plugin: Path) -> Callable[..., int]:
+    """`pipe ARGUMENTS` in a process that has torch loaded already; returns its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+
+    def call(*arguments: str, kill_at: str = "") -> int:
+        process = context.Process(target=_child, args=(str(plugin), arguments, kill_at))
+        process.start()
+        process.join(120)
+        assert process.exitcode is not None
+        return process.exitcode
+
+    return call
+
+
+def _child(plugin: str, arguments: tuple[str, ...], kill_at: str) -> None:
+    from pipeline.cli import main
+
+    sys.path.insert(0, plugin)
+    os.environ |= {"KILL_AT": kill_at, "OMP_NUM_THREADS": "1"}
+    main(arguments)

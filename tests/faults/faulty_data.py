@@ -13,11 +13,14 @@ from pipeline.stage import Context
 
 
 class Toy(Samples):
-    """Sixteen samples of eight tokens."""
+    """Sixteen samples of eight tokens, or so many; all the same but some, where some are odd."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 16, odd: tuple[int, ...] = (), seed: int = 3) -> None:
         self._reads = 0
-        self._tokens = np.random.default_rng(3).integers(0, 101, (16, 9))
+        self._tokens = np.random.default_rng(seed).integers(0, 101, (size, 9))
+        if odd:
+            same = [index for index in range(size) if index not in odd]
+            self._tokens[same] = 7
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -37,5 +40,14 @@ class Toy(Samples):
 class ToyData:
     """Give toy samples."""
 
+    size: int = 16
+    """How many."""
+    odd: tuple[int, ...] = ()
+    """Those that are not like the others, which are then all the same."""
+    heldout: bool = False
+    """Give others to evaluate on."""
+
     def run(self, ctx: Context) -> Data:
-        return Data(train=Toy(), heldout=None, pad_id=0, identity={"toy": 1})
+        heldout = Toy(4, seed=4) if self.heldout else None
+        train = Toy(self.size, tuple(self.odd))
+        return Data(train=train, heldout=heldout, pad_id=0, identity={"toy": self.size})

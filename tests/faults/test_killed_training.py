@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import PRELOAD
 from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
 POINTS = ("before_wrap", "after_wrap", "after_train", "after_consolidate", "after_export")
@@ -31,30 +27,6 @@ def recipe(folder: Path) -> Path:
         if f"after_{slot}" in POINTS:
             stages[f"after_{slot}"] = {"use": "fault.point"}
     return write(folder / "recipe.yaml", stages)
-
-
-@pytest.fixture(scope="module")
-def pipe_in_child(plugin: Path) -> Callable[..., int]:
-    """`pipe ARGUMENTS` in a process that has torch loaded already; returns its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-
-    def call(*arguments: str, kill_at: str = "") -> int:
-        process = context.Process(target=_child, args=(str(plugin), arguments, kill_at))
-        process.start()
-        process.join(120)
-        assert process.exitcode is not None
-        return process.exitcode
-
-    return call
-
-
-def _child(plugin: str, arguments: tuple[str, ...], kill_at: str) -> None:
-    from pipeline.cli import main
-
-    sys.path.insert(0, plugin)
-    os.environ |= {"KILL_AT": kill_at, "OMP_NUM_THREADS": "1"}
-    main(arguments)
 
 
 @pytest.fixture(scope="module")

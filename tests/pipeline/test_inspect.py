@@ -71,7 +71,8 @@ def test_a_run_and_the_folder_of_its_checkpoints(run: Path) -> None:
         assert result.exit_code == 0, result.output
         lines = result.stdout.splitlines()
         assert [line.split()[0] for line in lines[:2]] == [OLD, NEW]
-        assert [line.split("  ")[-1] for line in lines[:2]] == ["62.9 KB", "62.9 KB"]
+        shown = [line.partition("+00:00  ")[2].strip() for line in lines[:2]]
+        assert shown == ["62.9 KB  eval_loss 2.5000  best", "62.9 KB"]
         assert lines[3:5] == [f"checkpoint  {run / 'checkpoints' / NEW}", "step        2"]
         assert lines[-1] == "verified    files and sizes only (--verify)"
 

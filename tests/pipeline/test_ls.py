@@ -21,10 +21,9 @@ def a_run(root: Path, name: str, *events: str, steps: int = 0, started: float = 
     ]
     (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [json.dumps({"step": step, "loss": 4.0 / step}) for step in range(1, steps + 1)]
+    best = {"step": 9, "eval_loss": 1, "best_step": 3, "best_eval_loss": 0.5}
     if steps:
-        (folder / "metrics.jsonl").write_text(
-            "\n".join(metrics) + '\n{"step": 9, "eval_loss": 1}\n'
-        )
+        (folder / "metrics.jsonl").write_text("\n".join([*metrics, json.dumps(best)]) + "\n")
     return folder
 
 
@@ -58,6 +57,7 @@ def test_json(runs: Path) -> None:
         return {
             "folder": str(runs / name), "state": state, "started": started,
             "slot": "train", "step": step, "loss": loss,
+            "best": step and {"step": 3, "eval_loss": 0.5},
         }  # fmt: skip
 
     assert found == [
@@ -72,8 +72,12 @@ def test_json(runs: Path) -> None:
 def test_lines(runs: Path) -> None:
     lines = listed(str(runs)).splitlines()
     assert len(lines) == 5
-    assert lines[0].endswith(f"finished   {runs}/finished  step 4  loss 1.0000")
-    assert lines[-1].endswith(f"failed     {runs}/failed  step 2  loss 2.0000  in train")
+    assert lines[0].endswith(
+        f"finished   {runs}/finished  step 4  loss 1.0000  best 0.5000 at step 3"
+    )
+    assert lines[-1].endswith(
+        f"failed     {runs}/failed  step 2  loss 2.0000  best 0.5000 at step 3  in train"
+    )
 
 
 def test_none(tmp_path: Path) -> None:

@@ -18,13 +18,17 @@ EXPORT: Stages = {
 
 
 def training(
-    *, wrap: str = "wrap.ddp", checkpoint: Mapping[str, Any], train: Mapping[str, Any]
+    *,
+    wrap: str = "wrap.ddp",
+    data: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any],
+    train: Mapping[str, Any],
 ) -> Stages:
     """The slots up to `train`, the same under whatever strategy."""
     return {
         "model": {"use": "model.hf", "config": TINY},
         "precision": {"use": "precision.policy", "compute": "fp32"},
-        "data": {"use": "fault.data"},
+        "data": {"use": "fault.data", **(data or {})},
         "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
         "wrap": {"use": wrap},
         "checkpoint": {"use": "checkpoint.sharded", **checkpoint},

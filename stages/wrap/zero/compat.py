@@ -171,12 +171,24 @@ def parameter_elements(module: torch.nn.Module) -> tuple[int, int]:
     return total, kept
 
 
-def update_groups(engine: Any) -> Iterator[dict[str, Any]]:
-    """The parameter groups whose learning rates the next step reads."""
-    yield from engine.optimizer.optimizer.param_groups
+def inner_optimizers(engine: Any) -> Iterator[Any]:
+    """The torch optimizers that update masters: one, or two where part of them is offloaded."""
+    yield engine.optimizer.optimizer
     partial = getattr(engine.optimizer, "backup_optimizer", None)
     if partial is not None:
-        yield from partial.param_groups
+        yield partial
+
+
+def update_groups(engine: Any) -> Iterator[dict[str, Any]]:
+    """The parameter groups whose learning rates the next step reads."""
+    for optimizer in inner_optimizers(engine):
+        yield from optimizer.param_groups
+
+
+def global_grad_norm(engine: Any) -> float:
+    """Norm of the gradients that are about to be applied, in the middle of a step; the engine's own
+    is still that of the step before."""
+    return float(engine.optimizer._global_grad_norm)
 
 
 def loss_scaler(engine: Any) -> Any | None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.dist import Dist
-from pipeline.engine import DataShard, EngineState, Fragment, StepReport
+from pipeline.engine import Admit, DataShard, EngineState, Fragment, StepReport
 from stages.wrap.fill import Part
 from stages.wrap.zero import compat
+from stages.wrap.zero.admission import Admission
 from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.facts import facts
 from stages.wrap.zero.state import ZeroState
@@ -33,6 +34,7 @@ class LiveZeroEngine(ZeroEngine):
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in compat.update_groups(live)]
         interval = self._scaling.growth_interval if self._scaling else 1
+        self._admission = Admission(compat.inner_optimizers(live))
         self._state = ZeroState(live, plan, self._base_rates, interval)
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -41,18 +43,21 @@ class LiveZeroEngine(ZeroEngine):
     def backward(self, loss: Tensor) -> None:
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
-    def step(self, *, lr_scale: float) -> StepReport:
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
         live = self.deepspeed
         for group, base in zip(compat.update_groups(live), self._base_rates, strict=True):
             group["lr"] = base * lr_scale
         scaler = compat.loss_scaler(live)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
-        live.step()
-        applied = bool(live.was_step_applied())
-        if applied:
+        with self._admission.asking(admit, lambda: compat.global_grad_norm(live)) as answer:
+            live.step()
+        finite = bool(live.was_step_applied())
+        if finite:
             self._grow_scale(scaler)
         norm = live.get_global_grad_norm()
-        return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
+        return StepReport(
+            grad_norm=float(norm), applied=finite and not answer.refused, loss_scale=scale
+        )
 
     def _grow_scale(self, scaler: Any | None) -> None:
         # DeepSpeed grows the scale before it unscales the gradients of the same step, which

@@ -61,7 +61,7 @@ def seen(
     )
     feeds = [Feed(config, data, 3, DataShard(index=r, count=ranks), CPU) for r in range(ranks)]
     order: list[int] = []
-    for step in range(first, feeds[0].total_steps):
+    for step in range(first, feeds[0].total_steps(Progress())):
         for feed in feeds:
             for piece, _ in feed.microbatches(step * batch):
                 order += [int(i) for i in piece.labels.flatten() if i >= 0]
@@ -142,12 +142,11 @@ def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> 
     data = Data(train=Numbered(100), heldout=None, pad_id=0, identity={})
     config = TrainCausalLm(global_batch_size=7, epochs=1.0)
     alone = DataShard(index=0, count=1)
-    then = Progress(step=5, samples=50)
-    feed = Feed(config, data, 0, alone, CPU, then)
-    assert feed.total_steps == 5 + 8
+    feed = Feed(config, data, 0, alone, CPU)
+    assert feed.total_steps(Progress(step=5, samples=50)) == 5 + 8
     assert [feed.count(50 + 7 * step) for step in range(8)] == [7] * 7 + [1]
-    assert Feed(config, data, 0, alone, CPU).total_steps == 15
-    assert Feed(config, data, 0, alone, CPU, Progress(step=15, samples=100)).total_steps == 15
+    assert feed.total_steps(Progress()) == 15
+    assert feed.total_steps(Progress(step=15, samples=100)) == 15
 
 
 def test_packed_samples_keep_their_positions_and_padding_is_a_document_of_its_own() -> None:

@@ -3,36 +3,112 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from pipeline.artifacts import Progress, TrainedRun
 from pipeline.dist import Dist
 from pipeline.engine import StepReport
 from pipeline.metrics import records
+from stages.train import report
+from stages.train.evaluation import note
+from stages.train.feed import Taken
+from stages.train.flops import Cost, Utilisation
 from stages.train.report import Reporter
+from stages.train.step import Done
 from tests.support.runs import context
 
-ENGINE: Any = SimpleNamespace(shard=SimpleNamespace(count=1))
+CPU = torch.device("cpu")
+ENGINE: Any = SimpleNamespace(shard=SimpleNamespace(count=1), device=CPU)
+
+
+def done(loss: float, taken: Taken | None = None) -> Done:
+    report = StepReport(grad_norm=1.5, applied=True)
+    return Done(loss=torch.tensor(loss), report=report, lr=0.25, taken=taken or Taken(tokens=7))
+
+
+def make(tmp_path: Path, progress: Progress, every: int = 1, **fields: Any) -> Reporter:
+    ctx = replace(context(Dist(device=CPU), tmp_path), log=logging.getLogger("pipe.test.report"))
+    ctx.log.setLevel(logging.INFO)
+    return Reporter(
+        ctx, ENGINE, log_every=every, total_steps=lambda _: 9, progress=progress, **fields
+    )
+
+
+def lines(tmp_path: Path) -> list[dict[str, Any]]:
+    return list(records(tmp_path / "metrics.jsonl"))
 
 
 def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
     """JSON has no word for it, and the run's record is JSON."""
     progress = Progress()
-    reporter = Reporter(context(Dist(device=torch.device("cpu")), tmp_path), ENGINE, 1, 2, progress)
+    reporter = make(tmp_path, progress)
     seen = []
     for loss, heldout in ((2.0, 3.0), (math.nan, math.inf)):
         progress.step += 1
-        reporter.add(torch.tensor(loss), StepReport(grad_norm=1.0, applied=True, loss_scale=1.0))
+        reporter.add(done(loss))
+        note(progress, heldout, None)
         reporter.evaluated(heldout)
         seen.append(dict(progress.metrics))
-    assert seen == [{"loss": 2.0, "eval_loss": 3.0}, {}]
-    told = [
-        (line.get("loss"), line.get("eval_loss")) for line in records(tmp_path / "metrics.jsonl")
-    ]
+    assert seen == [{"loss": 2.0, "eval_loss": 3.0, "perplexity": math.exp(3.0)}, {}]
+    told = [(line.get("loss"), line.get("eval_loss")) for line in lines(tmp_path)]
     assert told == [(2.0, None), (None, 3.0), (None, None), (None, None)]
     json.dumps(TrainedRun(checkpoint="x", progress=progress).record(), allow_nan=False)
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the clock."""
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 100.0)
+    monkeypatch.setattr(report, "time", clock)
+
+    def set_to(seconds: float) -> None:
+        clock.perf_counter = lambda: seconds
+
+    return set_to
+
+
+def test_speeds_of_every_step_and_of_the_line(
+    tmp_path: Path, at: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = Progress(tokens=50, samples=4)
+    cost = Cost(multiplied=6.0, attention=1.0)
+    reporter = make(tmp_path, progress, 2, utilisation=Utilisation(cost=cost, peak=1000.0))
+    for seconds, taken in ((2.0, Taken(100, 400, 0.5)), (6.0, Taken(300, 900, 0.0))):
+        progress.step += 1
+        progress.tokens += 60
+        progress.samples += 8
+        at(seconds)
+        reporter.add(done(2.5, taken))
+    first, second = lines(tmp_path)
+    assert first == {
+        "step": 1, "grad_norm": 1.5, "lr": 0.25, "tokens": 110, "samples": 12, "applied": True,
+        "loss_scale": 1.0, "time": 100.0, "loss": 2.5, "step_seconds": 2.0,
+        "target_tokens_per_second": 30.0, "samples_per_second": 4.0, "tokens_per_second": 50.0,
+        "tokens_per_second_per_rank": 50.0, "data_wait_share": 0.25, "mfu": 0.5,
+    }  # fmt: skip
+    speeds = [second[name] for name in ("step_seconds", "tokens_per_second", "mfu")]
+    assert speeds == [4.0, 75.0, 0.675]
+    assert caplog.messages == [
+        "step 2/9  loss 2.5000  grad_norm 1.500  lr 0.25  67 tokens/s  mfu 61.7%  3.00 s/step  "
+        "8% of it waiting for data  eta 0:21"
+    ]
+
+
+def test_a_pause_is_no_training(tmp_path: Path, at: Callable[[float], None]) -> None:
+    progress = Progress()
+    reporter = make(tmp_path, progress)
+    with reporter.paused():
+        at(50.0)
+    progress.step = 1
+    at(51.0)
+    reporter.add(done(2.0))
+    assert lines(tmp_path)[0]["step_seconds"] == 1.0

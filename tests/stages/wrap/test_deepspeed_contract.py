@@ -31,8 +31,13 @@ ATTRIBUTES: dict[Any, list[str]] = {
         "self.round_robin_bit16_groups",
         "self.round_robin_bit16_padding",
         "self.dp_process_group",
+        "self._global_grad_norm = scaled_global_grad_norm / prev_scale",
     ],
-    BF16_Optimizer: ["self.bf16_groups", "self.fp32_groups_flat_partition"],
+    BF16_Optimizer: [
+        "self.bf16_groups",
+        "self.fp32_groups_flat_partition",
+        "self._global_grad_norm = all_groups_norm",
+    ],
     DeepSpeedZeroOptimizer_Stage3: [
         "self.fp16_groups",
         "self.fp32_partitioned_groups_flat",
@@ -43,6 +48,7 @@ ATTRIBUTES: dict[Any, list[str]] = {
         "self.subgroup_to_device",
         "self.backup_optimizer",
         "self.persistent_parameters",
+        "self._global_grad_norm = scaled_global_grad_norm / self.loss_scale",
     ],
     DynamicLossScaler: ["self.cur_scale", "self.cur_iter", "self.last_overflow_iter"],
     DeepSpeedCPUAdam: [

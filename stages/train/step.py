@@ -1,0 +1,68 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts import OptimizerPlan, Progress
+from pipeline.engine import Engine, StepReport
+from pipeline.errors import StageError
+from stages.train.anomalies import Watch
+from stages.train.feed import Feed, Taken
+from stages.train.loss import summed_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A step that this rank took part in."""
+
+    loss: Tensor
+    """This rank's part of the mean loss, a scalar on the device."""
+    report: StepReport
+    lr: float | None
+    """Learning rate of the step, before what groups of parameters add to it."""
+    taken: Taken
+
+
+def train_step(
+    engine: Engine, feed: Feed, plan: OptimizerPlan, progress: Progress, watch: Watch
+) -> tuple[Done, str]:
+    """One optimizer step: accumulate, clip and apply, advance. Returns what was done and what was
+    anomalous about it; if anything was, progress is where it was. Raises StageError for a batch
+    without targets."""
+    targets = feed.targets(progress.samples)
+    if targets == 0:
+        raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
+    loss = _forward_backward(engine, feed, progress.samples, targets)
+    watch.look(loss, progress)
+    scale = plan.lr_scale(progress.step, feed.total_steps(progress))
+    report = engine.step(lr_scale=scale, admit=watch.admit)
+    rate = plan.hyperparameters.get("lr")
+    done = Done(
+        loss=loss, report=report, lr=None if rate is None else rate * scale, taken=feed.taken
+    )
+    anomaly = watch.anomaly(report)
+    if not anomaly:
+        watch.passed(progress)
+        progress.samples += feed.count(progress.samples)
+        progress.step += 1
+        progress.tokens += targets
+        progress.skipped += not report.applied
+        for name in ("eval_loss", "perplexity"):  # they were those of other weights
+            progress.metrics.pop(name, None)
+    return done, anomaly
+
+
+def _forward_backward(engine: Engine, feed: Feed, position: int, targets: int) -> Tensor:
+    """Gradients of the step at `position`. Returns this rank's part of the mean loss, a scalar that
+    is still on the device."""
+    loss_sum = torch.zeros((), device=engine.device)
+    for batch, last in feed.microbatches(position):
+        with engine.microbatch(last=last):
+            loss = summed_loss(engine.model, batch)
+            engine.backward(loss * (engine.shard.count / targets))
+        loss_sum += loss.detach()
+    return loss_sum / targets

@@ -1,0 +1,211 @@
+"""Anomalous steps: what is one, and what becomes of the training, under every strategy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts import LossScaling, Progress
+from pipeline.testing import plan_view, problems
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.train.anomalies import is_spike, leave_out
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.policies import Anomalies
+from tests.support.poison import HIGH, NAN, Poisoned, train, train_both
+from tests.support.processes import RankFailed, run_ranks
+from tests.support.state import Setting
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+STRATEGIES = ["ddp", "fsdp full", "zero1", "zero2", "zero3", "zero2 offload", "zero3 offload"]
+SKIP = Anomalies(non_finite="skip", spike="skip", spike_window=2, spike_factor=5.0)
+BACK = Anomalies(non_finite="rollback", spike="rollback", spike_window=2, spike_factor=5.0)
+FP16 = LossScaling(initial_scale=8.0, growth_interval=2)
+
+
+def steps(told: dict[str, Any]) -> list[list[Any]]:
+    names = ("step", "loss", "grad_norm", "lr", "loss_scale")
+    return [[line[name] for name in names] for line in told["lines"] if "loss" in line]
+
+
+def anomalies(told: dict[str, Any]) -> list[dict[str, Any]]:
+    return [line for line in told["lines"] if "anomaly" in line]
+
+
+@pytest.mark.parametrize("wrap", STRATEGIES)
+def test_skipped_batches_might_as_well_not_have_been(wrap: str, tmp_path: Path) -> None:
+    """To the bit: weights, moments, counts of updates, the schedule, every reported number."""
+    setting = Setting(wrap=wrap)
+    poison = {1: NAN, 2: NAN, 5: HIGH}
+    left = Poisoned(setting=setting, batches=range(8), poison=poison, steps=5, anomalies=SKIP)
+    right = Poisoned(setting=setting, batches=[0, 3, 4, 6, 7], steps=5, anomalies=Anomalies())
+    for skipped, without in run_ranks(train_both, 2, str(tmp_path), left, right):
+        assert skipped["state"] == without["state"]
+        assert skipped["progress"]["left_out"] == [[4, 12], [20, 24]]
+        assert without["progress"]["left_out"] == []
+        assert (skipped["progress"]["samples"], without["progress"]["samples"]) == (32, 20)
+        assert steps(skipped) == steps(without)
+    told = [
+        (line["step"], line["anomaly"], line["action"], line["samples_from"], line["samples_to"])
+        for line in anomalies(skipped)
+    ]
+    assert told == [
+        (2, "non-finite gradient", "skip", 4, 8),
+        (2, "non-finite gradient", "skip", 8, 12),
+        (4, "loss spike", "skip", 20, 24),
+    ]
+    assert [line["grad_norm"] for line in anomalies(skipped)[:2]] == [None, None]
+    assert anomalies(skipped)[2]["anomalous_loss"] > 20
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "zero2", "zero3"])
+def test_a_skipped_spike_counts_for_the_loss_scale_as_any_step_without_overflow(
+    wrap: str, tmp_path: Path
+) -> None:
+    setting = Setting(wrap=wrap, compute="fp16", loss_scaling=FP16)
+    case = Poisoned(
+        setting=setting, batches=range(6), poison={3: HIGH}, steps=5, anomalies=SKIP
+    )  # fmt: skip
+    told = run_ranks(train, 2, str(tmp_path), case)[0]
+    scales = [line["loss_scale"] for line in told["lines"] if "loss" in line]
+    assert scales == [8.0, 8.0, 16.0, 32.0, 32.0]  # doubled after two steps, the spike too
+    assert told["progress"]["left_out"] == [[12, 16]]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero3"])
+def test_a_rollback_goes_on_behind_the_anomalous_batch(wrap: str, tmp_path: Path) -> None:
+    """Checkpoints at steps 0, 2, 4: batch 1 sends the training back to the start, 6 to step 2."""
+    setting = Setting(wrap=wrap)
+    left = Poisoned(
+        setting=setting, batches=range(9), poison={1: NAN, 5: HIGH}, steps=5, anomalies=BACK,
+        every=2,
+    )  # fmt: skip
+    right = Poisoned(setting=setting, batches=[2, 3, 6, 7, 8], steps=5, anomalies=Anomalies())
+    back, without = run_ranks(train_both, 2, str(tmp_path), left, right)[1]
+    assert back["state"] == without["state"]
+    assert steps(back) == steps(without)
+    assert back["progress"]["left_out"] == [[0, 8], [16, 24]]
+    assert back["progress"]["rollbacks"] == 2
+    told = [
+        (line["step"], line["anomalous_step"], line["samples_from"], line["samples_to"])
+        for line in anomalies(back)
+    ]
+    assert told == [(1, 2, 0, 8), (3, 4, 16, 24)]
+
+
+def test_a_rollback_reads_deepspeeds_own_format_too(tmp_path: Path) -> None:
+    setting = Setting(wrap="zero2")
+    left = Poisoned(
+        setting=setting, batches=range(6), poison={3: NAN}, steps=4, anomalies=BACK, every=2,
+        native=True,
+    )  # fmt: skip
+    right = Poisoned(
+        setting=setting, batches=[0, 1, 4, 5], steps=4, anomalies=Anomalies(), native=True
+    )
+    back, without = run_ranks(train_both, 2, str(tmp_path), left, right)[0]
+    assert back["state"] == without["state"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "poison", "message"),
+    [
+        (
+            {},
+            {2: NAN},
+            r"step 3: the gradient norm is nan \(samples 8 to 11 of the order\)",
+        ),
+        (
+            {"spike": "stop", "spike_window": 2, "spike_factor": 5.0},
+            {2: HIGH},
+            r"step 3: the loss is \d+\.\d{4}, a spike over the mean 4\.\d{4} of the last 2 steps "
+            r"\(samples 8 to 11 of the order\)",
+        ),
+        (
+            {"non_finite": "skip", "max_skips": 2},
+            {1: NAN, 3: NAN, 4: NAN, 5: NAN},
+            r"step 3: .*, after 2 steps in a row were skipped \(max_skips\)",
+        ),
+        (
+            {"non_finite": "rollback", "max_rollbacks": 1},
+            {1: NAN, 3: NAN},
+            r"step 2: .*, after 1 rollbacks \(max_rollbacks\)",
+        ),
+    ],
+)
+def test_a_run_stops_and_says_why(
+    fields: Any, poison: dict[int, int], message: str, tmp_path: Path
+) -> None:
+    case = Poisoned(
+        setting=Setting(wrap="ddp"), batches=range(8), poison=poison, steps=6,
+        anomalies=Anomalies(**fields),
+    )  # fmt: skip
+    with pytest.raises(RankFailed, match=f"StageError: {message}"):
+        run_ranks(train, 1, str(tmp_path), case)
+
+
+LOSSES = st.lists(st.floats(0.01, 100), min_size=2, max_size=12)
+
+
+@given(recent=LOSSES, loss=st.floats(0.01, 1000), window=st.integers(2, 6))
+def test_a_spike_is_what_the_fields_say(recent: list[float], loss: float, window: int) -> None:
+    newest = recent[-window:]
+    mean, deviation = statistics.fmean(newest), statistics.pstdev(newest)
+    full = len(recent) >= window
+    factor = Anomalies(spike="skip", spike_window=window, spike_factor=1.5)
+    assert is_spike(loss, recent, factor) == (full and loss > 1.5 * mean)
+    deviations = Anomalies(spike="skip", spike_window=window, spike_deviations=2.0)
+    expected = full and loss > mean + 2 * deviation
+    if not math.isclose(loss, mean + 2 * deviation, rel_tol=1e-9):
+        assert is_spike(loss, recent, deviations) == expected
+    both = Anomalies(
+        spike="skip", spike_window=window, spike_factor=1.5, spike_deviations=2.0
+    )  # fmt: skip
+    assert is_spike(loss, recent, both) == (
+        is_spike(loss, recent, factor) or is_spike(loss, recent, deviations)
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=8))
+def test_positions_left_out_are_told_once_in_order(spans: list[tuple[int, int]]) -> None:
+    progress = Progress()
+    for start, length in spans:
+        leave_out(progress, start, start + length)
+    told = progress.left_out
+    wanted = {position for start, length in spans for position in range(start, start + length)}
+    assert {p for low, high in told for p in range(low, high)} == wanted
+    assert all(left[1] < right[0] for left, right in itertools.pairwise(told))
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"spike": "skip"}, ["anomalies.spike: nothing says what a spike is"]),
+        ({"spike_factor": 2.0}, ["anomalies.spike_factor: needs spike"]),
+        ({"spike_deviations": 2.0}, ["anomalies.spike_deviations: needs spike"]),
+        (
+            {"spike": "skip", "spike_factor": 0.5},
+            ["anomalies.spike_factor: must be more than 1.0, not `0.5`"],
+        ),
+        ({"non_finite": "skip", "spike": "stop", "spike_deviations": 4.0}, []),
+        (
+            {"non_finite": "rollback"},
+            [
+                "anomalies.non_finite: rollback goes back to the newest checkpoint, and none is "
+                "saved before the end"
+            ],
+        ),
+    ],
+)
+def test_mistakes(fields: Any, found: list[str]) -> None:
+    view = plan_view({"checkpoint": ShardedCheckpoint()})
+    slot = {"global_batch_size": 8, "steps": 10, "anomalies": fields}
+    told = problems(TrainCausalLm, slot, plan=view)
+    assert [f"{problem.key}: {problem.message}" for problem in told] == found
+    assert not told or "every" not in told[0].message or told[0].hint.startswith("set every")

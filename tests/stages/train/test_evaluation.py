@@ -1,0 +1,184 @@
+"""Evaluation on held-out samples, and what follows from it: the best, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.artifacts import Data, Progress
+from pipeline.dist import Dist
+from pipeline.errors import StageError
+from pipeline.metrics import records
+from pipeline.testing import plan_view, problems
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.optimizer.adamw import AdamW
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.evaluation import note, perplexity, reason_to_stop
+from stages.train.loop import Training
+from stages.train.policies import EarlyStopping
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+from tests.support.state import Setting, make_engine, source
+
+
+def evaluated(losses: list[float], stopping: EarlyStopping) -> list[str]:
+    """What early stopping says after each loss."""
+    progress, said = Progress(), []
+    for loss in losses:
+        progress.step += 1
+        note(progress, loss, stopping)
+        said.append(reason_to_stop(progress, stopping))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("stopping", "losses", "stops_after"),
+    [
+        (EarlyStopping(patience=2), [3.0, 2.0, 2.0, 2.5], 4),
+        (EarlyStopping(patience=2), [3.0, 3.5, 2.9, 3.5, 2.8, 2.8, 2.9], 7),
+        (EarlyStopping(patience=1), [3.0, math.nan], 2),
+        (EarlyStopping(patience=2), [math.nan, math.inf], 2),
+        # 2.9 and 2.85 are no improvements on 3.0 by 0.25, and both together are none either
+        (EarlyStopping(patience=2, min_improvement=0.25), [3.0, 2.9, 2.85], 3),
+        (EarlyStopping(patience=2, min_improvement=0.25), [3.0, 2.9, 2.75, 2.6, 2.5, 2.4], None),
+    ],
+)
+def test_patience(stopping: EarlyStopping, losses: list[float], stops_after: int | None) -> None:
+    said = evaluated(losses, stopping)
+    stopped = [number for number, text in enumerate(said, 1) if text]
+    assert stopped == ([] if stops_after is None else [stops_after])
+
+
+def test_the_reason_is_told() -> None:
+    assert evaluated([3.0, 2.0, 2.5], EarlyStopping(patience=1))[-1] == (
+        "eval_loss has not improved on 2.0000 in 1 evaluation"
+    )
+    assert evaluated([math.nan, math.nan], EarlyStopping(patience=2))[-1] == (
+        "eval_loss was never a number in 2 evaluations"
+    )
+
+
+def test_the_best_is_the_first_of_the_lowest_however_small_the_improvement() -> None:
+    progress = Progress()
+    for loss in (3.0, 2.9, 2.9, math.nan, 3.5):
+        progress.step += 1
+        note(progress, loss, EarlyStopping(patience=9, min_improvement=1.0))
+    assert progress.best == {"step": 2, "eval_loss": 2.9}
+    assert progress.patience == {"eval_loss": 3.0, "evaluations": 4}
+    assert progress.metrics == {"eval_loss": 3.5, "perplexity": math.exp(3.5)}
+
+
+def test_perplexity_beyond_a_float_is_infinite() -> None:
+    assert perplexity(1000.0) == math.inf
+
+
+def train(dist: Dist, folder: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """12 steps that soon overshoot, evaluated every 3, from what is in the folder."""
+    ctx = context(dist, folder)
+    setting = Setting(wrap="ddp")
+    plan = AdamW(lr=0.05, schedule="constant", warmup_steps=0).run(ctx)
+    engine = make_engine(ctx, setting, plan)
+    checkpoints = ShardedCheckpoint(every=6, keep_best=1).run(ctx, engine)
+    loop = TrainCausalLm(global_batch_size=4, steps=12, **{"eval_every": 3, **fields})
+    trained = loop.run(ctx, engine, toy_data(), plan, checkpoints, source(ctx, setting))
+    checkpoints.close()
+    engine.close()
+    lines = list(records(ctx.run_dir / "metrics.jsonl"))
+    return {"lines": lines, **trained.record()}
+
+
+def heldout(told: dict[str, Any]) -> dict[int, float]:
+    return {line["step"]: line["eval_loss"] for line in told["lines"] if "eval_loss" in line}
+
+
+def test_a_run_ends_early_resumes_as_ended_and_goes_on_when_asked(tmp_path: Path) -> None:
+    through = run_ranks(train, 1, str(tmp_path / "through"), {})[0]
+    assert sorted(heldout(through)) == [3, 6, 9, 12]
+    assert min(heldout(through), key=heldout(through).__getitem__) == 3
+    early = {"early_stopping": EarlyStopping(patience=2)}
+    run = str(tmp_path / "run")
+    ended = run_ranks(train, 1, run, early)[0]
+    assert sorted(heldout(ended)) == [3, 6, 9]
+    assert ended["progress"]["step"] == 9
+    assert ended["progress"]["stopped"] == (
+        f"eval_loss has not improved on {heldout(through)[3]:.4f} in 2 evaluations"
+    )
+    assert ended["checkpoint"].endswith("step-00000009")
+    again = run_ranks(train, 1, run, {**early, "result": "best"})[0]
+    assert again["lines"] == ended["lines"]
+    assert again["checkpoint"].endswith("step-00000003")
+    assert again["progress"]["step"] == 3
+    assert again["progress"]["metrics"]["eval_loss"] == heldout(through)[3]
+    on = run_ranks(train, 1, run, {"early_stopping": EarlyStopping(patience=9)})[0]
+    assert on["progress"]["step"] == 12
+    assert on["progress"]["stopped"] == ""
+    assert heldout(on)[12] == heldout(through)[12]
+
+
+def test_the_model_as_it_came_can_be_the_best(tmp_path: Path) -> None:
+    fields = {"eval_first": True, "result": "best"}
+    told = run_ranks(train, 1, str(tmp_path), fields)[0]
+    assert sorted(heldout(told)) == [0, 3, 6, 9, 12]
+    assert min(heldout(told), key=heldout(told).__getitem__) == 0
+    assert told["checkpoint"].endswith("step-00000000")
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000000", "step-00000006", "step-00000012"]
+
+
+def test_perplexity_is_recorded_and_kept(tmp_path: Path) -> None:
+    told = run_ranks(train, 1, str(tmp_path), {})[0]
+    for line in told["lines"]:
+        if "eval_loss" in line:
+            assert line["perplexity"] == pytest.approx(math.exp(line["eval_loss"]), rel=1e-12)
+    assert told["progress"]["metrics"]["perplexity"] == line["perplexity"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"eval_every": 2}, "eval_every"),
+        ({"eval_first": True}, "eval_first"),
+        ({"result": "best"}, "result: best"),
+    ],
+)
+def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
+    data = Data(train=toy_data().train, heldout=None, pad_id=0, identity={})
+    config = TrainCausalLm(global_batch_size=4, steps=3, **fields)
+    nothing: Any = None
+    with pytest.raises(StageError, match=f"^{name} needs held-out samples, and there are none"):
+        Training(config, nothing, nothing, data, nothing, nothing, nothing, nothing)
+
+
+@pytest.mark.parametrize(
+    ("fields", "keep_best", "found"),
+    [
+        (
+            {"early_stopping": {"patience": 2}},
+            0,
+            ["early_stopping: stops by evaluations, and there is none before the end"],
+        ),
+        (
+            {},
+            1,
+            [
+                "eval_every: the checkpoint slot's keep_best compares evaluations, and there is "
+                "only one, at the end"
+            ],
+        ),
+        (
+            {"eval_every": 5, "result": "best"},
+            0,
+            ["result: the checkpoint slot does not keep the best checkpoint"],
+        ),
+        ({"eval_every": 5, "result": "best", "early_stopping": {"patience": 2}}, 1, []),
+        ({"early_stopping": {"patience": 0}}, 0, ["early_stopping.patience: must be more than 0"]),
+    ],
+)
+def test_mistakes(fields: Any, keep_best: int, found: list[str]) -> None:
+    view = plan_view({"checkpoint": ShardedCheckpoint(keep_best=keep_best)})
+    slot = {"global_batch_size": 8, "steps": 10, **fields}
+    told = [f"{one.key}: {one.message}" for one in problems(TrainCausalLm, slot, plan=view)]
+    assert [text.partition(", not")[0] for text in told] == found

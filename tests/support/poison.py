@@ -1,0 +1,110 @@
+"""What each rank runs in the tests of anomalous steps: a training some of whose batches are
+poisoned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.artifacts import Data, Sample, Samples
+from pipeline.dist import Dist
+from pipeline.metrics import records
+from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.optimizer.adamw import AdamW
+from stages.train import step
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.policies import Anomalies
+from tests.support.runs import ToySamples, context
+from tests.support.state import Setting, digest, make_engine, source
+
+BATCH = 4
+NAN, HIGH = 99, 100
+"""Tokens of poisoned samples: with the one the loss is not a number, with the other huge."""
+FACTORS = {NAN: math.nan, HIGH: 30.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisoned:
+    """One training; plain data, so that it travels to the ranks."""
+
+    setting: Setting
+    batches: Sequence[int]
+    """What to train on, by number; a batch is the same in every training."""
+    poison: dict[int, int] = field(default_factory=dict)
+    """Batch -> the token that its last sample has."""
+    steps: int
+    anomalies: Anomalies
+    every: int | None = None
+    native: bool = False
+    """Save in DeepSpeed's own format."""
+
+
+class Batches(Samples):
+    """The chosen batches, one after another."""
+
+    def __init__(self, case: Poisoned) -> None:
+        pool = ToySamples(BATCH * 12, 99, 5)
+        self._samples = []
+        for number in case.batches:
+            samples = [pool[BATCH * number + place] for place in range(BATCH)]
+            if number in case.poison:
+                last = samples[-1]
+                tokens = np.full_like(last.input_ids, case.poison[number])
+                samples[-1] = Sample(input_ids=tokens, labels=last.labels)
+            self._samples += samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._samples[index]
+
+    def targets(self, index: int) -> int:
+        return int((self._samples[index].labels != -100).sum())
+
+
+def poisoned_loss(model: Any, batch: Any) -> torch.Tensor:
+    """The training loss, times what the poison makes of it."""
+    loss = CLEAN(model, batch)
+    for token, factor in FACTORS.items():
+        if bool((batch.input_ids == token).any()):
+            loss = loss * factor
+    return loss
+
+
+CLEAN = step.summed_loss
+
+
+def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
+    """Train; digests of the final state, what was recorded, and the progress."""
+    ctx = context(dist, folder)
+    plan = AdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
+    engine = make_engine(ctx, case.setting, plan)
+    stage = DeepSpeedCheckpoint if case.native else ShardedCheckpoint
+    checkpoints = stage(every=case.every, keep=None).run(ctx, engine)  # type: ignore[arg-type]
+    loop = TrainCausalLm(
+        global_batch_size=BATCH, micro_batch_size=1, steps=case.steps, shuffle=False, log_every=1,
+        anomalies=case.anomalies,
+    )  # fmt: skip
+    data = Data(train=Batches(case), heldout=None, pad_id=0, identity={})
+    step.summed_loss = poisoned_loss
+    try:
+        trained = loop.run(ctx, engine, data, plan, checkpoints, source(ctx, case.setting))
+    finally:
+        step.summed_loss = CLEAN
+    state = digest(engine, dist)
+    getattr(checkpoints, "close", lambda: None)()
+    engine.close()
+    lines = list(records(ctx.run_dir / "metrics.jsonl"))
+    return {"state": state, "lines": lines, "progress": vars(trained.progress)}
+
+
+def train_both(dist: Dist, folder: str, left: Poisoned, right: Poisoned) -> list[dict[str, Any]]:
+    """One training after the other, in one process group."""
+    return [train(dist, f"{folder}/left", left), train(dist, f"{folder}/right", right)]
