@@ -22,6 +22,7 @@ from stages.precision.policy import PrecisionPolicy
 from stages.train.anomalies import Watch
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
+from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
 from stages.train.step import train_step
 
@@ -60,6 +61,7 @@ class OurLoop:
         data = Data(train=blocks, heldout=None, pad_id=0, identity={})
         self._feed = Feed(config, data, ctx.seed, self.engine.shard, self.engine.device)
         self._progress = Progress()
+        self._loss = SummedLoss(self.engine.model)
         self._watch = Watch(config.anomalies, self.engine.shard.count)
         self._reporter = Reporter(
             ctx,
@@ -73,7 +75,7 @@ class OurLoop:
         """Train so many steps; the global loss of the last."""
         for _ in range(steps):
             done, anomaly = train_step(
-                self.engine, self._feed, self._plan, self._progress, self._watch
+                self.engine, self._loss, self._feed, self._plan, self._progress, self._watch
             )
             assert not anomaly, anomaly
             self._reporter.add(done)

@@ -42,6 +42,10 @@ class TrainCausalLm:
     """Threads that prepare the next step's micro-batches while this one is trained on; 0 prepares
     each when it is its turn. Changes no sample and no order."""
 
+    loss_chunk_size: Count | None = None
+    """Tokens whose logits are in memory at a time, for large vocabularies; null computes those of
+    a whole micro-batch at once. Changes no number but rounding."""
+
     log_every: Count = 10
     """Steps between two lines on screen. `metrics.jsonl` has every step."""
 

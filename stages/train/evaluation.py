@@ -10,11 +10,13 @@ import torch.distributed
 from pipeline.artifacts import Data, Progress, Samples
 from pipeline.engine import Engine
 from stages.train.batches import collate, microbatches
-from stages.train.loss import summed_loss
+from stages.train.loss import SummedLoss
 from stages.train.policies import EarlyStopping
 
 
-def evaluate(engine: Engine, data: Data, samples: Samples, micro_batch_size: int) -> float:
+def evaluate(
+    engine: Engine, loss: SummedLoss, data: Data, samples: Samples, micro_batch_size: int
+) -> float:
     """Mean loss in nats over all target tokens of `samples` (collective)."""
     engine.model.eval()
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
@@ -22,7 +24,7 @@ def evaluate(engine: Engine, data: Data, samples: Samples, micro_batch_size: int
     with torch.no_grad(), engine.evaluating():
         for start, end in microbatches(len(samples), engine.shard, micro_batch_size):
             rows = [samples[index] for index in range(start, end)]
-            total += summed_loss(engine.model, collate(rows, data.pad_id, engine.device))
+            total += loss(collate(rows, data.pad_id, engine.device))
     engine.model.train()
     if engine.shard.count > 1:
         torch.distributed.all_reduce(total)

@@ -25,7 +25,9 @@ from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, note, reason_to_stop
 from stages.train.feed import Feed
 from stages.train.flops import utilisation
+from stages.train.loss import SummedLoss
 from stages.train.origin import require_same_origin
+from stages.train.proof import prove_head, prove_packing
 from stages.train.recovery import Recovery
 from stages.train.report import Reporter
 from stages.train.step import Done, train_step
@@ -81,6 +83,7 @@ class Training:
         self._checkpoints = checkpoints
         self._feed = feed
         self._progress = progress
+        self._loss = SummedLoss(engine.model, config.loss_chunk_size)
         self._watch = Watch(config.anomalies, engine.shard.count)
         self._reporter = Reporter(
             ctx,
@@ -93,10 +96,13 @@ class Training:
 
     def run(self, recovery: Recovery) -> None:
         """Train to the last step, or to where early stopping ends it, and save (collective)."""
+        prove_packing(self._engine, self._data, self._loss)
+        if self._config.loss_chunk_size is not None:
+            prove_head(self._engine, self._data, self._loss)
         self._begin()
         while self._goes_on():
             done, anomaly = train_step(
-                self._engine, self._feed, self._plan, self._progress, self._watch
+                self._engine, self._loss, self._feed, self._plan, self._progress, self._watch
             )
             if anomaly:
                 self._recover(recovery, anomaly, done)
@@ -142,7 +148,7 @@ class Training:
     def _evaluate(self, heldout: Samples) -> None:
         with self._reporter.paused():
             size = self._config.microbatch_size(self._engine.shard.count)
-            loss = evaluate(self._engine, self._data, heldout, size)
+            loss = evaluate(self._engine, self._loss, self._data, heldout, size)
             note(self._progress, loss, self._config.early_stopping)
             self._reporter.evaluated(loss)
 

@@ -12,7 +12,7 @@ from pipeline.engine import Engine, StepReport
 from pipeline.errors import StageError
 from stages.train.anomalies import Watch
 from stages.train.feed import Feed, Taken
-from stages.train.loss import summed_loss
+from stages.train.loss import SummedLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,12 @@ class Done:
 
 
 def train_step(
-    engine: Engine, feed: Feed, plan: OptimizerPlan, progress: Progress, watch: Watch
+    engine: Engine,
+    loss: SummedLoss,
+    feed: Feed,
+    plan: OptimizerPlan,
+    progress: Progress,
+    watch: Watch,
 ) -> tuple[Done, str]:
     """One optimizer step: accumulate, clip and apply, advance. Returns what was done and what was
     anomalous about it; if anything was, progress is where it was. Raises StageError for a batch
@@ -36,13 +41,13 @@ def train_step(
     targets = feed.targets(progress.samples)
     if targets == 0:
         raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
-    loss = _forward_backward(engine, feed, progress.samples, targets)
-    watch.look(loss, progress)
+    mean = _forward_backward(engine, loss, feed, progress.samples, targets)
+    watch.look(mean, progress)
     scale = plan.lr_scale(progress.step, feed.total_steps(progress))
     report = engine.step(lr_scale=scale, admit=watch.admit)
     rate = plan.hyperparameters.get("lr")
     done = Done(
-        loss=loss, report=report, lr=None if rate is None else rate * scale, taken=feed.taken
+        loss=mean, report=report, lr=None if rate is None else rate * scale, taken=feed.taken
     )
     anomaly = watch.anomaly(report)
     if not anomaly:
@@ -56,13 +61,15 @@ def train_step(
     return done, anomaly
 
 
-def _forward_backward(engine: Engine, feed: Feed, position: int, targets: int) -> Tensor:
+def _forward_backward(
+    engine: Engine, loss: SummedLoss, feed: Feed, position: int, targets: int
+) -> Tensor:
     """Gradients of the step at `position`. Returns this rank's part of the mean loss, a scalar that
     is still on the device."""
     loss_sum = torch.zeros((), device=engine.device)
     for batch, last in feed.microbatches(position):
         with engine.microbatch(last=last):
-            loss = summed_loss(engine.model, batch)
-            engine.backward(loss * (engine.shard.count / targets))
-        loss_sum += loss.detach()
+            summed = loss(batch)
+            engine.backward(summed * (engine.shard.count / targets))
+        loss_sum += summed.detach()
     return loss_sum / targets

@@ -1,0 +1,78 @@
+"""Cross-entropy of a linear head, some tokens at a time, so that all logits are never in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.artifacts import NO_TARGET
+
+
+def linear_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
+) -> Tensor:
+    """Cross-entropy in nats, summed over the target tokens, as an fp32 scalar.
+
+    Shapes: hidden (tokens, width), weight (vocabulary, width), bias (vocabulary,), labels (tokens,)
+    of int64. The logits of `chunk` tokens are in memory at a time, in the dtype of `hidden` and in
+    fp32. The same numbers as with all logits at once: products in the dtype of `hidden`, softmax in
+    fp32 (torch's own `linear_cross_entropy` rounds the sum to the dtype of `hidden`).
+
+    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
+    weight summed over chunks in fp32.
+    """
+    summed: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, chunk)
+    return summed
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for_hidden = torch.empty_like(hidden) if wanted[0] else None
+        for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        for_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None  # type: ignore[arg-type]
+        for start in range(0, len(hidden), chunk):
+            some, their = hidden[start : start + chunk], labels[start : start + chunk]
+            logits = F.linear(some, weight, bias).float()
+            total += F.cross_entropy(logits, their, ignore_index=NO_TARGET, reduction="sum")
+            if not any(wanted):
+                continue
+            slope = _slope(logits, their)
+            narrow = slope.to(hidden.dtype)
+            if for_hidden is not None:
+                for_hidden[start : start + chunk] = narrow @ weight
+            if for_weight is not None:
+                for_weight += (narrow.T @ some).float()
+            if for_bias is not None:
+                for_bias += slope.sum(0)
+        ctx.save_for_backward(
+            for_hidden,
+            None if for_weight is None else for_weight.to(weight.dtype),
+            None if for_bias is None or bias is None else for_bias.to(bias.dtype),
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
+        scaled = [
+            None if found is None else found * upstream.to(found.dtype)
+            for found in ctx.saved_tensors
+        ]
+        return *scaled, None, None
+
+
+def _slope(logits: Tensor, labels: Tensor) -> Tensor:
+    """Gradient of the summed cross-entropy, in the memory of `logits`: softmax minus one at the
+    target, and nothing where there is none."""
+    torch.softmax(logits, dim=-1, out=logits)
+    trained = labels != NO_TARGET
+    rows = torch.arange(len(labels), device=labels.device)
+    logits[rows, labels.clamp(min=0)] -= trained.to(logits.dtype)
+    return logits.mul_(trained[:, None])

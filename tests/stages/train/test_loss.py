@@ -1,0 +1,186 @@
+"""The loss in chunks, and what is proven before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts import Data, Sample, Samples
+from pipeline.engine import DataShard, Engine
+from pipeline.errors import StageError
+from stages.train.batches import collate
+from stages.train.linear_loss import linear_loss
+from stages.train.loss import SummedLoss
+from stages.train.proof import prove_head, prove_packing
+from tests.support.models import filled, random_source, tiny_llama_config
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(1, 40),
+    chunk=st.integers(1, 50),
+    vocabulary=st.integers(1, 30),
+    bias=st.booleans(),
+    frozen=st.sampled_from(["", "hidden", "weight"]),
+    seed=st.integers(0, 1000),
+)
+def test_chunks_give_the_loss_and_gradients_of_the_whole(
+    tokens: int, chunk: int, vocabulary: int, bias: bool, frozen: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = {
+        "hidden": torch.randn(tokens, 6, generator=generator),
+        "weight": torch.randn(vocabulary, 6, generator=generator),
+        "bias": torch.randn(vocabulary, generator=generator),
+    }
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < 0.3] = -100
+
+    def run(loss: Any) -> tuple[float, list[torch.Tensor | None]]:
+        given = {n: v.clone().requires_grad_(n != frozen) for n, v in values.items()}
+        made = loss(given["hidden"], given["weight"], given["bias"] if bias else None) * 0.7
+        made.backward()
+        return float(made.detach()), [v.grad for v in given.values()]
+
+    ours, found = run(lambda h, w, b: linear_loss(h, w, b, labels, chunk))
+    whole, expected = run(
+        lambda h, w, b: F.cross_entropy(F.linear(h, w, b), labels, reduction="sum")
+    )
+    assert ours == pytest.approx(whole, rel=1e-5, abs=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_in_bf16_the_loss_is_that_of_fp32_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator).bfloat16()
+    weight = torch.randn(2000, 16, generator=generator).bfloat16()
+    labels = torch.randint(0, 2000, (300,), generator=generator)
+    whole = F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
+    found = linear_loss(hidden, weight, None, labels, 64)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(float(whole), rel=1e-6)
+
+
+class Alone(Engine):
+    """A model by itself."""
+
+    device = torch.device("cpu")
+    shard = DataShard(index=0, count=1)
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def facts(self) -> Any:
+        return {"compute": ["fp32"]}
+
+    microbatch = backward = step = state = fragments = restore = refresh = None  # type: ignore[assignment]
+
+
+Alone.__abstractmethods__ = frozenset()
+
+
+class Packed(Samples):
+    """Samples of two documents each."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Sample:
+        ids = np.random.default_rng(index).integers(0, 64, 13)
+        labels = np.append(ids[1:], 1)
+        labels[6] = -100
+        return Sample(input_ids=ids, labels=labels, positions=np.array([*range(7), *range(6)]))
+
+    def targets(self, index: int) -> int:
+        return 12
+
+
+PACKED = Data(train=Packed(), heldout=None, pad_id=0, identity={})
+
+
+@pytest.fixture
+def model(tmp_path: Any) -> Any:
+    return filled(random_source(tiny_llama_config(vocab_size=64), tmp_path)).train()
+
+
+def test_a_chunked_head_changes_no_loss(model: Any) -> None:
+    batch = collate([PACKED.train[0], PACKED.train[1]], 0, torch.device("cpu"))
+    whole = SummedLoss(model)(batch)
+    whole.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    chunked = SummedLoss(model, chunk=5)(batch)
+    chunked.backward()
+    assert float(chunked.detach()) == pytest.approx(float(whole.detach()), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_outside_of_the_loss_the_head_gives_logits(model: Any) -> None:
+    SummedLoss(model, chunk=5)
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
+
+
+def test_what_holds_is_proven(model: Any) -> None:
+    prove_packing(Alone(model), PACKED, SummedLoss(model))
+    prove_head(Alone(model), PACKED, SummedLoss(model, chunk=4))
+    assert model.training
+
+
+def test_documents_that_see_each_other_are_found(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = SummedLoss(model)
+    whole = model.forward
+    monkeypatch.setattr(
+        model,
+        "forward",
+        lambda **given: whole(**given, attention_mask=torch.ones_like(given["input_ids"])),
+    )
+    with pytest.raises(StageError, match="packing: a document sees the one before it"):
+        prove_packing(Alone(model), PACKED, loss)
+
+
+def test_positions_that_do_not_begin_anew_are_found(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = SummedLoss(model)
+    with torch.no_grad():  # attention that is not the mean over all tokens
+        for name, parameter in model.named_parameters():
+            parameter *= 20 if "q_proj" in name or "k_proj" in name else 1
+    whole = model.model.rotary_emb.forward
+
+    def elsewhere(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        packed = bool((position_ids == 0).sum() > 1)
+        stretched = position_ids * (1 + torch.arange(x.shape[1]) % 2)
+        return whole(x, stretched if packed else position_ids)
+
+    monkeypatch.setattr(model.model.rotary_emb, "forward", elsewhere)
+    with pytest.raises(StageError, match="packed sample is not its loss alone"):
+        prove_packing(Alone(model), PACKED, loss)
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path: Any) -> None:
+    config = tiny_llama_config(vocab_size=64) | {"model_type": "cohere", "logit_scale": 0.25}
+    model = filled(random_source(config, tmp_path))
+    with pytest.raises(StageError, match="does more with its logits than take their loss"):
+        prove_head(Alone(model), PACKED, SummedLoss(model, chunk=4))
+
+
+def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model.set_output_embeddings(Scaled(8, 64))
+    with pytest.raises(StageError, match="head is a Scaled, no plain linear layer"):
+        SummedLoss(model, chunk=4)
