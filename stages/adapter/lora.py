@@ -14,6 +14,7 @@ from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
 from stages.adapter.artifact import AdaptedModel
+from stages.adapter.order import too_late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Lora:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if importlib.util.find_spec("peft") is None:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
+        yield from too_late(self, plan)
         if self.targets == ():
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:

@@ -178,6 +178,7 @@ class FsdpEngine(TorchEngine):
                 unit.reshard()
 
     def facts(self) -> Mapping[str, Any]:
+        self.settle()
         parameters = list(self.model.parameters())
         return {
             "engine": "fully_shard" if isinstance(self.model, FSDPModule) else "none",

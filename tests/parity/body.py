@@ -15,7 +15,7 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from tests.parity.reference import CLIP, DECAY, LR, WARMUP
-from tests.support.runs import TINY, context, toy_data
+from tests.support.runs import TINY, context, packed_data, toy_data
 
 SEED, STEPS, BATCH = 7, 6, 8
 
@@ -25,11 +25,13 @@ def stage(name: str) -> Any:
     return importlib.metadata.entry_points(group="pipe.stages")[name].load()
 
 
-def tiny_source(ctx: Any, **overrides: Any) -> Any:
-    """The tiny random model of the parity tests."""
+def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any) -> Any:
+    """The tiny random model of the parity tests; `fields` are those of model.hf."""
+    from stages.adapter.lora import Lora
     from stages.model.hf import HfModel
 
-    return HfModel(config={**TINY, **overrides}, init="random").run(ctx)
+    source = HfModel(config={**TINY, **overrides}, init="random", **(fields or {})).run(ctx)
+    return source if lora is None else Lora(**lora).run(ctx, source)
 
 
 def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -42,14 +44,16 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     plan = AdamW(
         lr=LR, betas=(0.9, 0.999), weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP
     ).run(ctx)
-    source = tiny_source(ctx, **case.get("model", {}))
+    source = tiny_source(ctx, case.get("lora"), case.get("hf"), **case.get("model", {}))
     wrap = stage(case["wrap"])(**case["fields"])
     engine = wrap.run(ctx, source, precision, plan)
-    checkpoints = ShardedCheckpoint(keep=1).run(ctx, engine)
+    checkpoints = ShardedCheckpoint(keep=1).run(ctx, engine, source)
     loop = TrainCausalLm(
-        global_batch_size=BATCH, steps=STEPS, log_every=2, eval_every=3, **case["batching"]
-    )
-    trained = loop.run(ctx, engine, toy_data(), plan, checkpoints, source)
+        global_batch_size=BATCH, steps=STEPS, log_every=2, eval_every=3,
+        **case["batching"], **case.get("loop", {}),
+    )  # fmt: skip
+    data = packed_data() if case.get("packed") else toy_data()
+    trained = loop.run(ctx, engine, data, plan, checkpoints, source)
     facts = dict(engine.facts())
     checkpoints.close()
     engine.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -34,10 +37,12 @@ def reference(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.read(name))
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
+    trained = [p for p in parameters.values() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        [group for group in ({"params": matrices, "weight_decay": DECAY},
+                             {"params": vectors, "weight_decay": 0.0}) if group["params"]],
         lr=LR, foreach=False,
     )  # fmt: skip
     order = SampleOrder(seed, len(data.train))
@@ -61,12 +66,22 @@ def reference(
 
 
 def _loss(model: Any, sample: Any, compute: torch.dtype) -> torch.Tensor:
+    """Each document by itself."""
     cast = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
-    tokens = torch.from_numpy(sample.input_ids)[None]
-    logits = torch.func.functional_call(model, cast, kwargs={"input_ids": tokens}).logits[0]
-    return F.cross_entropy(
-        logits.float(), torch.from_numpy(sample.labels), ignore_index=-100, reduction="sum"
-    )
+    total = torch.zeros(())
+    for tokens, labels in _documents(sample):
+        logits = torch.func.functional_call(model, cast, kwargs={"input_ids": tokens[None]}).logits
+        total = total + F.cross_entropy(
+            logits[0].float(), labels, ignore_index=-100, reduction="sum"
+        )
+    return total
+
+
+def _documents(sample: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    tokens, labels = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.labels)
+    starts = [0] if sample.positions is None else np.flatnonzero(sample.positions == 0).tolist()
+    for start, stop in itertools.pairwise([*starts, len(tokens)]):
+        yield tokens[start:stop], labels[start:stop]
 
 
 def _cosine(step: int, total: int) -> float:

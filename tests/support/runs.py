@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -84,4 +85,41 @@ def toy_data(size: int = 40, vocab: int = 101) -> Data:
         heldout=ToySamples(9, vocab, 2),
         pad_id=0,
         identity={"contents": f"toy-{size}"},
+    )
+
+
+class PackedToySamples(Samples):
+    """Toy samples, one to three to a sample."""
+
+    def __init__(self, documents: Samples) -> None:
+        numbers = iter(range(len(documents)))
+        sizes = itertools.cycle([2, 1, 3])
+        groups = iter(lambda: list(itertools.islice(numbers, next(sizes))), [])
+        self._samples = [_packed([documents[number] for number in group]) for group in groups]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._samples[index]
+
+    def targets(self, index: int) -> int:
+        return int((self._samples[index].labels != -100).sum())
+
+
+def _packed(documents: list[Sample]) -> Sample:
+    return Sample(
+        input_ids=np.concatenate([one.input_ids for one in documents]),
+        labels=np.concatenate([one.labels for one in documents]),
+        positions=np.concatenate([np.arange(len(one.input_ids)) for one in documents]),
+    )
+
+
+def packed_data(size: int = 80, vocab: int = 101) -> Data:
+    """As toy_data, packed."""
+    return Data(
+        train=PackedToySamples(ToySamples(size, vocab, 1)),
+        heldout=PackedToySamples(ToySamples(9, vocab, 2)),
+        pad_id=0,
+        identity={"contents": f"packed-{size}"},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import Precision
+from pipeline.artifacts import ModelSource, Precision
 from pipeline.errors import Problem
 from pipeline.stage import PlanView
 from stages.wrap.zero.extra import extra_problems
@@ -32,6 +32,8 @@ def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     if stage.aio is not None and stage.aio.use_gds and plan.device != "cuda":
         yield Problem(key="aio.use_gds", message="needs a GPU")
     yield from _precision_problems(stage, plan)
+    if stage.stage == 3:
+        yield from _selective_problems(plan)
     yield from extra_problems(stage.extra)
 
 
@@ -91,6 +93,18 @@ def _device_problems(block: str, offload: OptimizerOffload | ParameterOffload) -
     for key, value in vars(offload).items():
         if key in NVME_ONLY and value != type(offload).__dataclass_fields__[key].default:
             yield Problem(key=f"{block}.{key}", message="only means something with device nvme")
+
+
+def _selective_problems(plan: PlanView) -> Iterator[Problem]:
+    for model in plan.giving(ModelSource):
+        settings = getattr(model, "activation_checkpointing", None)
+        if settings is not None and settings.keep != "nothing":
+            yield Problem(
+                key="stage",
+                message="the model slot's activation_checkpointing.keep makes torch repeat the "
+                "operations of forward one by one, and stage 3 gathers parameters in between",
+                hint="set keep: nothing there, or stage: 2",
+            )
 
 
 def _precision_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:

@@ -1,0 +1,157 @@
+"""What combines with what: every feature under every strategy, as recipes and as test cases.
+
+`python -m tests.parity.combinations` prints docs/combinations.md: what `pipe check` says of each
+combination. `test_combinations.py` trains each that it accepts.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import RecipeError
+from pipeline.plan import plan_file
+from stages.model.options import ActivationCheckpointing, Compile
+
+RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A wrap slot."""
+
+    wrap: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+STRATEGIES = {
+    "DDP": Strategy(wrap="wrap.ddp"),
+    "FSDP": Strategy(wrap="wrap.fsdp"),
+    "ZeRO-1": Strategy(wrap="wrap.zero", fields={"stage": 1}),
+    "ZeRO-2": Strategy(wrap="wrap.zero", fields={"stage": 2}),
+    "ZeRO-3": Strategy(wrap="wrap.zero", fields={"stage": 3}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Fields of the recipe's slots, by slot."""
+
+    adapter: Mapping[str, Any] | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    packed: bool = False
+
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "up_proj", "down_proj")}
+BLOCKS: dict[str, Any] = {"backend": "aot_eager"}  # traced as any other, and quick
+CHUNK = {"loss_chunk_size": 7}
+FEATURES = {
+    "packing": Feature(packed=True),
+    "loss in chunks": Feature(train=CHUNK),
+    "activation checkpointing": Feature(model={"activation_checkpointing": {}}),
+    "- every second block, offloaded": Feature(
+        model={"activation_checkpointing": {"every": 2, "offload": True}}
+    ),
+    "- keeping attention": Feature(model={"activation_checkpointing": {"keep": "attention"}}),
+    "- keeping matrix products": Feature(model={"activation_checkpointing": {"keep": "matmuls"}}),
+    "compiled blocks": Feature(model={"compile": BLOCKS}),
+    "LoRA": Feature(adapter=LORA),
+    "DoRA": Feature(adapter={**LORA, "dora": True}),
+    "LoRA, packing, checkpointing, chunks": Feature(
+        adapter=LORA, packed=True, train=CHUNK, model={"activation_checkpointing": {}}
+    ),
+    "packing, checkpointing, compiled, chunks": Feature(
+        packed=True, train=CHUNK, model={"activation_checkpointing": {}, "compile": BLOCKS}
+    ),
+}
+
+
+def recipe(feature: Feature, strategy: Strategy) -> dict[str, Any]:
+    """The combination as a recipe of two processes."""
+    adapter = {"adapter": {"use": "adapter.lora", **feature.adapter}} if feature.adapter else {}
+    tiny = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 4}
+    packing = {"packing": True} if feature.packed else {}
+    return {
+        "name": "combination",
+        "launch": {"procs": RANKS, "device": "cpu"},
+        "stages": {
+            "model": {"use": "model.hf", "config": tiny, **feature.model},
+            **adapter,
+            "precision": {"use": "precision.policy", "compute": "fp32"},
+            "data": {"use": "data.chat", "files": "./rows.jsonl", **packing},
+            "optimizer": {"use": "optimizer.adamw"},
+            "wrap": {"use": strategy.wrap, **strategy.fields},
+            "checkpoint": {"use": "checkpoint.sharded"},
+            "train": {"use": "train.causal_lm", "steps": 1, "global_batch_size": 2,
+                      **feature.train},
+        },
+    }  # fmt: skip
+
+
+def refusal(feature: Feature, strategy: Strategy) -> str:
+    """Why `pipe check` refuses the combination; empty if it does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "rows.jsonl").write_text("")
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(json.dumps(recipe(feature, strategy)))
+        try:
+            plan_file(file)
+        except RecipeError as error:
+            return "; ".join(problem.message for problem in error.problems)
+    return ""
+
+
+def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
+    """For `tests.parity.body.train_case`."""
+    kinds = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile}
+    return {
+        "wrap": strategy.wrap,
+        "fields": dict(strategy.fields),
+        "batching": {"micro_batch_size": 3},
+        "lora": feature.adapter,
+        "hf": {name: kinds[name](**value) for name, value in feature.model.items()},
+        "loop": dict(feature.train),
+        "packed": feature.packed,
+    }
+
+
+def table() -> str:
+    """docs/combinations.md."""
+    notes: dict[str, int] = {}
+    rows = []
+    for name, feature in FEATURES.items():
+        cells = []
+        for strategy in STRATEGIES.values():
+            reason = refusal(feature, strategy)
+            cells.append(f"no [{notes.setdefault(reason, len(notes) + 1)}]" if reason else "yes")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    told = "\n".join(f"- [{number}] {reason}" for reason, number in notes.items())
+    return TEMPLATE.format(
+        columns=" | ".join(STRATEGIES),
+        rules=" | ".join("---" for _ in STRATEGIES),
+        rows="\n".join(rows),
+        notes=told,
+    )
+
+
+TEMPLATE = """# What combines with what
+
+This page is written by a program that asks `pipe check` about each combination; a test compares the
+two. Each `yes` is trained in the test suite, on two processes, against a plain single-process loop:
+losses agree to 1e-5, gradient norms to 1e-4, final weights to 1e-4. Each `no` is refused by
+`pipe check` before anything starts, with the reason below.
+
+| | {columns} |
+| --- | {rules} |
+{rows}
+
+{notes}
+"""
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,107 @@
+"""Every feature under every strategy gives the numbers of a plain loop, or is refused before."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.dist import Dist
+from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
+from tests.parity.combinations import (
+    FEATURES,
+    RANKS,
+    STRATEGIES,
+    Feature,
+    case,
+    refusal,
+    table,
+)
+from tests.parity.reference import reference
+from tests.support.processes import run_ranks
+from tests.support.runs import context, packed_data, toy_data
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+REFUSED = {
+    ("- keeping attention", "ZeRO-3"),
+    ("- keeping matrix products", "ZeRO-3"),
+}
+PAIRS = [(feature, strategy) for strategy in STRATEGIES for feature in FEATURES]
+
+
+def test_exactly_these_are_refused() -> None:
+    refused = {(f, s) for f, s in PAIRS if refusal(FEATURES[f], STRATEGIES[s])}
+    assert refused == REFUSED
+
+
+def test_the_documented_table_is_what_check_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "combinations.md"
+    assert page.read_text("utf-8") == table(), "python -m tests.parity.combinations"
+
+
+def train_all(dist: Dist, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """One training after another in the same processes."""
+    results = {}
+    for number, (name, one) in enumerate(cases.items()):
+        place = f"{folder}/{number}"
+        Path(place).mkdir(exist_ok=True)
+        results[name] = {**train_case(dist, place, one), "folder": place}
+    return results
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What came of every feature under one strategy."""
+    strategy = STRATEGIES[request.param]
+    cases = {
+        name: case(feature, strategy)
+        for name, feature in FEATURES.items()
+        if (name, request.param) not in REFUSED
+    }
+    folder = tmp_path_factory.mktemp("combinations")
+    return run_ranks(train_all, RANKS, str(folder), cases, limit=900)[0]
+
+
+@functools.cache
+def plain_loop(lora: tuple[tuple[str, Any], ...], packed: bool) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
+        source = tiny_source(ctx, dict(lora) or None)
+        data = packed_data() if packed else toy_data()
+        return reference(source, data, seed=SEED, steps=STEPS, batch=BATCH)
+
+
+def expected(feature: Feature) -> Any:
+    return plain_loop(tuple((feature.adapter or {}).items()), feature.packed)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_numbers_of_a_plain_loop(name: str, trained: Any) -> None:
+    if name not in trained:
+        return  # refused, as the first test has seen
+    losses, norms, weights, heldout = expected(FEATURES[name])
+    result = trained[name]
+    steps = [record for record in result["records"] if "loss" in record]
+    assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
+    assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
+    assert result["metrics"]["eval_loss"] == pytest.approx(heldout, rel=1e-5)
+    final = load_file(f"{result['folder']}/final.safetensors")
+    held = [key for key in weights if FEATURES[name].adapter is None or "lora" in key]
+    assert set(held) <= set(final)
+    for key in held:
+        torch.testing.assert_close(final[key], weights[key], rtol=0, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if FEATURES[name].adapter])
+def test_a_checkpoint_holds_the_adapter_s_state_alone(name: str, trained: Any) -> None:
+    result = trained[name]
+    (step,) = Path(result["folder"]).glob("checkpoints/step-*")
+    size = sum(file.stat().st_size for file in step.iterdir())
+    assert size <= 16 * result["facts"]["trained_parameters"] + 1_000_000
+    assert all("lora" in key for key in load_file(f"{result['folder']}/final.safetensors"))
