@@ -207,6 +207,8 @@ class Data:
     heldout: Samples | None
     pad_id: int
     """Token that fills `input_ids` behind a short sample; its labels are NO_TARGET."""
+    packed: bool = False
+    """Whether samples can hold several documents: whether they have `positions`."""
     identity: Mapping[str, str | int | float | None]
     """What makes a sample what it is: digests of the files and of the `tokenizer`, and every
     setting that changes one. Equal identities have equal samples."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipeline.stage import Context
 
-FORMAT = 1
+FORMAT = 2
 """Raise it with every change in what is written; entries of another format are not found."""
 META = "meta.json"
 _ABANDONED_AFTER = 24 * 3600.0
@@ -58,6 +58,11 @@ def default_folder() -> Path:
     """`pipetrain` in the user's cache folder (XDG base directory specification)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
+
+
+def cache_folder(given: str | None) -> Path:
+    """The folder that a `cache` field names, or the default one."""
+    return Path(given).expanduser() if given else default_folder()
 
 
 def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
