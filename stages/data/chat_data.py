@@ -35,7 +35,7 @@ _FORM = "form "
 
 def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
     """What the stage gives (collective)."""
-    work = _Work(stage, ctx, model, _tokenizer(stage, model))
+    work = _Work(stage, ctx, model, _tokenizer(model))
     trained_on, held_out = stage.trained_on(), stage.held_out()
     entries = [work.entry(source) for source in trained_on]
     held_entries = [work.entry(source) for source in held_out]
@@ -77,17 +77,12 @@ def _settings(stage: ChatData) -> dict[str, Any]:
     }
 
 
-def _tokenizer(stage: ChatData, model: ModelSource) -> Any:
+def _tokenizer(model: ModelSource) -> Any:
     tokenizer = model.tokenizer()
     if not tokenizer.is_fast:
         raise StageError(
             f"{model.name}: its tokenizer cannot tell which characters a token stands for",
             hint="data.chat needs a tokenizer with a tokenizer.json",
-        )
-    if stage.template and not tokenizer.chat_template:
-        raise StageError(
-            f"{model.name}: its tokenizer has no chat template",
-            hint="use an instruction-tuned model, or `template: false` for rows of text",
         )
     return tokenizer
 

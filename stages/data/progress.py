@@ -45,8 +45,11 @@ class Announcer:
     unit: str
     """What is counted: `rows`, `documents`."""
     seconds: float = LOG_SECONDS
-    _began: float = field(default_factory=time.monotonic, init=False)
-    _spoken: float = field(default_factory=time.monotonic, init=False)
+    _began: float = field(init=False)
+    _spoken: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began = self._spoken = time.monotonic()
 
     def tell(self, count: int, tokens: int) -> None:
         """Say it if it is time: `count` units with `tokens` tokens are done."""

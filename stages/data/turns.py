@@ -37,6 +37,11 @@ class ConversationEncoder:
 
     def __call__(self, item: Conversation) -> Encoded:
         """Raises DataError when the row cannot be rendered or its turns cannot be told."""
+        if not self.tokens.tokenizer.chat_template:
+            raise item.row.error(
+                "the model's tokenizer has no chat template",
+                hint="use an instruction-tuned model, or `template: false` for pairs of texts",
+            )
         text = self._render(item, item.messages)
         tokens = self.tokens(text)
         if self.loss == "all":
