@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from pipeline.order import Order
+
 DtypeName = Literal["fp32", "bf16", "fp16"]
 
 NO_TARGET = -100
@@ -186,7 +188,8 @@ class Sample:
 
 
 class Samples(ABC):
-    """A map-style sample set. Everything is a pure function of the index."""
+    """A map-style sample set. Everything is a pure function of the index; indices are those that
+    `order` gives: 0 to `len` - 1, unless the set says otherwise."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -197,6 +200,12 @@ class Samples(ABC):
     @abstractmethod
     def targets(self, index: int) -> int:
         """How many labels of this sample are trained on; known without reading the sample."""
+
+    def order(self, seed: int, *, shuffle: bool) -> Order:
+        """The indices in the order in which a run visits them, epoch after epoch."""
+        from pipeline.order import SampleOrder
+
+        return SampleOrder(seed, len(self), shuffle=shuffle)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeline.artifacts import NO_TARGET, Data, ModelSource, Sample
 from pipeline.errors import UsageError
 from pipeline.metrics import Metrics
-from pipeline.order import SampleOrder
+from pipeline.order import ENDLESS, Order
 from pipeline.stage import Context
 
 if TYPE_CHECKING:
@@ -36,9 +37,18 @@ class Preview:
 
     def indices(self, count: int) -> list[int]:
         """The first samples of the order in which a run with `shuffle: true` visits them."""
-        size = len(self.data.train)
-        order: list[int] = SampleOrder(self.seed, size).indices(0, min(count, size)).tolist()
-        return order
+        order = self._order
+        first: list[int] = order.indices(0, min(count, order.size)).tolist()
+        return first
+
+    @property
+    def size(self) -> int | None:
+        """Samples to train on; None for a stream."""
+        return None if self._order.size == ENDLESS else self._order.size
+
+    @functools.cached_property
+    def _order(self) -> Order:
+        return self.data.train.order(self.seed, shuffle=True)
 
 
 def preview(plan: Plan, scratch: Path, log: logging.Logger) -> Preview:

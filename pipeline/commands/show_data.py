@@ -54,7 +54,8 @@ def _summary(shown: Preview) -> str:
     data = shown.data
     held = len(data.heldout) if data.heldout else 0
     packed = ", packed" if data.packed else ""
-    return f"{len(data.train)} samples to train on{packed}, {held} held out"
+    size = "a stream of" if shown.size is None else shown.size
+    return f"{size} samples to train on{packed}, {held} held out"
 
 
 def _described(shown: Preview, index: int, *, colour: bool) -> str:
@@ -98,7 +99,7 @@ def _printable(text: str) -> str:
 def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:
     data = shown.data
     return {
-        "samples": len(data.train),
+        "samples": shown.size,
         "heldout": len(data.heldout) if data.heldout else 0,
         "packed": data.packed,
         "shown": [_sample(index, data.train[index]) for index in indices],

@@ -86,6 +86,12 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
     return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
 
 
+def local_entry(folder: Path, key: str, build: Build) -> Entry:
+    """The entry of a key, built by this process if need be, whatever others do."""
+    reused = _ensure(folder, key, build)
+    return Entry(folder=folder / key, key=key, counts=_complete(folder / key) or {}, reused=reused)
+
+
 def _ensure(folder: Path, key: str, build: Build) -> bool:
     """Make the entry exist; whether it already did."""
     final = folder / key

@@ -22,13 +22,14 @@ from stages.data.splits import split
 
 if TYPE_CHECKING:
     from pipeline.stage import Context
+    from stages.data.document_settings import DocumentSettings
     from stages.data.selection import Source
     from stages.data.text import TextData
 
 
 def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
     """What the stage gives (collective)."""
-    work = _Work(stage, ctx, model, model.tokenizer())
+    work = Documents(stage, stage.cache, stage.workers, ctx, model, model.tokenizer())
     trained_on = stage.trained_on()
     entries = [work.entry(source) for source in trained_on]
     held_entries = [work.entry(source) for source in stage.held_out()]
@@ -60,10 +61,12 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Documents:
     """Makes the cache entries of sources, and blocks of them."""
 
-    stage: TextData
+    settings: DocumentSettings
+    cache: str | None
+    workers: int | None
     ctx: Context
     model: ModelSource
     tokenizer: Any
@@ -78,7 +81,7 @@ class _Work:
         opened = functools.cache(functools.partial(open_source, source))
         entry = prepare(
             self.ctx,
-            cache_folder(self.stage.cache),
+            cache_folder(self.cache),
             lambda: self._key(opened()),
             lambda folder: self._build(opened(), folder),
         )
@@ -88,38 +91,47 @@ class _Work:
 
     def blocks(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
         """Some blocks of an entry, all by default."""
-        starts = entry.array(STARTS, "<i8") if self.stage.documents_apart else None
+        starts = entry.array(STARTS, "<i8") if self.settings.documents_apart else None
         tokens = entry.array(TOKENS, self.dtype)
-        return TokenBlocks(tokens, self.stage.sequence_length, first, count, starts=starts)
+        return TokenBlocks(tokens, self.settings.sequence_length, first, count, starts=starts)
 
     def _key(self, opened: Opened) -> str:
-        stage = self.stage
-        settings = [stage.text_key, stage.documents, stage.append_eos, stage.prepend_bos]
-        tokenizer = tokenizers.identity(self.tokenizer)
-        return digest(["text", FORMAT, opened.digest, tokenizer, settings])
+        return digest(["text", FORMAT, opened.digest, self.making])
+
+    @functools.cached_property
+    def making(self) -> str:
+        """Digest of what decides which tokens a document becomes."""
+        own = self.settings
+        settings = [own.text_key, own.documents, own.append_eos, own.prepend_bos]
+        return digest([tokenizers.identity(self.tokenizer), settings])
 
     def _build(self, opened: Opened, folder: Path) -> Counts:
         reading = opened.reading()
-        reader = DocumentReader(text_key=self.stage.text_key, unit=self.stage.documents)
-        writer = self._writer(Announcer(log=self.ctx.log, reading=reading, unit="documents"))
-        counts = writer.write(folder, reader.read(opened.parts, reading))
+        writer = self.writer(Announcer(log=self.ctx.log, reading=reading, unit="documents"))
+        counts = writer.write(folder, self.reader().read(opened.parts, reading))
         if counts["tokens"] < 2:
             raise DataError("fewer than two tokens of text", file=str(opened.source))
         return counts
 
-    def _writer(self, announcer: Announcer) -> TokenWriter:
+    def reader(self) -> DocumentReader:
+        """What finds the documents in files."""
+        return DocumentReader(text_key=self.settings.text_key, unit=self.settings.documents)
+
+    def writer(self, announcer: Announcer) -> TokenWriter:
+        """What tokenises them. Raises StageError when the tokenizer lacks a token that is asked
+        for."""
         start, end = [], []
-        if self.stage.prepend_bos:
+        if self.settings.prepend_bos:
             start = [tokenizers.required_id(self.tokenizer, "bos_token", "prepend_bos")]
-        if self.stage.append_eos:
+        if self.settings.append_eos:
             end = [tokenizers.required_id(self.tokenizer, "eos_token", "append_eos")]
         return TokenWriter(
             tokenizer=self.tokenizer,
             dtype=self.dtype,
             prefix=start,
             suffix=end,
-            batch_documents=self.stage.batch_documents,
-            workers=self.stage.workers,
+            batch_documents=self.settings.batch_documents,
+            workers=self.workers,
             announcer=announcer,
         )
 
