@@ -56,6 +56,7 @@ class StreamOrder:
         self._window = window
         self._windows = -(-shards // window)
         self._count = count
+        self._kept: tuple[int, list[int]] = (-1, [])
         self._ends: list[int] = []
         """Position behind each window so far."""
 
@@ -72,9 +73,15 @@ class StreamOrder:
     def members(self, number: int) -> list[int]:
         """The shards of a window."""
         epoch, place = divmod(number, self._windows)
-        first = place * self._window
-        count = min(self._window, self._shards.size - first)
-        shards: list[int] = self._shards.indices(epoch * self._shards.size + first, count).tolist()
+        return self._epoch(epoch)[place * self._window : (place + 1) * self._window]
+
+    def _epoch(self, epoch: int) -> list[int]:
+        """All shards in the order of an epoch; kept for the latest one that was asked for."""
+        known, shards = self._kept  # in one go: threads ask as well
+        if known != epoch:
+            count = self._shards.size
+            shards = self._shards.indices(epoch * count, count).tolist()
+            self._kept = epoch, shards
         return shards
 
     def _at(self, position: int) -> int:

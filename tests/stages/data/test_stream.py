@@ -25,6 +25,7 @@ from stages.data.stream import StreamData
 from stages.data.stream_order import StreamOrder, located
 from stages.data.text import TextData
 from stages.train.causal_lm import TrainCausalLm
+from stages.train import feed as feed_module
 from stages.train.feed import Feed
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.processes import run_ranks
@@ -182,8 +183,11 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
         assert data.train.targets(index) == int((sample.labels >= 0).sum())
 
 
-def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
+def test_the_feed_of_any_number_of_ranks(
+    ctx: Context, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The training loop's own feed: the shares of two ranks are the batches of one."""
+    monkeypatch.setattr(feed_module, "STRETCH", 50)
     data, _ = opened(stream(folder), ctx)
     config = TrainCausalLm(steps=12, global_batch_size=6, micro_batch_size=2)
     cpu = torch.device("cpu")
