@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +53,25 @@ class Preview:
         return self.data.train.order(self.seed, shuffle=True)
 
 
-def preview(plan: Plan, scratch: Path, log: logging.Logger) -> Preview:
-    """Run the recipe's data slot and the slots that it needs, in this process alone; `scratch` is
-    their run folder. Raises UsageError when no slot gives data, and what those stages raise."""
+@contextlib.contextmanager
+def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
+    """Run the recipe's data slot and the slots that it needs, in this process alone, in a run
+    folder that is gone afterwards. Raises UsageError when no slot gives data, and what those stages
+    raise."""
     step = next((step for step in plan.steps if _gives(step, Data)), None)
     if step is None:
         raise UsageError("no slot of this recipe gives data")
-    artifacts: dict[str, Any] = {}
-    data = _result(plan, step, _context(plan, scratch, log), artifacts)
-    models = [each for each in artifacts.values() if isinstance(each, ModelSource)]
-    if not models:
-        raise UsageError(f"slot `{step.slot}` takes no model, so there is no tokenizer to show by")
-    return Preview(data=data, tokenizer=models[-1].tokenizer(), seed=plan.recipe.seed)
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipe-show-"))
+        ctx = _context(plan, Path(scratch), log)
+        ctx.on_exit = stack.callback
+        artifacts: dict[str, Any] = {}
+        data = _result(plan, step, ctx, artifacts)
+        models = [each for each in artifacts.values() if isinstance(each, ModelSource)]
+        if not models:
+            message = f"slot `{step.slot}` takes no model, so there is no tokenizer to show by"
+            raise UsageError(message)
+        yield Preview(data=data, tokenizer=models[-1].tokenizer(), seed=plan.recipe.seed)
 
 
 def _gives(step: Step, kind: type) -> bool:

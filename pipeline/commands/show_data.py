@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -32,8 +31,7 @@ def show_data(
     """Print `count` samples of a recipe's training data, and how many there are. What the stages
     say goes to stderr."""
     plan = plan_file(file, overrides, registry=registry)
-    with tempfile.TemporaryDirectory(prefix="pipe-show-") as scratch:
-        shown = preview(plan, Path(scratch), _log())
+    with preview(plan, _log()) as shown:
         indices = shown.indices(count)
         if as_json:
             click.echo(json.dumps(_as_json(shown, indices), indent=1))

@@ -85,6 +85,15 @@ def test_the_order_is_that_of_the_seed(show: Any) -> None:
     assert all(len(set(order)) == 9 for order in orders)
 
 
+def test_a_stream_leaves_nothing_behind(show: Any) -> None:
+    Path("text.txt").write_text("abcdefgh")
+    shards = ["data.use=data.stream", "data.shards=./text.txt", "data.sequence_length=4"]
+    result = show("r.yaml", "--data", "1", *shards)
+    assert result.stdout.startswith("a stream of samples to train on, 0 held out\n\nsample ")
+    assert "4 tokens, 4 to predict" in result.stdout
+    assert not list(Path("cache/pipetrain").iterdir())
+
+
 def test_mistakes(show: Any) -> None:
     broken = show("r.yaml", "--data", "1", "data.packing=3")
     assert (broken.exit_code, broken.stdout) == (2, "")

@@ -24,8 +24,8 @@ from stages.data import shard_store
 from stages.data.stream import StreamData
 from stages.data.stream_order import StreamOrder, located
 from stages.data.text import TextData
-from stages.train.causal_lm import TrainCausalLm
 from stages.train import feed as feed_module
+from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.processes import run_ranks
