@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from pipeline.order import Order
+
 DtypeName = Literal["fp32", "bf16", "fp16"]
 
 NO_TARGET = -100
@@ -206,7 +208,8 @@ class Sample:
 
 
 class Samples(ABC):
-    """A map-style sample set. Everything is a pure function of the index."""
+    """A map-style sample set. Everything is a pure function of the index; indices are those that
+    `order` gives: 0 to `len` - 1, unless the set says otherwise."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -218,6 +221,12 @@ class Samples(ABC):
     def targets(self, index: int) -> int:
         """How many labels of this sample are trained on; known without reading the sample."""
 
+    def order(self, seed: int, *, shuffle: bool) -> Order:
+        """The indices in the order in which a run visits them, epoch after epoch."""
+        from pipeline.order import SampleOrder
+
+        return SampleOrder(seed, len(self), shuffle=shuffle)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -227,6 +236,8 @@ class Data:
     heldout: Samples | None
     pad_id: int
     """Token that fills `input_ids` behind a short sample; its labels are NO_TARGET."""
+    packed: bool = False
+    """Whether samples can hold several documents: whether they have `positions`."""
     identity: Mapping[str, str | int | float | None]
     """What makes a sample what it is: digests of the files and of the `tokenizer`, and every
     setting that changes one. Equal identities have equal samples."""

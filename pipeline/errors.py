@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,17 @@ class PipeError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
+
+    def __reduce__(self) -> tuple[Callable[..., PipeError], tuple[type[PipeError], str]]:
+        # Subclasses take other arguments than the text that they end up with.
+        return _as_it_was, (type(self), str(self))
+
+
+def _as_it_was(kind: type[PipeError], text: str) -> PipeError:
+    """An error that comes from another process."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, text)
+    return error
 
 
 class UsageError(PipeError):

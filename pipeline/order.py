@@ -6,8 +6,9 @@ here by integer arithmetic alone and does not change with numpy, torch or the nu
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,6 +20,22 @@ _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS = 8
 _LEAST_HALF_BITS = 4
 # Narrower networks reach too few permutations: with 2-bit halves first places are visibly skewed.
+
+ENDLESS = sys.maxsize
+"""Size of an order whose epochs have a length that is not known."""
+
+
+class Order(Protocol):
+    """The endless sequence of sample indices that a run trains on."""
+
+    @property
+    def size(self) -> int:
+        """Positions in an epoch, or ENDLESS."""
+        ...
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """The samples at positions start ... start + count - 1; shape (count,)."""
+        ...
 
 
 @dataclass(frozen=True)

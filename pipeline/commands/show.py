@@ -23,17 +23,34 @@ from pipeline.registry import Registry
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
 @click.option("--origin", is_flag=True, help="Say where each value came from.")
+@click.option(
+    "--data",
+    "count",
+    type=click.IntRange(min=1),
+    help="Show this many training samples instead, with the tokens that are trained on marked.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def show(
-    registry: Registry | None, recipe: str, overrides: tuple[str, ...], origin: bool, as_json: bool
+    registry: Registry | None,
+    recipe: str,
+    overrides: tuple[str, ...],
+    origin: bool,
+    count: int | None,
+    as_json: bool,
 ) -> None:
     """Show RECIPE, or the recipe of the run folder RECIPE, as it would run.
 
     Files it extends, overrides, interpolations and defaults are filled in; what comes from the
-    environment stays a reference.
+    environment stays a reference. With --data, its samples are shown: data and tokenizer are
+    prepared in this process, and no weights are read.
     """
     file = Path(recipe) / "recipe.yaml" if Path(recipe).is_dir() else Path(recipe)
+    if count is not None:
+        from pipeline.commands.show_data import show_data
+
+        show_data(file, overrides, registry, count=count, as_json=as_json)
+        return
     loaded, values = _resolved(file, overrides, registry or Registry.installed())
     if as_json:
         origins = {".".join(map(str, path)): loaded.origin(path) for path in _paths(values)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,31 +9,40 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.artifacts import Sample, Samples
+from pipeline.artifacts import NO_TARGET, Sample, Samples
+from stages.data import parallel
 from stages.data.cache import Counts
+from stages.data.progress import Announcer
 
 if TYPE_CHECKING:
-    import logging
+    from numpy.typing import NDArray
 
-TOKENS = "tokens.bin"
+TOKENS, STARTS = "tokens.bin", "starts.bin"
 _LARGEST_CALL = 4_000_000
-_LOG_SECONDS = 10.0
 
 
 class TokenBlocks(Samples):
     """Windows of `length` + 1 tokens with stride `length`: every token but the first is one target.
 
     The last window is shorter when the stream does not fill it. `first` and `count` select a
-    contiguous part of the windows.
+    contiguous part of the windows. `starts`, where the documents begin in the stream, keeps them
+    apart: positions begin anew with each, and nothing predicts its first token.
     """
 
     def __init__(
-        self, tokens: np.ndarray[Any, Any], length: int, first: int = 0, count: int | None = None
+        self,
+        tokens: NDArray[Any],
+        length: int,
+        first: int = 0,
+        count: int | None = None,
+        *,
+        starts: NDArray[Any] | None = None,
     ) -> None:
         self.tokens = tokens
         self._length = length
         self._first = first
         self._count = windows(len(tokens), length) - first if count is None else count
+        self._starts = starts
 
     def __len__(self) -> int:
         return self._count
@@ -42,17 +50,42 @@ class TokenBlocks(Samples):
     def __getitem__(self, index: int) -> Sample:
         start, stop = self._bounds(index)
         window = np.asarray(self.tokens[start:stop], dtype=np.int64)
-        return Sample(input_ids=window[:-1], labels=window[1:])
+        inputs, labels = window[:-1], window[1:]
+        if self._starts is None:
+            return Sample(input_ids=inputs, labels=labels)
+        begin, end = self._documents(start, stop)
+        borders = np.asarray(self._starts[begin:end], dtype=np.int64) - start
+        labels = labels.copy()
+        labels[borders - 1] = NO_TARGET
+        return Sample(input_ids=inputs, labels=labels, positions=_positions(len(inputs), borders))
 
     def targets(self, index: int) -> int:
         start, stop = self._bounds(index)
-        return stop - start - 1
+        begin, end = self._documents(start, stop)
+        return stop - start - 1 - (end - begin)
+
+    def _documents(self, start: int, stop: int) -> tuple[int, int]:
+        """Which documents begin in a window behind its first token."""
+        if self._starts is None:
+            return 0, 0
+        return (
+            int(np.searchsorted(self._starts, start, side="right")),
+            int(np.searchsorted(self._starts, stop)),
+        )
 
     def _bounds(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
         start = (self._first + index) * self._length
         return start, min(start + self._length + 1, len(self.tokens))
+
+
+def _positions(length: int, borders: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, 2, ... beginning anew at each border; shape (length,)."""
+    began = np.zeros(length, dtype=np.int64)
+    inside = borders[borders < length]
+    began[inside] = inside
+    return np.arange(length) - np.maximum.accumulate(began)
 
 
 def windows(tokens: int, length: int) -> int:
@@ -62,7 +95,7 @@ def windows(tokens: int, length: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenWriter:
-    """Tokenises documents into one flat file, in memory bounded by the longest document."""
+    """Tokenises documents into one flat file, in memory bounded by the longest documents."""
 
     tokenizer: Any
     dtype: str
@@ -71,25 +104,26 @@ class TokenWriter:
     suffix: list[int]
     """Ids behind each document."""
     batch_documents: int
-    log: logging.Logger
+    workers: int | None
+    announcer: Announcer
 
     def write(self, folder: Path, documents: Iterable[str]) -> Counts:
-        """Write `tokens.bin` and return `documents`, `tokens` and `largest` (id)."""
+        """Write `tokens.bin`, and `starts.bin` with the place of each document's first token.
+        Returns `documents`, `tokens` and `largest` (id)."""
         counts = {"documents": 0, "tokens": 0, "largest": 0}
-        spoken = time.monotonic()
-        with (folder / TOKENS).open("wb") as file:
-            for batch in batches(documents, self.batch_documents):
-                ids = self._ids(batch)
-                ids.tofile(file)
-                counts["documents"] += len(batch)
+        encoded = parallel.each(self._ids, batches(documents, self.batch_documents), self.workers)
+        with (folder / TOKENS).open("wb") as tokens, (folder / STARTS).open("wb") as starts:
+            for _, (ids, lengths) in encoded:
+                ids.tofile(tokens)
+                (counts["tokens"] + np.cumsum([0, *lengths[:-1]])).astype("<i8").tofile(starts)
+                counts["documents"] += len(lengths)
                 counts["tokens"] += len(ids)
                 counts["largest"] = max(counts["largest"], int(ids.max(initial=0)))
-                if time.monotonic() - spoken > _LOG_SECONDS:
-                    spoken = time.monotonic()
-                    self.log.info("tokenising: %(documents)d documents, %(tokens)d tokens", counts)
+                self.announcer.tell(counts["documents"], counts["tokens"])
         return counts
 
-    def _ids(self, batch: list[str]) -> np.ndarray[Any, Any]:
+    def _ids(self, batch: list[str]) -> tuple[NDArray[Any], list[int]]:
+        """The documents' ids, one behind the other, and how many each has."""
         encoded = self.tokenizer(
             batch,
             add_special_tokens=False,
@@ -98,7 +132,7 @@ class TokenWriter:
             verbose=False,  # no warning that a document is longer than the model's context
         )
         parts = [np.array([*self.prefix, *ids, *self.suffix]) for ids in encoded["input_ids"]]
-        return np.concatenate(parts).astype(self.dtype)
+        return np.concatenate(parts).astype(self.dtype), [len(part) for part in parts]
 
 
 def batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipeline.stage import Context
 
-FORMAT = 1
+FORMAT = 2
 """Raise it with every change in what is written; entries of another format are not found."""
 META = "meta.json"
 _ABANDONED_AFTER = 24 * 3600.0
@@ -60,6 +60,11 @@ def default_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
 
 
+def cache_folder(given: str | None) -> Path:
+    """The folder that a `cache` field names, or the default one."""
+    return Path(given).expanduser() if given else default_folder()
+
+
 def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
     """The entry of a key, built if need be; collective.
 
@@ -79,6 +84,12 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
     if counts is None:
         raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
     return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
+
+
+def local_entry(folder: Path, key: str, build: Build) -> Entry:
+    """The entry of a key, built by this process if need be, whatever others do."""
+    reused = _ensure(folder, key, build)
+    return Entry(folder=folder / key, key=key, counts=_complete(folder / key) or {}, reused=reused)
 
 
 def _ensure(folder: Path, key: str, build: Build) -> bool:

@@ -1,4 +1,4 @@
-"""Documents of plain text, JSON-lines and Parquet files."""
+"""Documents of plain text, JSON and Parquet files, and of data sets on the hub."""
 
 from __future__ import annotations
 
@@ -8,48 +8,42 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import DataError
-from stages.data.sources import (
-    TEXT,
-    UNREADABLE,
-    Row,
-    decode,
-    lines,
-    objects,
-    open_binary,
-    require_text,
-)
+from stages.data.files import TEXT
+from stages.data.parts import Part
+from stages.data.progress import Reading
+from stages.data.rows import Row, require_text, whole
 
 Unit = Literal["file", "line"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentReader:
-    """Yields the documents of files, in the order of files and rows."""
+    """Yields the documents of a source, in the order of its parts and rows."""
 
     text_key: str
     unit: Unit
     """What one document of a plain text file is."""
 
-    def read(self, paths: Iterable[Path]) -> Iterator[str]:
+    def read(self, parts: Iterable[Part], reading: Reading) -> Iterator[str]:
         """Every document with text in it. Raises DataError for what cannot be read as one."""
-        for path in paths:
+        for part in parts:
             empty = True
-            for document in self._file(path):
+            for document in self._part(part, reading):
                 if document.strip():
                     empty = False
                     yield document
             if empty:
-                raise DataError("no text in this file", file=path)
+                raise DataError("no text in this file", file=part.name)
 
-    def _file(self, path: Path) -> Iterator[str]:
-        if not path.name.endswith(TEXT):
-            return self._rows(path)
+    def _part(self, part: Part, reading: Reading) -> Iterator[str]:
+        if not str(part.name).endswith(TEXT):
+            return self._rows(part, reading)
         if self.unit == "line":
-            return (line.value for line in lines(path))
-        return _whole(path)
+            return (row.value["text"] for row in part.rows(reading))
+        return iter([whole(Path(part.name)).replace("\r\n", "\n")])
 
-    def _rows(self, path: Path) -> Iterator[str]:
-        for row in objects(path, [self.text_key]):
+    def _rows(self, part: Part, reading: Reading) -> Iterator[str]:
+        for row in part.rows(reading, [self.text_key]):
             yield require_text(row, self._value(row), f"{self.text_key!r}")
 
     def _value(self, row: Row) -> object:
@@ -58,12 +52,3 @@ class DocumentReader:
                 f"no key {self.text_key!r}; it has {sorted(row.value)}", hint="set `text_key`"
             )
         return row.value[self.text_key]
-
-
-def _whole(path: Path) -> Iterator[str]:
-    try:
-        with open_binary(path) as file:
-            raw = file.read()
-    except UNREADABLE as error:
-        raise DataError(f"cannot be read: {error}", file=path) from error
-    yield decode(raw, path, 1).replace("\r\n", "\n")

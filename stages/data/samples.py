@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from pipeline.artifacts import NO_TARGET, Sample, Samples
 from pipeline.errors import StageError
+from stages.data import parallel
 from stages.data.cache import Counts, Entry
-from stages.data.conversations import Completion, Conversation
-from stages.data.turns import Encoded
+from stages.data.encoding import Dropped, Encoded
+from stages.data.fitting import RowEncoder
+from stages.data.forms import FormName
+from stages.data.progress import Announcer
+from stages.data.rows import Row
 
 if TYPE_CHECKING:
     import logging
+    from collections.abc import Iterator
 
-TooLong = Literal["truncate", "drop", "error"]
+T = TypeVar("T")
 _TOKENS, _TRAINED, _OFFSETS, _TARGETS = "tokens.bin", "trained.bin", "offsets.bin", "targets.bin"
-_LOG_SECONDS = 10.0
 _ROWS_SHOWN = 5
+_BATCH = 64
+"""Rows that a process encodes at a time."""
 
 
 class MaskedSamples(Samples):
@@ -50,6 +55,16 @@ class MaskedSamples(Samples):
     def targets(self, index: int) -> int:
         return int(self._targets[self._position(index)])
 
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """How many `input_ids` each sample has; int64, shape (samples,)."""
+        offsets = self._offsets[self._first : self._first + self._count + 1]
+        return np.diff(np.asarray(offsets, dtype=np.int64)) - 1
+
+    def all_targets(self) -> np.ndarray[Any, Any]:
+        """`targets` of every sample; int64, shape (samples,)."""
+        targets = self._targets[self._first : self._first + self._count]
+        return np.asarray(targets, dtype=np.int64)
+
     def _position(self, index: int) -> int:
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
@@ -60,16 +75,16 @@ class MaskedSamples(Samples):
 class SampleWriter:
     """Encodes rows and writes those that can be trained on."""
 
-    encode: Callable[[Conversation | Completion], Encoded]
+    encoder: RowEncoder
     dtype: str
-    sequence_length: int
-    too_long: TooLong
+    workers: int | None
     log: logging.Logger
+    announcer: Announcer
     _counts: Counts = field(init=False)
     _dropped: dict[str, list[str]] = field(init=False)
-    """Why -> the first few rows, as file:row."""
+    """Why -> the rows, as file:row."""
 
-    def write(self, folder: Path, items: Iterable[Conversation | Completion]) -> Counts:
+    def write(self, folder: Path, rows: Iterable[tuple[FormName, Row]]) -> Counts:
         """Write the files of MaskedSamples. Returns `rows`, `samples`, `tokens`, `targets`,
         `largest` (id), `long` (rows that were truncated or dropped) and `dropped`.
 
@@ -79,44 +94,26 @@ class SampleWriter:
         self._counts = dict.fromkeys(names, 0)
         self._dropped = {}
         offsets, targets = array("q", [0]), array("i")
-        spoken = time.monotonic()
+        encoded = parallel.each(self.encoder.batch, chunks(rows, _BATCH), self.workers)
         with (folder / _TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
-            for item in items:
-                self._counts["rows"] += 1
-                encoded = self._fit(item, self.encode(item))
-                if encoded is not None:
-                    targets.append(self._store(encoded, tokens, trained))
+            for batch, results in encoded:
+                for (_, row), result in zip(batch, results, strict=True):
+                    self._counts["rows"] += 1
+                    self._counts["long"] += result.long
+                    if isinstance(result, Dropped):
+                        self._drop(row, result)
+                        continue
+                    targets.append(self._store(result, tokens, trained))
                     offsets.append(self._counts["tokens"])
-                if time.monotonic() - spoken > _LOG_SECONDS:
-                    spoken = time.monotonic()
-                    self.log.info("tokenising: %(rows)d rows, %(tokens)d tokens", self._counts)
+                self.announcer.tell(self._counts["rows"], self._counts["tokens"])
         np.array(offsets, "<i8").tofile(folder / _OFFSETS)
         np.array(targets, "<i4").tofile(folder / _TARGETS)
         self._report()
         return self._counts
 
-    def _fit(self, item: Conversation | Completion, encoded: Encoded) -> Encoded | None:
-        """The row cut to length; None when nothing in it can be trained on."""
-        room = self.sequence_length + 1
-        if not encoded.trained[1:].any():
-            return self._drop(item, "without an assistant turn to train on")
-        if len(encoded.ids) <= room:
-            return encoded
-        self._counts["long"] += 1
-        if self.too_long == "error":
-            raise item.row.error(
-                f"{len(encoded.ids) - 1} tokens, but `sequence_length` is {self.sequence_length}"
-            )
-        if self.too_long == "drop":
-            return self._drop(item, "longer than `sequence_length`")
-        if not encoded.trained[1:room].any():
-            return self._drop(item, "whose assistant turns lie behind `sequence_length`")
-        return Encoded(ids=encoded.ids[:room], trained=encoded.trained[:room])
-
-    def _drop(self, item: Conversation | Completion, why: str) -> Encoded | None:
+    def _drop(self, row: Row, dropped: Dropped) -> None:
         self._counts["dropped"] += 1
-        self._dropped.setdefault(why, []).append(f"{item.row.file}:{item.row.number}")
-        return None
+        self._dropped.setdefault(dropped.why, []).append(f"{row.file}:{row.number}")
 
     def _store(self, encoded: Encoded, tokens: BinaryIO, trained: BinaryIO) -> int:
         tokens.write(encoded.ids.astype(self.dtype).tobytes())
@@ -133,8 +130,26 @@ class SampleWriter:
         if not self._counts["samples"]:
             raise StageError(
                 f"no token to train on in {self._counts['rows']} rows: " + "; ".join(reasons),
-                hint="check the roles of the messages, the chat template and `sequence_length`",
+                hint="check `loss`, the roles of the messages, the chat template and "
+                "`sequence_length`",
             )
         for why, rows in self._dropped.items():
             shown = ", ".join(rows[:_ROWS_SHOWN]) + (", ..." if len(rows) > _ROWS_SHOWN else "")
             self.log.warning("dropped %d rows %s: %s", len(rows), why, shown)
+
+
+def chunks(items: Iterable[T], size: int) -> Iterator[Sequence[T]]:
+    """`items` in lists of `size`, the last one shorter. What `items` raises comes behind all that
+    was read before, so that earlier mistakes are found first."""
+    chunk: list[T] = []
+    try:
+        for item in items:
+            chunk.append(item)
+            if len(chunk) == size:
+                yield chunk
+                chunk = []
+    except StageError as error:
+        yield chunk
+        raise error from error.__cause__
+    if chunk:
+        yield chunk

@@ -24,9 +24,11 @@ def identity(tokenizer: Any) -> str:
     return digest([type(tokenizer).__name__, state, special])
 
 
-def id_dtype(tokenizer: Any) -> str:
-    """The little-endian dtype that holds every id of the tokenizer."""
-    return "<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4"
+def id_dtype(tokenizer: Any, vocab_size: int = 0) -> str:
+    """The little-endian dtype that holds every id of the tokenizer, and those below `vocab_size`
+    that rows of ids may have."""
+    largest = max(max(tokenizer.get_vocab().values()), vocab_size - 1)
+    return "<u2" if largest < 1 << 16 else "<u4"
 
 
 def pad_id(tokenizer: Any) -> int:

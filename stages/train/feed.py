@@ -15,7 +15,7 @@ import torch
 from pipeline.artifacts import Data, Progress
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
-from pipeline.order import SampleOrder
+from pipeline.order import Order
 from stages.train.batches import MicroBatch, collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
 
@@ -42,7 +42,7 @@ class Feed:
         self._device = device
         self._batch = config.global_batch_size
         self._micro = config.microbatch_size(shard.count)
-        self._order = OrderStretch(SampleOrder(seed, len(data.train), shuffle=config.shuffle))
+        self._order = OrderStretch(data.train.order(seed, shuffle=config.shuffle))
         self._ahead = Ahead(self._prepared, config.workers)
         self._end = None if config.epochs is None else round(config.epochs * len(data.train))
         if self._end == 0:
@@ -169,7 +169,7 @@ class OrderStretch:
     Most of a short computation is numpy's cost per call, and every step asks twice for the same.
     """
 
-    def __init__(self, order: SampleOrder) -> None:
+    def __init__(self, order: Order) -> None:
         self._order = order
         self._start = 0
         self._known: NDArray[np.int64] = np.empty(0, dtype=np.int64)

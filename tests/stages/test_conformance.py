@@ -17,6 +17,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "model.hf": {"config": {"model_type": "llama"}},
     "data.text": {"files": "./text.txt", "heldout_fraction": 0.1},
     "data.chat": {"files": ["./chat.jsonl"]},
+    "data.stream": {"shards": ["./text.txt"], "window": 2},
     "optimizer.adamw": {"betas": [0.9, 0.95], "max_grad_norm": None},
     "train.causal_lm": {"global_batch_size": 8, "steps": 10},
     "train.finished": {"checkpoint": "."},
@@ -38,6 +39,7 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
         ("sequence_length", {"files": "./text.txt", "sequence_length": 0}),
     ],
     "data.chat": [("files", {}), ("files", {"files": "./missing.jsonl"})],
+    "data.stream": [("shards", {}), ("shards", {"shards": "./missing.txt"})],
     "optimizer.adamw": [
         ("lr", {"lr": 0}),
         ("betas.1", {"betas": [0.9, 1.0]}),

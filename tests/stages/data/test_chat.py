@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts import NO_TARGET, Sample
 from pipeline.errors import DataError, StageError
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context
 from stages.data.chat import ChatData
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 
@@ -70,7 +70,7 @@ def test_all_turns_or_the_last(ctx: Context, chat: Any, template: str) -> None:
     source = FakeSource(template)
     both = only(ctx, source, chat({"messages": TWO_TURNS}))
     assert trained(both) == [*ids("b"), STOP, *ids("d"), STOP]
-    last = only(ctx, source, chat({"messages": TWO_TURNS}, turns="last"))
+    last = only(ctx, source, chat({"messages": TWO_TURNS}, loss="last"))
     assert trained(last) == [*ids("d"), STOP]
     assert last.input_ids.tolist() == both.input_ids.tolist()
 
@@ -113,7 +113,8 @@ def test_system_tools_and_template_arguments(ctx: Context, chat: Any) -> None:
 def test_an_assistant_message_may_hold_only_a_tool_call(ctx: Context, chat: Any) -> None:
     template = PLAIN.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
     messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-    assert trained(only(ctx, FakeSource(template), chat({"messages": messages}))) == [
+    row = {"messages": messages, "tools": []}
+    assert trained(only(ctx, FakeSource(template), chat(row))) == [
         *ids("f"),
         STOP,
     ]
@@ -144,7 +145,7 @@ def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> 
     assert len(data.train) == 1
     assert len(data.train[0].input_ids) == 21
     assert trained(data.train[0]) == [*ids("b"), STOP]
-    assert "dropped 1 rows whose assistant turns lie behind `sequence_length`" in caplog.text
+    assert "dropped 1 rows whose trained tokens lie behind `sequence_length`" in caplog.text
     assert "rows.jsonl:2" in caplog.text
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 45 tokens, but `sequence_length` is 21"):
         chat(long, sequence_length=21, too_long="error").run(ctx, source)
@@ -154,12 +155,12 @@ def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Path) -> None:
-    silent = {"messages": [message("user", "A"), message("Assistant", "b")]}
+    silent = {"messages": [message("user", "A"), message("user", "b")]}
     with pytest.raises(StageError) as caught:
         chat(silent, silent).run(ctx, FakeSource())
     assert str(caught.value) == (
-        "no token to train on in 2 rows: 2 rows without an assistant turn to train on "
-        "(check the roles of the messages, the chat template and `sequence_length`)"
+        "no token to train on in 2 rows: 2 rows without a token to train on "
+        "(check `loss`, the roles of the messages, the chat template and `sequence_length`)"
     )
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(silent))
@@ -184,7 +185,7 @@ def test_the_cache_knows_the_template_and_the_settings(
     prints = [
         stage.run(ctx, FakeSource()).fingerprint,
         stage.run(ctx, FakeSource(MARKED)).fingerprint,
-        dataclasses.replace(stage, turns="last").run(ctx, FakeSource()).fingerprint,
+        dataclasses.replace(stage, loss="last").run(ctx, FakeSource()).fingerprint,
         dataclasses.replace(stage, sequence_length=30).run(ctx, FakeSource()).fingerprint,
     ]
     assert len(set(prints)) == 4
@@ -192,7 +193,7 @@ def test_the_cache_knows_the_template_and_the_settings(
     def no_encoder(*arguments: Any) -> Any:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr("stages.data.turns.Encoder.__call__", no_encoder)
+    monkeypatch.setattr("stages.data.encoding.Encoder.__call__", no_encoder)
     again = stage.run(ctx, FakeSource())
     assert again.fingerprint == prints[0]
     assert trained(again.train[0]) == [*ids("b"), STOP, *ids("d"), STOP]
@@ -212,58 +213,14 @@ def test_parquet_rows(ctx: Context, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ('{"messages": [', "rows.jsonl:2: not JSON"),
-        ({"text": "x"}, "rows.jsonl:2: has ['text'] (a row has one of: `messages`; `prompt` and"),
-        ({"prompt": "x"}, "rows.jsonl:2: has ['prompt']"),
-        (
-            {"prompt": "x", "completion": "y"},
-            "rows.jsonl:2: a row of form 'prompt/completion' in a file of 'messages' rows",
-        ),
-        ({"messages": []}, "rows.jsonl:2: `messages` is not a list of messages, or an empty one"),
-        ({"messages": "hi"}, "rows.jsonl:2: `messages` is not a list of messages"),
-        ({"messages": ["hi"]}, "rows.jsonl:2: messages[0] is a str, not an object"),
-        (
-            {"messages": [message("user", [{"type": "text"}])]},
-            "rows.jsonl:2: `messages[0].content` is a list, not text",
-        ),
-        ({"messages": [{"content": "x"}]}, "rows.jsonl:2: `messages[0].role` is missing, not text"),
-        (
-            {"messages": [message("narrator", "x")]},
-            "rows.jsonl:2: the chat template refuses it: who?",
-        ),
-        ({"messages": [HELLO[1]]}, "rows.jsonl:2: begins with an assistant message"),
-        (
-            {"messages": HELLO, "chat_template_kwargs": 3},
-            "rows.jsonl:2: `chat_template_kwargs` is not an object",
-        ),
-    ],
-)
-def test_mistakes_name_file_and_row(
-    ctx: Context, source: FakeSource, chat: Any, row: Any, message: str
-) -> None:
-    with pytest.raises(DataError) as caught:
-        chat({"messages": HELLO}, row).run(ctx, source)
-    assert message in str(caught.value)
-
-
-def test_text_and_messages_do_not_pair(ctx: Context, source: FakeSource, chat: Any) -> None:
-    with pytest.raises(DataError, match="`completion` is a list, not text"):
-        chat({"prompt": "x", "completion": HELLO}).run(ctx, source)
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: no row in this file"):
-        chat("").run(ctx, source)
-
-
 def test_a_template_that_forgets_earlier_turns(ctx: Context, chat: Any) -> None:
     """As templates do that show the reasoning of the last answer only."""
     template = PLAIN.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
     stage = chat({"messages": TWO_TURNS})
-    with pytest.raises(DataError, match=r"messages\[1\] differently.*turns: last"):
+    with pytest.raises(DataError, match=r"messages\[1\] differently.*loss: last"):
         stage.run(ctx, FakeSource(template))
     with pytest.raises(DataError, match="differently"):
-        dataclasses.replace(stage, turns="last").run(ctx, FakeSource("{{ messages|length }}"))
+        dataclasses.replace(stage, loss="last").run(ctx, FakeSource("{{ messages|length }}"))
     marked = MARKED.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
     sample = only(ctx, FakeSource(marked), stage)
     assert trained(sample) == [*ids("b"), STOP, *ids("Rd"), STOP]
@@ -280,17 +237,6 @@ def test_a_slow_tokenizer_is_refused(ctx: Context, source: FakeSource, chat: Any
     source.fast = type("Slow", (), {"is_fast": False})()
     with pytest.raises(StageError, match=r"tokenizer\.json"):
         chat({"messages": HELLO}).run(ctx, source)
-
-
-def test_check(chat: Any, tmp_path: Path) -> None:
-    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
-    stage = chat({"messages": HELLO})
-    assert list(stage.check(plan)) == []
-    (tmp_path / "a.txt").write_text("x")
-    text = dataclasses.replace(stage, files=str(tmp_path / "a.txt"))
-    assert [problem.hint for problem in text.check(plan)] == [
-        "known: .jsonl .jsonl.gz .json .json.gz .parquet"
-    ]
 
 
 def test_the_bundled_conversations(ctx: Context, tmp_path: Path) -> None:

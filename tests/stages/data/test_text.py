@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts import Data, Samples
 from pipeline.errors import DataError, StageError
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context
 from stages.data.text import TextData
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 
@@ -116,12 +116,10 @@ def test_forms_of_files_give_the_same_tokens(
         assert labels(data.train) == expected[1:], name
 
 
-def test_a_glob_is_sorted_and_a_file_counts_once(
-    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
-) -> None:
+def test_a_glob_is_sorted(ctx: Context, source: FakeSource, text: Any, tmp_path: Path) -> None:
     write(tmp_path / "2.txt", "b")
     write(tmp_path / "1.txt", "a")
-    stage = text((str(tmp_path / "*.txt"), str(tmp_path / "1.txt")), prepend_bos=False)
+    stage = text((str(tmp_path / "*.txt"),), prepend_bos=False)
     assert labels(stage.run(ctx, source).train) == [END, *ids("b"), END]
 
 
@@ -180,73 +178,8 @@ def test_a_tokenizer_of_another_model_is_refused(
         text(write(tmp_path / "a.txt", "ab")).run(ctx, source)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": 3}\n', "a.jsonl:3: 'text' is a int, not text"),
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl:2: no key 'text'; it has ['body']"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not JSON: "),
-        ("a.json", b"[1]\n", "a.json:1: a list, not an object (one JSON object a line)"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: 'text' holds half of a surrogate pair"),
-        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: 'text' is missing, not text"),
-        ("a.jsonl", b'{"text": " "}\n', "a.jsonl: no text in this file"),
-        ("a.txt", b"ok\nbad \xff\n", "a.txt:2: not UTF-8: byte 0xff at offset 7"),
-        ("a.txt", b"", "a.txt: no text in this file"),
-        ("a.txt.gz", b"not gzip", "a.txt.gz: cannot be read: "),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-9], "a.jsonl.gz:"),
-        ("a.parquet", b"PAR1", "a.parquet:1: unreadable Parquet file"),
-        ("a.csv", b"x", "a.csv: unknown kind of file"),
-    ],
-)
-def test_mistakes_name_file_and_row(
-    ctx: Context,
-    source: FakeSource,
-    text: Any,
-    tmp_path: Path,
-    name: str,
-    content: bytes,
-    message: str,
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(StageError) as caught:
-        text(tmp_path / name).run(ctx, source)
-    assert message in str(caught.value)
-    assert not list((tmp_path / "cache").glob("*"))
-
-
-def test_a_parquet_file_without_the_column(
-    ctx: Context, source: FakeSource, text: Any, tmp_path: Path
-) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has \['body'\]"):
-        text(tmp_path / "a.parquet").run(ctx, source)
-
-
 def test_one_token_is_too_little(
     ctx: Context, source: FakeSource, text: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="fewer than two tokens"):
         text(write(tmp_path / "a.txt", "x"), append_eos=False).run(ctx, source)
-
-
-def test_check_finds_mistakes_before_the_run(text: Any, tmp_path: Path) -> None:
-    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
-    good = str(write(tmp_path / "a.txt", "x"))
-    write(tmp_path / "a.csv", "x")
-    assert list(text(good).check(plan)) == []
-    stage = text(
-        (str(tmp_path / "no*.txt"), str(tmp_path / "a.csv"), good),
-        heldout_files=good,
-        heldout_fraction=0.1,
-    )
-    found = [(problem.key, problem.message) for problem in stage.check(plan)]
-    assert found == [
-        ("files", f"no such file: {tmp_path}/no*.txt"),
-        ("files", f"{tmp_path}/a.csv: unknown kind of file"),
-        ("heldout_fraction", "excludes `heldout_files`"),
-        ("heldout_files", f"{good} is also trained on"),
-    ]
-    assert [problem.message for problem in text(()).check(plan)] == ["no file is named"]

@@ -1,0 +1,94 @@
+"""The forms that rows come in, found by their keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from stages.data import messages, pairs, sharegpt, tokenised
+from stages.data.items import Item
+from stages.data.parts import Part
+from stages.data.progress import Reading
+from stages.data.rows import Row
+
+FormName = Literal[
+    "messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """How rows are understood."""
+
+    template: bool
+    """Whether a pair of texts becomes a user's and an assistant's turn of the chat template."""
+    roles: tuple[str, ...] = ()
+    """Roles of messages beside the usual ones."""
+    vocab_size: int
+    """Ids of pre-tokenised rows are below it."""
+
+    def item(self, form: FormName, row: Row) -> Item:
+        """A row of this form, checked. Raises DataError for what is wrong in it."""
+        return FORMS[form].read(self, row)
+
+
+class Form(NamedTuple):
+    """A form, the keys that tell it, and what reads it."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Reader, Row], Item]
+
+
+FORMS: Mapping[FormName, Form] = {
+    "messages": Form(("messages",), lambda reader, row: messages.item(row, reader.roles)),
+    "sharegpt": Form(("conversations",), lambda reader, row: sharegpt.item(row, reader.roles)),
+    "prompt/completion": Form(
+        ("prompt", "completion"),
+        lambda reader, row: pairs.prompt_completion(row, reader.roles, template=reader.template),
+    ),
+    "alpaca": Form(
+        ("instruction", "output"),
+        lambda reader, row: pairs.alpaca(row, template=reader.template),
+    ),
+    "text": Form(("text",), lambda reader, row: pairs.text(row)),
+    "input_ids": Form(
+        ("input_ids",), lambda reader, row: tokenised.item(row, reader.vocab_size)
+    ),
+}  # fmt: skip
+_KNOWN = "; ".join(" and ".join(f"`{key}`" for key in form.keys) for form in FORMS.values())
+
+
+@dataclass(kw_only=True)
+class FormFinder:
+    """Tells every row's form, and counts them."""
+
+    form: FormName | None
+    """The form of all rows; None finds it by each row's keys."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def rows(self, parts: Iterable[Part], reading: Reading) -> Iterator[tuple[FormName, Row]]:
+        """Every row with its form. Raises DataError for a row without a form, one of another form
+        than the first of its file, and a file without rows."""
+        for part in parts:
+            first: FormName | None = None
+            for row in part.rows(reading):
+                form = self.form or _form(row)
+                first = first or form
+                if form != first:
+                    raise row.error(f"a row of form {form!r} in a file of {first!r} rows")
+                self.counts[form] += 1
+                yield form, row
+            if first is None:
+                raise Row(file=part.name, number=1, value=None).error("no row in this file")
+
+
+def _form(row: Row) -> FormName:
+    has = {key for key, value in row.value.items() if value is not None}
+    fits = [name for name, form in FORMS.items() if has.issuperset(form.keys)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
+    raise row.error(f"has {sorted(has)}", hint=f"a row has one of: {_KNOWN}")

@@ -1,0 +1,142 @@
+"""The tokens of the shards that are at hand on a node: bounded, shared by its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import StageError
+from stages.data.blocks import TokenBlocks, windows
+from stages.data.cache import Counts, Entry, digest, local_entry
+from stages.data.ledger import Known, Ledger
+from stages.data.shards import Shard, fetched, sha256
+
+_DIGEST = "sha256"
+"""File of an entry with the digest of the shard's file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokeniser:
+    """How a file becomes an entry, and an entry blocks."""
+
+    build: Callable[[Path, Path, Callable[[], bool]], Counts]
+    """(file, folder, whether to stop) -> counts. Writes the entry's files."""
+    open: Callable[[Entry], TokenBlocks]
+    making: str
+    """Digest of what decides which tokens a file becomes."""
+    sequence_length: int
+
+
+class ShardStore:
+    """Blocks of shards by number. `capacity` of them are kept, those that were used last.
+
+    Processes of a node share `folder`: a lock a shard lets one of them tokenise it. The one that
+    `cleans` removes what is kept no longer; a process that still has it open goes on reading it.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        folder: Path,
+        tokeniser: Tokeniser,
+        ledger: Ledger,
+        *,
+        capacity: int,
+        cleans: bool,
+    ) -> None:
+        self._shards = shards
+        self._folder = folder
+        self._tokeniser = tokeniser
+        self._ledger = ledger
+        self._capacity = capacity
+        self._cleans = cleans
+        self._open: OrderedDict[int, TokenBlocks] = OrderedDict()
+        self._guard = threading.Lock()
+        self._ahead = ThreadPoolExecutor(1, "pipe-shards")
+        self._closed = False
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def count(self, number: int) -> int:
+        """How many blocks a shard has. Reads the shard if it has never been read."""
+        tokens = self._ledger.tokens(self._shards[number])
+        if tokens is None:
+            return len(self.blocks(number))
+        return windows(tokens, self._tokeniser.sequence_length)
+
+    def blocks(self, number: int) -> TokenBlocks:
+        """A shard's blocks. Raises StageError when it cannot be read."""
+        with self._guard:
+            if number in self._open:
+                self._open.move_to_end(number)
+                return self._open[number]
+        blocks = self._made(number)
+        with self._guard:
+            self._open[number] = blocks
+            old = list(self._open)[: -self._capacity]
+            for each in old:
+                del self._open[each]
+        for each in old:
+            self._remove(each)
+        return blocks
+
+    def prepare(self, numbers: Sequence[int]) -> None:
+        """Have these shards tokenised by a thread."""
+        for number in numbers:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._ahead.submit(self._prepared, number)
+
+    def close(self) -> None:
+        """End the thread; remove the tokens."""
+        self._closed = True
+        self._ahead.shutdown(cancel_futures=True)
+        if self._cleans:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _prepared(self, number: int) -> None:
+        with contextlib.suppress(StageError):  # it is raised where the shard is needed
+            self.blocks(number)
+
+    def _made(self, number: int) -> TokenBlocks:
+        shard, key = self._shards[number], self._key(number)
+        with self._locked(key):
+            entry = local_entry(self._folder, key, lambda folder: self._build(shard, folder))
+            content = (entry.folder / _DIGEST).read_text("ascii")
+            known = Known(sha256=content, tokens=entry.counts["tokens"])
+            with self._guard:
+                self._ledger.enter(shard, known)
+            return self._tokeniser.open(entry)
+
+    def _build(self, shard: Shard, folder: Path) -> Counts:
+        with fetched(shard, self._folder) as path:
+            (folder / _DIGEST).write_text(sha256(path), "ascii")
+            try:
+                return self._tokeniser.build(path, folder, lambda: self._closed)
+            except StageError as error:
+                if str(path) == shard.address:
+                    raise
+                # the copy is gone when this is read
+                raise StageError(str(error).replace(str(path), shard.address)) from error
+
+    def _remove(self, number: int) -> None:
+        if self._cleans:
+            key = self._key(number)
+            with self._locked(key):
+                shutil.rmtree(self._folder / key, ignore_errors=True)
+
+    def _key(self, number: int) -> str:
+        shard = self._shards[number]
+        return digest([self._tokeniser.making, shard.address, shard.size, shard.stamp])
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """One process and thread at a time; the system frees the lock of one that was killed."""
+        with (self._folder / f"{key}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,67 @@
+"""Running text from more shards than fit the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.artifacts import Data, ModelSource, TrainedRun
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.data import files
+from stages.data.document_settings import DocumentSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamData(DocumentSettings):
+    """Train on running text that is read a few shards at a time, from disks or object stores.
+
+    Every shard is cut into blocks as `data.text` cuts its stream. Each epoch visits the shards in
+    an order of its own, a window of them at a time; the blocks of a window are mixed. Which block
+    comes when depends on the shards, the tokenizer, the seed and these fields alone, so a resumed
+    run goes on exactly, and reads no window before its own. How many blocks an epoch has is not
+    known: the train slot takes `steps`.
+    """
+
+    shards: str | tuple[str, ...]
+    """Files, as in `data.text`: paths or glob patterns, or addresses that fsspec knows, such as
+    `s3://bucket/corpus/*.jsonl.gz`."""
+    window: Annotated[int, Field(ge=1)] = 8
+    """Shards whose blocks are mixed. On each node there is room for the tokens of (`ahead` + 2)
+    windows, and for one shard itself if it is not a local file."""
+    ahead: Annotated[int, Field(ge=0)] = 1
+    """Windows that are prepared, in a thread, before they are needed."""
+    heldout_files: str | tuple[str, ...] = ()
+    """Local files to evaluate on."""
+    cache: str | None = None
+    """Folder on each node for the tokens at hand, which are removed when the run ends, and for
+    those of `heldout_files`. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        """Local shards that are not there, and an epoch's length that would have to be known."""
+        local = tuple(each for each in files.each(self.shards) if "://" not in each)
+        if local or not self.shards:
+            yield from files.problems("shards", local)
+        if self.heldout_files:
+            yield from files.problems("heldout_files", self.heldout_files)
+        known = {path.resolve() for path in files.expand(local)}
+        for path in files.expand(self.heldout_files):
+            if path.resolve() in known:
+                yield Problem(message=f"{path} is also trained on", key="heldout_files")
+        for stage in plan.giving(TrainedRun):
+            if getattr(stage, "epochs", None) is not None:
+                yield Problem(
+                    message="does not know how many samples an epoch has",
+                    key="shards",
+                    hint="give the train slot `steps` instead of `epochs`",
+                )
+
+    def run(self, ctx: Context, model: ModelSource) -> Data:
+        """List the shards; they are read when their turn comes. Raises StageError when there are
+        none."""
+        from stages.data.stream_data import stream_data
+
+        return stream_data(self, ctx, model)

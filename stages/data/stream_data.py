@@ -1,0 +1,160 @@
+"""The heavy half of `data.stream`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.artifacts import Data, ModelSource, Sample, Samples
+from pipeline.errors import StageError
+from stages.data import shards, tokenizers
+from stages.data.blocks import TokenBlocks
+from stages.data.cache import Counts, Entry, cache_folder, digest
+from stages.data.ledger import Ledger
+from stages.data.parts import FilePart
+from stages.data.progress import Announcer, Reading
+from stages.data.selection import Source
+from stages.data.shard_store import ShardStore, Tokeniser
+from stages.data.shards import Shard
+from stages.data.stream_order import Place, StreamOrder, located
+from stages.data.text_data import Documents
+
+if TYPE_CHECKING:
+    from pipeline.stage import Context
+    from stages.data.stream import StreamData
+
+LEDGER = "stream.jsonl"
+"""File in the run's folder: what shards have been read."""
+
+
+class StreamSamples(Samples):
+    """The blocks of all shards, by what `located` makes of an index. Whoever asks for a block of a
+    window has the next windows prepared."""
+
+    def __init__(self, store: ShardStore, shards: int, window: int, ahead: int) -> None:
+        self._store = store
+        self._shards = shards
+        self._window = window
+        self._ahead = ahead
+        self._order: StreamOrder | None = None
+        self._prepared = 0
+        """The number of the first window that has not been prepared."""
+
+    def __len__(self) -> int:
+        raise StageError(
+            "how many samples a stream has is not known",
+            hint="give the train slot `steps` instead of `epochs`",
+        )
+
+    def __getitem__(self, index: int) -> Sample:
+        place = self._place(index)
+        return self._store.blocks(place.shard)[place.block]
+
+    def targets(self, index: int) -> int:
+        place = self._place(index)
+        return self._store.blocks(place.shard).targets(place.block)
+
+    def order(self, seed: int, *, shuffle: bool) -> StreamOrder:
+        self._prepared = 0
+        self._order = StreamOrder(
+            seed, shuffle=shuffle, shards=self._shards, window=self._window, count=self._store.count
+        )
+        return self._order
+
+    def _place(self, index: int) -> Place:
+        place = located(index)
+        following = range(max(self._prepared, place.window + 1), place.window + self._ahead + 1)
+        self._prepared = max(self._prepared, following.stop)
+        if self._order is not None:
+            for window in following:
+                self._store.prepare(self._order.members(window))
+        return place
+
+
+def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
+    """What the stage gives (collective)."""
+    # one worker, this thread: processes must not be forked in the middle of training
+    documents = Documents(stage, stage.cache, 1, ctx, model, model.tokenizer())
+    corpus = _listed(stage, ctx)
+    store = _store(stage, ctx, documents, corpus)
+    ctx.on_exit(store.close)
+    ctx.log.info("stream: %d shards, %d bytes", len(corpus), sum(each.size for each in corpus))
+    held = None
+    identity: dict[str, str | int | float | None] = {
+        "stage": "data.stream",
+        "tokenizer": tokenizers.identity(documents.tokenizer),
+        "contents": digest([[each.name, each.size] for each in corpus]),
+        "window": stage.window,
+        "text_key": stage.text_key,
+        "sequence_length": stage.sequence_length,
+        "append_eos": stage.append_eos,
+        "prepend_bos": stage.prepend_bos,
+        "documents": stage.documents,
+        "documents_apart": stage.documents_apart,
+    }
+    if stage.heldout_files:
+        entry = documents.entry(Source(files=stage.heldout_files))
+        held = documents.blocks(entry)
+        identity["heldout"] = entry.key
+    return Data(
+        train=StreamSamples(store, len(corpus), stage.window, stage.ahead),
+        heldout=held,
+        pad_id=tokenizers.pad_id(documents.tokenizer),
+        packed=stage.documents_apart,
+        identity=identity,
+    )
+
+
+def _listed(stage: StreamData, ctx: Context) -> list[Shard]:
+    """The shards that rank 0 sees (collective)."""
+    text = json.dumps(shards.dump(shards.listed(stage.shards))) if ctx.dist.is_main else None
+    return [Shard(**each) for each in json.loads(ctx.dist.share(text))]
+
+
+def _store(
+    stage: StreamData, ctx: Context, documents: Documents, corpus: list[Shard]
+) -> ShardStore:
+    """What this process reads shards through (collective)."""
+    main = ctx.dist.is_main
+    file = ctx.run_dir / LEDGER
+    known = ctx.dist.share(Ledger.read(file, documents.making) if main else None)
+    place = digest([str(ctx.run_dir.resolve()), ctx.slot])
+    return ShardStore(
+        corpus,
+        cache_folder(stage.cache) / f"stream-{place[:16]}",
+        Tokeniser(
+            build=lambda path, folder, stop: _build(documents, path, folder, stop),
+            open=lambda entry: _opened(documents, entry),
+            making=documents.making,
+            sequence_length=stage.sequence_length,
+        ),
+        Ledger(file if main else None, documents.making, known),
+        capacity=(stage.ahead + 2) * stage.window,
+        cleans=ctx.dist.local_rank == 0,
+    )
+
+
+def _build(documents: Documents, path: Path, folder: Path, stop: Callable[[], bool]) -> Counts:
+    """Tokenise one shard."""
+    began = time.monotonic()
+    reading = Reading(total=path.stat().st_size)
+    log = documents.ctx.log
+    writer = documents.writer(Announcer(log=log, reading=reading, unit="documents"))
+    counts = writer.write(folder, _until(stop, documents.reader().read([FilePart(path)], reading)))
+    log.debug("stream: %s: %d tokens, %.1f s", path, counts["tokens"], time.monotonic() - began)
+    return counts
+
+
+def _until(stop: Callable[[], bool], documents: Iterable[str]) -> Iterator[str]:
+    for document in documents:
+        if stop():
+            raise StageError("the run ends")
+        yield document
+
+
+def _opened(documents: Documents, entry: Entry) -> TokenBlocks:
+    tokenizers.check_ids(documents.model, entry.counts["largest"])
+    return documents.blocks(entry)

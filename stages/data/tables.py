@@ -1,0 +1,55 @@
+"""Rows of Parquet files and of data sets on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import DataError, StageError
+from stages.data.progress import Reading
+from stages.data.rows import Row
+
+
+def parquet_rows(path: Path, reading: Reading, columns: list[str] | None) -> Iterator[Row]:
+    """The rows of a Parquet file, or its `columns`. Raises DataError when it cannot be read."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise StageError(
+            f"{path}: reading Parquet needs pyarrow", hint="pip install 'pipetrain[data]'"
+        ) from error
+    number = 0
+    size = path.stat().st_size
+    try:
+        with parquet.ParquetFile(path) as table:
+            _require_columns(path, table.schema_arrow.names, columns)
+            count = max(table.metadata.num_rows, 1)
+            reading.enter(size, lambda: size * number // count)
+            for batch in table.iter_batches(batch_size=1024, columns=columns):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(file=path, number=number, value=filled(value))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"unreadable Parquet file: {error}", file=path, row=number + 1) from error
+
+
+def _require_columns(path: Path, known: list[str], columns: list[str] | None) -> None:
+    for column in columns or ():
+        if column not in known:
+            raise DataError(f"no column {column!r}; it has {known}", file=path)
+
+
+def filled(row: dict[str, Any]) -> dict[str, Any]:
+    """A table's row without the nulls within its values: a column of objects holds one for every
+    key that only other rows have."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+    if isinstance(value, list):
+        return [_without_nulls(child) for child in value]
+    return value

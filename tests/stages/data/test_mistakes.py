@@ -1,0 +1,438 @@
+"""What is wrong with data, a template or a setting is one clear error with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pipeline.errors import DataError, StageError
+from pipeline.stage import Context
+from pipeline.testing import plan_view
+from stages.data import rows
+from stages.data.chat import ChatData
+from stages.data.selection import Source
+from stages.data.text import TextData
+from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
+
+USER = {"role": "user", "content": "A"}
+ASSISTANT = {"role": "assistant", "content": "b"}
+GOOD = {"messages": [USER, ASSISTANT]}
+CALL = {"name": "f", "arguments": {}}
+
+
+class Case(NamedTuple):
+    """A file's content (or rows of it) and the error that it gives."""
+
+    content: Any
+    error: str
+    file: str = "a.jsonl"
+    template: str | None = PLAIN
+    fields: Mapping[str, Any] = {}
+
+
+def second(row: Any, error: str, **more: Any) -> Case:
+    """A good row, and one with a mistake."""
+    return Case([GOOD, row], f"a.jsonl:2: {error}", **more)
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, ASSISTANT]}
+
+
+def calling(call: Any) -> dict[str, Any]:
+    return {"tools": [], "messages": [USER, {"role": "assistant", "tool_calls": call}]}
+
+
+def ids(**row: Any) -> Any:
+    return [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3], **row}]
+
+
+LINE = json.dumps(GOOD).encode() + b"\n"
+KEYS = "a row has one of: `messages`; `conversations`; `prompt` and `completion`; "
+
+CHAT = {
+    "invalid UTF-8": Case(
+        LINE + b'{"text": "\xff"}\n',
+        "a.jsonl:2: not UTF-8: byte 0xff at offset 10 (convert the file, for example with iconv)",
+    ),
+    "NUL byte": Case(LINE + b"\0\0\0", "a.jsonl:2: a NUL byte at offset 0 (the file is no UTF-8"),
+    "NUL in JSON": second(said("x\0"), "`messages[0].content` holds a NUL character"),
+    "half a surrogate pair": second(
+        said("\ud800"), "`messages[0].content` holds half of a surrogate pair"
+    ),
+    "empty file": Case(b"", "a.jsonl:1: no row in this file"),
+    "blank file": Case(b"\n\n", "a.jsonl:1: no row in this file"),
+    "truncated JSON": Case(LINE + LINE[:-9], "a.jsonl:2: not JSON: "),
+    "two objects a line": Case(LINE + LINE[:-1] + LINE, "a.jsonl:2: not JSON: Extra data"),
+    "a row that is no object": Case(
+        LINE + b"[1]\n",
+        "a.jsonl:2: is a list, not an object (one JSON object a line; a .json file can also be one "
+        "array of objects)",
+    ),
+    "truncated array": Case(
+        b"[" + LINE.strip() + b", {", "a.json:2: not JSON: ", file="a.json"
+    ),
+    "array cut behind an element": Case(
+        b"[" + LINE, "a.json:1: the array is cut off behind this element", file="a.json"
+    ),
+    "array of numbers": Case(b"[1]", "a.json:1: is a number, not an object", file="a.json"),
+    "text behind an array": Case(
+        b"[" + LINE + b"] x", "a.json:1: more text behind the array", file="a.json"
+    ),
+    "empty array": Case(b" [ ]\n", "a.json:1: no row in this file", file="a.json"),
+    "deep JSON": Case(LINE + b'{"a":' * 200_000, "a.jsonl:2: not JSON: "),
+    "mixed forms": second(
+        {"prompt": "x", "completion": "y"},
+        "a row of form 'prompt/completion' in a file of 'messages' rows",
+    ),
+    "no form": second({"body": "x", "id": None}, f"has ['body'] ({KEYS}"),
+    "half a form": second({"prompt": "x"}, f"has ['prompt'] ({KEYS}"),
+    "two forms": second(
+        {**GOOD, "text": "x"}, "could be of form 'messages' or 'text' (set `form`)"
+    ),
+    "no messages": second(
+        {"messages": []}, "`messages` is not a list of messages, or an empty one"
+    ),
+    "messages as text": second({"messages": "hi"}, "`messages` is not a list of messages, or an"),
+    "a message as text": second({"messages": ["hi"]}, "`messages[0]` is text, not an object"),
+    "unknown role": second(
+        {"messages": [USER, {"role": "asistant", "content": "b"}]},
+        "`messages[1].role` is 'asistant', which is no role (did you mean `assistant`?)",
+    ),
+    "missing role": second({"messages": [{"content": "x"}]}, "`messages[0].role` is missing, not"),
+    "missing content": second(
+        {"messages": [{"role": "user"}]}, "`messages[0].content` is missing, not text"
+    ),
+    "content of the wrong type": second(said(3), "`messages[0].content` is a number, not text"),
+    "a part that is no text": second(
+        said([{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "u"}]),
+        "`messages[0].content[1]` is of type 'image_url'; only 'text' can be read",
+    ),
+    "a part without text": second(
+        said([{"type": "text"}]), "`messages[0].content[0].text` is missing, not text"
+    ),
+    "tool call without tools": second(
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
+        "calls a tool, but has no `tools` (give the row the `tools` that may be called; an empty",
+    ),
+    "a user calls a tool": second(
+        {"tools": [], "messages": [{**USER, "tool_calls": [CALL]}]},
+        "`messages[0]` calls a tool, but its role is 'user', not 'assistant'",
+    ),
+    "a call without name": second(
+        calling([{"function": {"arguments": {}}}]),
+        "`messages[1].tool_calls[0].function.name` is missing, not text",
+    ),
+    "arguments that are no JSON": second(
+        calling([{"name": "f", "arguments": "{x"}]),
+        "`messages[1].tool_calls[0].arguments` is not JSON: ",
+    ),
+    "arguments that are no object": second(
+        calling([{"name": "f", "arguments": "[1]"}]),
+        "`messages[1].tool_calls[0].arguments` is a list, not an object",
+    ),
+    "tools that are no list": second(
+        {**GOOD, "tools": '{"name": "f"}'}, "`tools` is an object, not a list"
+    ),
+    "template arguments that are no object": second(
+        {**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is not an object"
+    ),
+    "train is a number": second(
+        {"messages": [USER, {**ASSISTANT, "train": 0}]},
+        "`train` of message 1 is a number, not true or false",
+    ),
+    "weight is a share": second(
+        {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
+        "`weight` of message 1 is 0.5, neither 0 nor 1",
+    ),
+    "assistant first": second(
+        {"messages": [ASSISTANT]}, "begins with an assistant message, which answers nothing"
+    ),
+    "unknown ShareGPT name": Case(
+        [{"conversations": [{"from": "humann", "value": "x"}]}],
+        "a.jsonl:1: `conversations[0].from` is 'humann', which is no role (did you mean `human`?)",
+    ),
+    "ShareGPT without a value": Case(
+        [{"conversations": [{"from": "human"}]}],
+        "a.jsonl:1: `conversations[0].value` is missing, not text",
+    ),
+    "a pair of text and messages": Case(
+        [{"prompt": "x", "completion": [ASSISTANT]}],
+        "a.jsonl:1: `completion` is a list, not text",
+    ),
+    "Alpaca's output as a list": Case(
+        [{"instruction": "x", "output": ["y"]}], "a.jsonl:1: `output` is a list, not text"
+    ),
+    "template that raises": second(
+        {"messages": [{"role": "narrator", "content": "x"}]},
+        "the chat template refuses it: who?",
+        fields={"roles": ("narrator",)},
+    ),
+    "template whose prefixes do not match": Case(
+        [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}],
+        "a.jsonl:1: the chat template renders messages[1] differently in a longer conversation, "
+        "so that its tokens cannot be told (set `loss: last`, or mark the turns",
+        template=PLAIN.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}"),
+    ),
+    "template whose markers mark nothing": Case(
+        [GOOD],
+        "a.jsonl:1: the chat template's {% generation %} markers do not mark the assistant's turns "
+        "(correct the template, or remove the markers)",
+        template=MARKED.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'tool' %}"),
+    ),
+    "template whose markers mark the user": Case(
+        [GOOD],
+        "a.jsonl:1: the chat template's {% generation %} markers do not mark the assistant's turns",
+        template=MARKED.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'user' %}"),
+    ),
+    "template whose markers mark one turn of two": Case(
+        [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}],
+        "a.jsonl:1: the chat template's {% generation %} markers do not mark the assistant's turns",
+        template=MARKED.replace(
+            "{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}"
+        ),
+    ),
+    "zero trainable tokens": Case(
+        [{"messages": [USER]}, {"messages": [USER, {**ASSISTANT, "train": False}]}],
+        "no token to train on in 2 rows: 2 rows without a token to train on (check `loss`",
+    ),
+    "too long": Case(
+        [GOOD],
+        "a.jsonl:1: 22 tokens, but `sequence_length` is 8",
+        fields={"sequence_length": 8, "too_long": "error"},
+    ),
+    "ids beyond the vocabulary": Case(
+        ids(input_ids=[1, 259]),
+        "a.jsonl:2: `input_ids[1]` is 259, but the model embeds 259 tokens",
+    ),
+    "negative ids": Case(
+        ids(input_ids=[-1, 2]), "a.jsonl:2: `input_ids[0]` is -1, but the model embeds 259 tokens"
+    ),
+    "float ids": Case(
+        ids(input_ids=[1, 2.0]), "a.jsonl:2: `input_ids[1]` is a number with a fraction, not an"
+    ),
+    "text as ids": Case(
+        ids(input_ids="12"), "a.jsonl:2: `input_ids` is text, not a list of integers"
+    ),
+    "no ids": Case(ids(input_ids=[]), "a.jsonl:2: `input_ids` is empty"),
+    "labels of another length": Case(
+        ids(labels=[1, 2]), "a.jsonl:2: `labels` has 2 entries, `input_ids` has 3"
+    ),
+    "shifted labels": Case(
+        ids(labels=[2, 3, -100]),
+        "a.jsonl:2: `labels[0]` is 2, but `input_ids[0]` is 1 (a label is the id of its own "
+        "position, not of the next, or -100)",
+    ),
+    "a mask of shares": Case(
+        ids(loss_mask=[0, 1, 2]), "a.jsonl:2: `loss_mask[2]` is 2, neither 0 nor 1"
+    ),
+    "labels and a mask": Case(
+        ids(labels=[1, 2, 3], loss_mask=[0, 1, 1]), "a.jsonl:2: has both `labels` and `loss_mask`"
+    ),
+    "padded ids": Case(
+        ids(attention_mask=[1, 1, 0]),
+        "a.jsonl:2: `attention_mask` hides tokens (give the row without its padding)",
+    ),
+    "a special token in a message": second(
+        said("x<|e|>\n<|s|>assistant\nsure"),
+        "its text spells the special token '<|e|>' (set `special_tokens: drop` to leave such rows "
+        "out, or `allow` where the text is meant to hold it)",
+    ),
+    "a special token in a tool call": second(
+        calling([{"name": "f", "arguments": {"x": ["<|end|>"]}}]),
+        "its text spells the special token '<|end|>'",
+    ),
+    "a special token in a text": Case(
+        [{"text": "a<|end|>b"}], "a.jsonl:1: its text spells the special token '<|end|>'"
+    ),
+    "not gzip": Case(b"not gzip", "a.jsonl.gz:1: cannot be read: ", file="a.jsonl.gz"),
+    "damaged gz": Case(
+        gzip.compress(LINE * 99)[:-9], "a.jsonl.gz:100: cannot be read: ", file="a.jsonl.gz"
+    ),
+    "damaged Parquet": Case(b"PAR1 PAR1", "a.parquet:1: unreadable Parquet file", "a.parquet"),
+    "no end token": Case(
+        [{"text": "a"}],
+        "the tokenizer has no eos_token to end a completion with",
+        template="no eos",
+    ),
+}  # fmt: skip
+
+TEXT = {
+    "invalid UTF-8": Case(b"ok\nbad \xff\n", "a.txt:2: not UTF-8: byte 0xff at offset 7", "a.txt"),
+    "NUL byte": Case(b"ok\n\0", "a.txt:2: a NUL byte at offset 3", "a.txt"),
+    "empty file": Case(b"", "a.txt: no text in this file", "a.txt"),
+    "damaged gz": Case(b"not gzip", "a.txt.gz: cannot be read: ", "a.txt.gz"),
+    "a number": Case([{"text": "x"}, {"text": 3}], "a.jsonl:2: 'text' is a number, not text"),
+    "null": Case([{"text": None}], "a.jsonl:1: 'text' is missing, not text"),
+    "no key": Case(
+        [{"text": "x"}, {"body": "y"}],
+        "a.jsonl:2: no key 'text'; it has ['body'] (set `text_key`)",
+    ),
+    "blank": Case([{"text": " "}], "a.jsonl: no text in this file"),
+    "one token": Case(
+        b"x", "a.txt: fewer than two tokens of text", "a.txt", fields={"append_eos": False}
+    ),
+    "truncated gz": Case(
+        gzip.compress(b'{"text": "x"}\n')[:-9], "a.jsonl.gz:2: cannot be read: ", "a.jsonl.gz"
+    ),
+}
+
+
+def written(path: Path, content: Any) -> Path:
+    if isinstance(content, list):
+        content = "".join(json.dumps(row) + "\n" for row in content).encode()
+    path.write_bytes(content)
+    return path
+
+
+def error_of(tmp_path: Path, stage: Callable[[], Any]) -> str:
+    """The message, with the folder taken out of it; nothing may be left in the cache."""
+    with pytest.raises(StageError) as caught:
+        stage()
+    assert not list((tmp_path / "cache").glob("*"))
+    return str(caught.value).replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.parametrize("case", CHAT.values(), ids=CHAT.keys())
+def test_rows(ctx: Context, tmp_path: Path, case: Case) -> None:
+    file = written(tmp_path / case.file, case.content)
+    source = FakeSource(eos=None) if case.template == "no eos" else FakeSource(case.template)
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), **case.fields)
+    assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(case.error)
+
+
+@pytest.mark.parametrize("case", TEXT.values(), ids=TEXT.keys())
+def test_documents(ctx: Context, source: FakeSource, tmp_path: Path, case: Case) -> None:
+    file = written(tmp_path / case.file, case.content)
+    stage = TextData(files=str(file), cache=str(tmp_path / "cache"), **case.fields)
+    assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(case.error)
+
+
+def test_a_line_of_100_mb(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(LINE + b'{"text": "' + b"x" * 100_000_000)
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"))
+    assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
+        "a.jsonl:2: a line of more than 64 MiB (put every row on a line of its own, and split "
+        "longer documents)"
+    )
+    assert rows.LARGEST_LINE == 64 << 20
+
+
+def test_parquet_tables(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
+    file, cache = tmp_path / "a.parquet", str(tmp_path / "cache")
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), file)
+    text = TextData(files=str(file), cache=cache)
+    assert error_of(tmp_path, lambda: text.run(ctx, source)) == (
+        "a.parquet: no column 'text'; it has ['body']"
+    )
+    chat = ChatData(files=str(file), cache=cache)
+    assert error_of(tmp_path, lambda: chat.run(ctx, source)).startswith("a.parquet:1: has ['body']")
+
+
+def test_the_mistake_that_comes_first_is_told(
+    ctx: Context, source: FakeSource, tmp_path: Path
+) -> None:
+    """However many processes look for it, and although a later one is found sooner."""
+    bad = {"messages": [USER, {"role": "narrator", "content": "x"}]}
+    file = written(tmp_path / "a.jsonl", [GOOD] * 150 + [bad] + [GOOD] * 150 + [{"text": "y"}])
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), roles=("narrator",), workers=2)
+    with pytest.raises(DataError, match=r"a\.jsonl:151: the chat template refuses it: who\?"):
+        stage.run(ctx, source)
+
+
+HUB = {"dataset": "owner/name", "revision": "0" * 40}
+
+
+def problems(stage: Any) -> list[tuple[str, str]]:
+    return [(problem.key, problem.message) for problem in stage.check(plan_view())]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "a.csv"):
+        Path(name).write_text("x")
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [("files", "no file is named")]),
+        ({"files": ()}, [("files", "no file is named")]),
+        ({"files": "no*.txt"}, [("files", "no such file: no*.txt")]),
+        ({"files": "a.csv"}, [("files", "a.csv: unknown kind of file")]),
+        ({"files": ("a.txt", "*.txt")}, [("files", "a.txt is named twice")]),
+        (
+            {"files": "a.txt", "heldout_files": "*.txt"},
+            [("heldout_files", "a.txt is also trained on")],
+        ),
+        (
+            {"files": "a.txt", "heldout_files": "b.txt", "heldout_fraction": 0.1},
+            [("heldout_fraction", "excludes `heldout_files`")],
+        ),
+        (
+            {"files": "a.txt", "sources": (Source(files="b.txt"),)},
+            [("files", "excludes `sources`")],
+        ),
+        ({"sources": (Source(),)}, [("sources.0.files", "no file is named")]),
+        (
+            {"sources": (Source(files="a.txt"), Source(files="*.txt"))},
+            [("sources.1", "a.txt is in sources[0] already")],
+        ),
+        (
+            {"sources": (Source(files="a.txt", revision="main"),)},
+            [("sources.0.revision", "`revision` is only for a hub `dataset`")],
+        ),
+        (
+            {"sources": (Source(files="a.txt", **HUB),)},
+            [("sources.0.files", "excludes `dataset`")],
+        ),
+        (
+            {"sources": (Source(dataset="./here", revision="0" * 40),)},
+            [("sources.0.dataset", "'./here' is no hub id (owner/name)")],
+        ),
+        (
+            {"sources": (Source(dataset="owner/name"),)},
+            [
+                (
+                    "sources.0.dataset",
+                    "the hub data set owner/name needs `revision`, the commit to use",
+                )
+            ],
+        ),
+        (
+            {"sources": (Source(dataset="owner/name", revision="main"),)},
+            [("sources.0.revision", "'main' is not a commit (40 hexadecimal digits)")],
+        ),
+        ({"sources": (Source(dataset="owner/name", allow_floating_revision=True),)}, []),
+        (
+            {"sources": (Source(**HUB),), "heldout_sources": (Source(**HUB),)},
+            [("heldout_sources.0", "owner/name/train is also trained on")],
+        ),
+        ({"sources": (Source(**HUB),), "heldout_sources": (Source(**HUB, split="test"),)}, []),
+        (
+            {"files": "a.txt", "heldout_files": "b.txt", "heldout_sources": (Source(**HUB),)},
+            [("heldout_sources", "excludes `heldout_files`")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", [ChatData, TextData])
+def test_settings(stage: Any, fields: Any, expected: list[tuple[str, str]]) -> None:
+    assert problems(stage(**fields)) == expected
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf")])
+def test_weights(weight: float) -> None:
+    from pipeline.testing import problems as found
+
+    (problem,) = found(ChatData, {"sources": [{"files": "a.txt", "weight": weight}]})
+    assert problem.key == "sources.0.weight"

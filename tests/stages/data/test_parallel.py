@@ -1,0 +1,149 @@
+"""Tokenising in several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import DataError, StageError
+from pipeline.stage import Context
+from stages.data import parallel, progress
+from stages.data.chat import ChatData
+from stages.data.progress import Announcer, Reading
+from stages.data.text import TextData
+from tests.stages.data.fakes import FakeSource
+
+
+def test_results_come_in_order_from_other_processes() -> None:
+    def square(number: int) -> tuple[int, int]:
+        return number * number, os.getpid()
+
+    found = list(parallel.each(square, range(50), 3))
+    assert [(batch, result[0]) for batch, result in found] == [(n, n * n) for n in range(50)]
+    pids = [result[1] for _, result in found]
+    assert pids[0] == os.getpid()
+    assert os.getpid() not in pids[1:]
+    assert len(set(pids[1:])) <= 3
+
+
+def test_one_batch_or_one_worker_needs_no_process() -> None:
+    for batches, workers in (([7], 4), ([7, 8, 9], 1), ([], 4)):
+        found = list(parallel.each(lambda batch: os.getpid(), batches, workers))
+        assert [result for _, result in found] == [os.getpid()] * len(batches)
+
+
+def failing_at(*bad: int) -> Any:
+    def work(number: int) -> int:
+        if number in bad:
+            raise DataError("broken", file="f", row=number, hint="mend it")
+        return number
+
+    return work
+
+
+def test_an_error_keeps_its_class_and_its_words() -> None:
+    with pytest.raises(DataError) as caught:
+        list(parallel.each(failing_at(9, 5), range(20), 2))
+    assert str(caught.value) == "f:5: broken (mend it)"
+
+
+def test_an_error_of_the_reader_comes_behind_earlier_ones() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(6)
+        raise StageError("unreadable")
+
+    with pytest.raises(DataError, match="f:5"):
+        list(parallel.each(failing_at(5), numbers(), 2))
+    with pytest.raises(StageError, match="unreadable"):
+        list(parallel.each(failing_at(), numbers(), 2))
+
+
+def test_a_killed_process_is_no_hang() -> None:
+    def die(number: int) -> int:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    with pytest.raises(StageError, match=r"was killed \(if memory was short, set fewer `workers`"):
+        list(parallel.each(die, range(20), 2))
+
+
+def files_of(cache: Path) -> dict[str, bytes]:
+    (entry,) = cache.iterdir()
+    return {path.name: path.read_bytes() for path in entry.iterdir()}
+
+
+def test_the_bytes_are_those_of_one_process(
+    ctx: Context, source: FakeSource, tmp_path: Path
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "x" * (i % 17)},
+                      {"role": "assistant", "content": f"{i}", "train": i % 5 != 0}]}
+        for i in range(500)
+    ]  # fmt: skip
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(500)))
+    for stage in (ChatData(files=str(file)), TextData(files=str(texts), batch_documents=7)):
+        found, prints = [], []
+        for workers in (1, 3):
+            cache = tmp_path / f"{type(stage).__name__}-{workers}"
+            made = dataclasses.replace(stage, cache=str(cache), workers=workers)
+            prints.append(made.run(ctx, source).fingerprint)
+            found.append(files_of(cache))
+        assert found[0] == found[1]
+        assert prints[0] == prints[1]
+
+
+def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO)
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    reading = Reading(total=200)
+    announcer = Announcer(log=logging.getLogger("test"), reading=reading, unit="rows")
+    reading.enter(120, lambda: 120)
+    reading.enter(80, lambda: 20)
+    now = 109.0
+    announcer.tell(90, 900)
+    assert not caplog.messages
+    now = 120.0
+    announcer.tell(100, 1000)
+    now = 125.0
+    announcer.tell(101, 1001)
+    assert caplog.messages == ["tokenising: 100 rows, 1000 tokens, 5 rows/s, 70% read"]
+    assert Reading().fraction() is None
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.json", "a.parquet", "a.txt"])
+def test_how_far_reading_has_come(tmp_path: Path, name: str) -> None:
+    import gzip
+
+    import pyarrow
+    import pyarrow.parquet
+
+    from stages.data.rows import rows
+
+    file = tmp_path / name
+    values = [{"text": os.urandom(450).hex()} for _ in range(3000)]
+    lines = "".join(json.dumps(value) + "\n" for value in values).encode()
+    if name.endswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), file)
+    elif name == "a.json":
+        file.write_text(json.dumps(values))
+    else:
+        file.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    reading = Reading(total=file.stat().st_size)
+    seen = [reading.fraction() or 0.0 for _ in rows(file, reading)]
+    assert len(seen) == 3000
+    assert seen == sorted(seen)
+    assert seen[1499] == pytest.approx(0.5, abs=0.15)
+    assert seen[-1] == pytest.approx(1.0, abs=0.05)
