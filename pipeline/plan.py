@@ -52,8 +52,8 @@ class Plan:
 
 def _passes_on(step: Step, slot: str) -> bool:
     """Whether what the step gives is of the kind that it takes from `slot`: it may hold that."""
-    all_needs = needs(type(step.stage))
-    taken = (need.type for need in all_needs if step.inputs.get(need.parameter) == slot)
+    stage: type = type(step.stage)
+    taken = (need.type for need in needs(stage) if step.inputs.get(need.parameter) == slot)
     return step.gives is not None and any(issubclass(step.gives, kind) for kind in taken)
 
 
