@@ -96,6 +96,8 @@ class EngineState:
     moments: Sequence[str]
     """Kinds of optimizer state that every trained parameter has."""
     loss_scale: LossScale | None
+    averages: Sequence[str] = ()
+    """Kinds of state that are averages of every trained parameter over the training."""
 
 
 Admit = Callable[[float], bool]

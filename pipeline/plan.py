@@ -14,6 +14,7 @@ from pipeline.fields import build
 from pipeline.marks import Marks
 from pipeline.recipe import Launch, Recipe, read_recipe, unless_reported
 from pipeline.registry import Registry
+from pipeline.signature import needs
 from pipeline.stage import PlanView
 
 
@@ -38,9 +39,22 @@ class Plan:
     steps: tuple[Step, ...]
 
     def last_reader(self, slot: str) -> str | None:
-        """The last slot that reads what `slot` gives; None when nobody does."""
-        readers = [step.slot for step in self.steps if slot in step.inputs.values()]
-        return readers[-1] if readers else None
+        """The last slot that reads what `slot` gives, by itself or in what another made of it; None
+        when nobody does."""
+        order = [step.slot for step in self.steps]
+        readers = set()
+        for step in self.steps:
+            if slot in step.inputs.values():
+                later = self.last_reader(step.slot) if _passes_on(step, slot) else None
+                readers.add(later or step.slot)
+        return max(readers, key=order.index, default=None)
+
+
+def _passes_on(step: Step, slot: str) -> bool:
+    """Whether what the step gives is of the kind that it takes from `slot`: it may hold that."""
+    stage: type = type(step.stage)
+    taken = (need.type for need in needs(stage) if step.inputs.get(need.parameter) == slot)
+    return step.gives is not None and any(issubclass(step.gives, kind) for kind in taken)
 
 
 def make_plan(

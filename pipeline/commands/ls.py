@@ -50,7 +50,7 @@ def _describe(folder: Path) -> dict[str, Any]:
     events = list(Journal(folder / rundir.JOURNAL).events())
     slots = [event["slot"] for event in events if event["event"] == "slot started"]
     newest = read_tail(folder / rundir.METRICS)
-    metrics = next((record for record in reversed(newest) if "loss" in record), {})
+    metrics: dict[str, Any] = next((record for record in reversed(newest) if "loss" in record), {})
     return {
         "folder": str(folder),
         "state": _state(folder, events),

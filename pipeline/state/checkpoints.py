@@ -321,4 +321,5 @@ def stored_state(state: EngineState) -> State:
         updates=dict(state.updates),
         moments=list(state.moments),
         loss_scale=None if scale is None else Scale(scale=scale.scale, good_steps=scale.good_steps),
+        averages=list(state.averages),
     )

@@ -121,6 +121,7 @@ class State(_Model):
     updates: Mapping[str, int]
     moments: Sequence[str]
     loss_scale: Scale | None
+    averages: Sequence[str] = ()
 
 
 class Manifest(_Model):

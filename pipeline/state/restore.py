@@ -251,6 +251,7 @@ def engine_state(manifest: Manifest) -> EngineState:
         loss_scale=None
         if scale is None
         else LossScale(scale=scale.scale, good_steps=scale.good_steps),
+        averages=state.averages,
     )
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pipeline.artifacts import TrainedRun, Weights
-from pipeline.stage import Context
+from pipeline.engine import Engine
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.average.ema import EmaAverage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +23,27 @@ class ConsolidateStream:
     canonical checkpoints every byte is verified.
     """
 
+    weights: Literal["model", "ema"] = "model"
+    """The trained weights, or their exponential moving average, where the training kept one (slot
+    `average.ema`). What is not trained is the same in both."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        trains = any(True for _ in plan.giving(Engine))
+        if self.weights == "ema" and trains and plan.find(EmaAverage) is None:
+            yield Problem(
+                key="weights",
+                message="this recipe's training keeps no average",
+                hint="add a slot average.ema between wrap and checkpoint",
+            )
+
     def run(self, ctx: Context, trained: TrainedRun) -> Weights:
         from stages.consolidate.weights import open_weights
 
-        return open_weights(trained.checkpoint, verify=ctx.dist.is_main)
+        return open_weights(trained.checkpoint, verify=ctx.dist.is_main, average=self._average)
+
+    @property
+    def _average(self) -> str | None:
+        return None if self.weights == "model" else self.weights
 
     def rehearse(self, ctx: Context, trained: TrainedRun) -> Weights:
         return self.run(ctx, trained)

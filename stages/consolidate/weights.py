@@ -21,29 +21,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def open_weights(address: str, *, verify: bool = True) -> Weights:
-    """The weights of the checkpoint at a path or address. Raises CheckpointError, and UsageError
-    for a folder of no known format.
+def open_weights(address: str, *, verify: bool = True, average: str | None = None) -> Weights:
+    """The weights of the checkpoint at a path or address, or their average of that kind. Raises
+    CheckpointError, and UsageError for a folder of no known format.
 
     `verify` is for formats whose checksums are of whole files; one process of several is enough.
     """
     source = open_state(address, Reading(weights_only=True, verify=verify))
     stamps = [] if "://" in address else _stamps(Path(address))
-    return CheckpointWeights(source, _digest(source, *stamps))
+    if average is not None and average not in source.state.averages:
+        source.close()
+        raise CheckpointError(
+            f"{source.where} holds no {average} of the weights",
+            hint="set weights: model in the consolidate slot",
+        )
+    return CheckpointWeights(source, _digest(source, average or WEIGHT, *stamps), average)
 
 
 class CheckpointWeights(Weights):
-    """Parameters and stored buffers of a training state, tied names each listed."""
+    """Parameters and stored buffers of a training state, tied names each listed; of what is
+    trained the `average`, if one is named."""
 
-    def __init__(self, source: StateSource, identity: str) -> None:
+    def __init__(self, source: StateSource, identity: str, average: str | None = None) -> None:
         self.identity = identity
         self._source = source
         keys = (key.partition("/") for key in source.tensors)
-        own = {name: name for kind, _, name in keys if kind == WEIGHT}
-        self._names = own | dict(source.state.aliases)
+        own = {name: f"{WEIGHT}/{name}" for kind, _, name in keys if kind == WEIGHT}
+        if average is not None:
+            own |= {name: f"{average}/{name}" for name in source.state.updates if name in own}
+        tied = {alias: own[name] for alias, name in source.state.aliases.items()}
+        self._keys = own | tied
 
     def names(self) -> Collection[str]:
-        return self._names.keys()
+        return self._keys.keys()
 
     def spec(self, name: str) -> TensorSpec:
         entry = self._source.tensors[self._key(name)]
@@ -67,9 +77,9 @@ class CheckpointWeights(Weights):
         self._source.close()
 
     def _key(self, name: str) -> str:
-        if name not in self._names:
+        if name not in self._keys:
             raise CheckpointError(f"{self._source.where}: holds no tensor {name}")
-        return f"{WEIGHT}/{self._names[name]}"
+        return self._keys[name]
 
 
 def _digest(source: StateSource, *stamps: str) -> str:

@@ -31,6 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
         "ends": (9, {"left_out": [[16, 24]], "rollbacks": 1, "samples": 44}),
         "kills": ["read 26", "read 34"],
     },
+    "average": {
+        "data": {},
+        "checkpoint": {"every": 4},
+        "train": {"steps": 9},
+        "ema": {"use": "average.ema", "decay": 0.5},
+        "ends": (9, {"samples": 36}),
+        "kills": ["read 26"],
+    },
     "early stopping": {
         "data": {"heldout": True},
         "checkpoint": {"every": 2, "keep_best": 1},
@@ -46,7 +54,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 def recipe(folder: Path, case: dict[str, Any]) -> Path:
     slots = training(data=case["data"], checkpoint=case["checkpoint"], train=case["train"])
-    return write(folder / "recipe.yaml", slots | EXPORT)
+    found = {}
+    for slot, fields in (slots | EXPORT).items():
+        if slot == "checkpoint" and "ema" in case:
+            found["ema"] = case["ema"]
+        found[slot] = fields
+    if "ema" in case:
+        found["consolidate"] = {**found["consolidate"], "weights": "ema"}
+    return write(folder / "recipe.yaml", found)
 
 
 def progress(run: Path) -> dict[str, Any]:

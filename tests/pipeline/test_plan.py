@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline import plan as plan_module
 from pipeline.devices import gpu_count
+from pipeline.engine import Engine
 from pipeline.errors import RecipeError
-from pipeline.plan import Plan, make_plan
+from pipeline.plan import Plan, Step, make_plan
 from pipeline.recipe import load_recipe
 from pipeline.registry import Registry
+from pipeline.stage import Context
 
 RECIPE = """\
 name: good
@@ -83,6 +86,30 @@ def test_last_readers(planned: Callable[..., Plan]) -> None:
         "checkpoint": "train",
         "train": None,
     }
+
+
+class Around:
+    """Takes an engine and gives one."""
+
+    def run(self, ctx: Context, engine: Engine) -> Engine:
+        raise AssertionError("never run")
+
+
+def test_who_reads_what_an_artifact_was_made_into_reads_it_too(
+    planned: Callable[..., Plan],
+) -> None:
+    """The stage around an engine may hold it, so it is not closed when that stage has run."""
+    plan = planned()
+    *before, checkpoint, train = plan.steps
+    around = Step(
+        slot="around", use="wrap.around", stage=Around(), inputs={"engine": "wrap"}, gives=Engine
+    )
+    train = replace(train, inputs={**train.inputs, "engine": "around"})
+    plan = replace(plan, steps=(*before, checkpoint, around, train))
+    last = {step.slot: plan.last_reader(step.slot) for step in plan.steps}
+    assert (last["wrap"], last["around"], last["model"]) == ("train", "train", "wrap")
+    unread = replace(plan, steps=plan.steps[:-1])
+    assert unread.last_reader("wrap") == "around"
 
 
 def test_the_view(planned: Callable[..., Plan]) -> None:

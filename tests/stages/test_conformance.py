@@ -23,6 +23,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "train.finished": {"checkpoint": "."},
     "wrap.zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
+    "evaluate.lm": {"files": "./text.txt", "window": 8, "stride": 4},
     "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
 }
 """Fields of a slot without mistakes, where none at all would be too few or too dull."""
@@ -48,6 +49,8 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "wrap.ddp": [("bucket_cap_mb", {"bucket_cap_mb": 0})],
     "wrap.fsdp": [("sharding", {"sharding": "full"})],
     "wrap.zero": [("stage", {"stage": 4})],
+    "average.ema": [("decay", {"decay": 1.0}), ("decay", {"decay": 0})],
+    "consolidate.stream": [("weights", {"weights": "mean"})],
     "checkpoint.sharded": [("every", {"every": 0})],
     "checkpoint.deepspeed": [("keep", {"keep": 0})],
     "train.causal_lm": [
@@ -60,6 +63,13 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     ],
     "train.finished": [("checkpoint", {}), ("checkpoint", {"checkpoint": "./missing"})],
     "export.safetensors": [("max_shard_size", {"max_shard_size": "5 bananas"})],
+    "evaluate.lm": [
+        ("files", {}),
+        ("files", {"files": "./missing.txt"}),
+        ("stride", {"files": "./text.txt", "window": 8, "stride": 9}),
+        ("limit", {"files": "./text.txt", "limit": 3}),
+        ("window", {"files": "./text.txt", "window": 1}),
+    ],
     "publish.hub": [
         ("repo", {"repo": "tiny", "dry_run": True}),
         ("revision", {"repo": "someone/tiny", "revision": "refs/pr/1", "dry_run": True}),

@@ -1,0 +1,1 @@
+"""Stages that keep averages of the weights beside a training."""

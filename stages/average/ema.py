@@ -1,0 +1,56 @@
+"""The stage `average.ema`: an exponential moving average of the weights, kept while training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt, Lt
+
+from pipeline.artifacts import Checkpoints
+from pipeline.engine import Engine
+from pipeline.errors import Problem
+from pipeline.stage import Context, PlanView
+from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaAverage:
+    """Keep an exponential moving average of the trained weights (Polyak & Juditsky 1992 in its
+    exponential form): after each update, average = decay x average + (1 - decay) x weight,
+    beginning with the weights as they are at first.
+
+    The slot stands between wrap and checkpoint, and works under every strategy. Each rank keeps the
+    average of its own part of the master weights, in fp32, where they are: 4 bytes for each of
+    their elements. Checkpoints hold it, so it goes on exactly, on any strategy and number of
+    processes. `weights: ema` in the consolidate slot exports it. A training that goes on from a
+    checkpoint without one begins it with the weights of that checkpoint.
+    """
+
+    decay: Annotated[float, Gt(0), Lt(1)] = 0.999
+    """How much of the average is kept at an update. 1 / (1 - decay) updates are about what it
+    remembers."""
+
+    evaluate: bool = True
+    """Evaluate the average on held-out samples, instead of the weights. While it is evaluated, a
+    copy of the rank's part of the weights is kept aside."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        if plan.find(DeepSpeedCheckpoint) is not None:
+            yield Problem(
+                message="checkpoint.deepspeed does not save the average",
+                hint="use checkpoint.sharded",
+            )
+        stages = list(plan.slots.values())
+        saving = [place for place, stage in enumerate(stages) if stage in plan.giving(Checkpoints)]
+        if self in stages and saving and saving[0] < stages.index(self):
+            yield Problem(
+                message="the checkpoint slot comes before this one and would not save the average",
+                hint="put this slot between wrap and checkpoint",
+            )
+
+    def run(self, ctx: Context, engine: Engine) -> Engine:
+        from stages.average.ema_engine import EmaEngine
+
+        return EmaEngine(engine, decay=self.decay, evaluate=self.evaluate)

@@ -1,0 +1,123 @@
+"""The live side of average.ema: an engine around any other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.engine import WEIGHT, Admit, Engine, EngineState, Fragment, StepReport
+
+EMA = "ema"
+"""Kind of state in checkpoints."""
+
+
+class EmaEngine(Engine):
+    """Keeps the average of another engine's fragments, whose order and spans never change."""
+
+    def __init__(self, inner: Engine, *, decay: float, evaluate: bool) -> None:
+        self.model = inner.model
+        self.device = inner.device
+        self.shard = inner.shard
+        self._inner: Engine | None = inner
+        self._decay = decay
+        self._evaluate = evaluate
+        self._trained = frozenset(inner.state().updates)
+        self._averages = self._copies(torch.float32)
+        self._is_stale = False
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return self._engine.microbatch(last=last)
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+        report = self._engine.step(lr_scale=lr_scale, admit=admit)
+        if report.applied:
+            for weight, average in self._pairs(self._engine.fragments()):
+                average.lerp_(weight.to(torch.float32), 1 - self._decay)
+        return report
+
+    def facts(self) -> Mapping[str, Any]:
+        return {**self._engine.facts(), "ema_decay": self._decay}
+
+    def state(self) -> EngineState:
+        return dataclasses.replace(self._engine.state(), averages=(EMA,))
+
+    def fragments(self) -> Iterator[Fragment]:
+        return self._extended(self._engine.fragments())
+
+    def restore(self, state: EngineState) -> Iterator[Fragment]:
+        self._is_stale = EMA not in state.averages
+        fragments = self._engine.restore(state)
+        return fragments if self._is_stale else self._extended(fragments)
+
+    def refresh(self) -> None:
+        self._engine.refresh()
+        if self._is_stale:
+            self._averages = self._copies(torch.float32)
+            self._is_stale = False
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """With the average in the place of the weights, if that was asked for."""
+        if not self._evaluate:
+            yield
+            return
+        weights = self._copies()
+        self._put(self._averages)
+        try:
+            yield
+        finally:
+            self._put(weights)
+
+    def close(self) -> None:
+        """The inner engine is closed by who made it."""
+        self._inner = None
+        self._averages.clear()
+        if "model" in vars(self):
+            del self.model
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._inner is not None, "the engine is closed"
+        return self._inner
+
+    def _copies(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Of this rank's part of each trained weight, in the order of fragments."""
+        weights = (
+            part.state[WEIGHT] for part in self._engine.fragments() if self._is_averaged(part)
+        )
+        return [weight.to(dtype or weight.dtype, copy=True) for weight in weights]
+
+    def _put(self, values: list[Tensor]) -> None:
+        """Let the trained weights be these (collective)."""
+        parts = self._engine.restore(self._engine.state())
+        kept = iter(values)
+        for part in parts:
+            if self._is_averaged(part):
+                part.state[WEIGHT].copy_(next(kept))
+        self._engine.refresh()
+
+    def _is_averaged(self, part: Fragment) -> bool:
+        return part.name in self._trained
+
+    def _pairs(self, fragments: Iterator[Fragment]) -> Iterator[tuple[Tensor, Tensor]]:
+        kept = iter(self._averages)
+        for part in fragments:
+            if self._is_averaged(part):
+                yield part.state[WEIGHT], next(kept)
+
+    def _extended(self, fragments: Iterator[Fragment]) -> Iterator[Fragment]:
+        kept = iter(self._averages)
+        for part in fragments:
+            if self._is_averaged(part):
+                yield dataclasses.replace(part, state={**part.state, EMA: next(kept)})
+            else:
+                yield part

@@ -1,0 +1,85 @@
+"""Perplexity of a model on documents."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.artifacts import NO_TARGET, Sample
+from pipeline.errors import StageError
+from stages.evaluate.windows import windows
+from stages.train.batches import collate
+from stages.train.loss import summed_loss
+
+if TYPE_CHECKING:
+    from stages.evaluate.lm import EvaluateLm
+
+
+@dataclass
+class Totals:
+    """What was measured so far."""
+
+    documents: int = 0
+    tokens: int = 0
+    """Scored ones."""
+    bytes: int = 0
+    """Of the documents' text in UTF-8."""
+    nats: float = 0.0
+    """Sum of -log p over scored tokens."""
+
+    def results(self, *, bytes_are_scored: bool) -> dict[str, Any]:
+        """JSON; see the stage for what the numbers mean. Raises StageError if nothing was scored,
+        or the model gives a number that is none."""
+        if not self.tokens:
+            raise StageError("no document has two tokens", hint="set prepend_bos: true")
+        mean = self.nats / self.tokens
+        if not math.isfinite(mean):
+            raise StageError(f"the model's mean loss is {mean}")
+        facts: dict[str, Any] = {
+            "perplexity": math.exp(mean) if mean < math.log(1e300) else None,
+            "loss": mean,
+            "tokens": self.tokens,
+            "documents": self.documents,
+        }
+        if bytes_are_scored:
+            facts["bits_per_byte"] = self.nats / math.log(2) / self.bytes
+        return facts
+
+
+def measure(
+    config: EvaluateLm,
+    model: Any,
+    documents: Iterable[str],
+    encode: Callable[[str], list[int]],
+    *,
+    most: int | None = None,
+) -> Totals:
+    """Score the documents, `batch_size` windows at a time; of all of them no more than `most`
+    windows. The config's `window` is a number."""
+    totals = Totals()
+    samples = itertools.islice(_samples(config, documents, encode, totals), most)
+    device = model.get_input_embeddings().weight.device
+    while batch := list(itertools.islice(samples, config.batch_size)):
+        with torch.no_grad():
+            totals.nats += float(summed_loss(model, collate(batch, 0, device)))
+        totals.tokens += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
+    return totals
+
+
+def _samples(
+    config: EvaluateLm,
+    documents: Iterable[str],
+    encode: Callable[[str], list[int]],
+    totals: Totals,
+) -> Iterator[Sample]:
+    assert config.window is not None
+    stride = min(config.stride or config.window // 2, config.window)
+    for document in documents:
+        totals.documents += 1
+        totals.bytes += len(document.encode())
+        yield from windows(encode(document), config.window, stride)

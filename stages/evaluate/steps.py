@@ -1,0 +1,113 @@
+"""The live side of evaluate.lm."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import ExportedModel, ModelSource
+from pipeline.errors import StageError
+from pipeline.stage import Context
+from stages.data import tokenizers
+from stages.data.documents import DocumentReader
+from stages.data.sources import require
+from stages.evaluate.artifact import FILE, EvaluatedModel
+from stages.evaluate.lm import SUFFIXES, WINDOW
+from stages.evaluate.perplexity import measure
+from stages.model import compat
+from stages.model.outline import outline
+
+if TYPE_CHECKING:
+    from stages.evaluate.lm import EvaluateLm
+
+BRIEF = 2
+"""Windows that a rehearsal scores."""
+
+
+def evaluate(
+    config: EvaluateLm,
+    ctx: Context,
+    exported: ExportedModel,
+    source: ModelSource,
+    *,
+    briefly: bool = False,
+) -> EvaluatedModel:
+    """Measure on rank 0, tell all. `briefly` takes a few windows and no task."""
+    text = None
+    if ctx.dist.is_main:
+        text = json.dumps(_measured(config, ctx, exported, source, briefly=briefly))
+    results = json.loads(ctx.dist.share(text))
+    found = EvaluatedModel(file=ctx.run_dir / FILE, slot=ctx.slot or "evaluate", results=results)
+    if ctx.dist.is_main:
+        found.save()
+    return found
+
+
+def _measured(
+    config: EvaluateLm, ctx: Context, exported: ExportedModel, source: ModelSource, *, briefly: bool
+) -> dict[str, Any]:
+    model = _load(exported.folder, source, on_gpu=ctx.dist.device.type == "cuda")
+    results: dict[str, Any] = {"model": str(exported.folder)}
+    if config.files:
+        whole = replace(config, window=_window(config, model))
+        results["text"] = _text(whole, model, source, BRIEF if briefly else None)
+        shown = "  ".join(f"{name} {_shown(value)}" for name, value in results["text"].items())
+        ctx.log.info("%s", shown)
+    if config.tasks and not briefly:
+        from stages.evaluate.tasks import run_tasks
+
+        results["tasks"] = run_tasks(config, model, source.tokenizer())
+        for task, numbers in results["tasks"].items():
+            told = [f"{name} {_shown(value)}" for name, value in numbers.items()]
+            ctx.log.info("%s: %s", task, "  ".join(told))
+    return results
+
+
+def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None) -> dict[str, Any]:
+    tokenizer = source.tokenizer()
+    start = []
+    if config.prepend_bos:
+        start = [tokenizers.required_id(tokenizer, "bos_token", "prepend_bos")]
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokenizers.check_ids(source, max(ids, default=0))
+        return start + ids
+
+    reader = DocumentReader(text_key=config.text_key, unit=config.documents)
+    documents = reader.read(require(config.files, SUFFIXES))
+    totals = measure(config, model, documents, encode, most=most)
+    return totals.results(bytes_are_scored=config.prepend_bos and most is None)
+
+
+def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
+    """The export as a user loads it, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    declared = outline(source)
+    kind: Any = type(declared) if compat.is_remote_code(declared) else AutoModelForCausalLM
+    places = {"device_map": "auto"} if on_gpu else {}
+    try:
+        with compat.quiet():
+            model = kind.from_pretrained(folder, dtype="auto", local_files_only=True, **places)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise StageError(f"transformers cannot load {folder}: {error}") from error
+    return model.eval()
+
+
+def _window(config: EvaluateLm, model: Any) -> int:
+    """As asked for, or as the model allows."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most: int = positions or WINDOW
+    if config.window is not None and positions is not None and config.window > positions:
+        raise StageError(
+            f"window is {config.window}, and the model has {positions} positions",
+            hint=f"set window: {positions}",
+        )
+    return config.window or min(most, WINDOW)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

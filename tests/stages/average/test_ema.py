@@ -1,0 +1,102 @@
+"""The average under every strategy: its numbers, checkpoints, evaluation and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts import Progress, TrainedRun
+from pipeline.dist import Dist
+from pipeline.errors import CheckpointError
+from pipeline.testing import plan_view
+from stages.average.ema import EmaAverage
+from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.consolidate.stream import ConsolidateStream
+from stages.wrap.ddp import Ddp
+from tests.support.averages import average_run, begun_run, continued_run
+from tests.support.models import context
+from tests.support.processes import run_ranks
+from tests.support.state import Setting, load_run, save_run
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+EXACT = [
+    ("ddp", 2),
+    ("fsdp full", 2),
+    ("zero1", 2),
+    ("zero2", 2),
+    ("zero3", 2),
+    ("zero3 offload", 2),
+]
+
+
+@pytest.mark.parametrize(("wrap", "ranks"), EXACT)
+def test_the_average_of_a_plain_computation_resumed_exactly(
+    wrap: str, ranks: int, tmp_path: Path
+) -> None:
+    setting = Setting(wrap=wrap)
+    for told in run_ranks(average_run, ranks, str(tmp_path), setting):
+        assert told["begun"]
+        assert told["difference"] < 3e-7
+        assert told["moved"] > 1e-4
+        assert told["put"]
+        assert told["seen"] == [True, False]
+        assert told["unchanged"]
+    averages = {name: value for name, value in told["state"].items() if name.startswith("ema/")}
+    assert averages
+    assert not any("layers.1." in name for name in averages)  # which are frozen
+    for name, value in told["exported"].items():
+        kind = "weight" if name in told["frozen"] else "ema"
+        if name != "lm_head.weight":  # which is tied
+            assert value == told["state"][f"{kind}/{name}"]
+    assert told["exported"]["lm_head.weight"] == told["exported"]["model.embed_tokens.weight"]
+    for again in run_ranks(continued_run, ranks, str(tmp_path), setting):
+        assert again["state"] == told["state"]
+        assert again["after"] == told["after"]
+
+
+def test_any_strategy_and_world_size_goes_on_with_it(tmp_path: Path) -> None:
+    told = run_ranks(average_run, 2, str(tmp_path), Setting(wrap="zero3"))[0]
+    for wrap, ranks in (("ddp", 1), ("fsdp full", 3), ("zero1", 2)):
+        again = run_ranks(continued_run, ranks, str(tmp_path), Setting(wrap=wrap))[0]
+        assert again["state"] == told["state"], wrap
+
+
+def test_it_begins_with_the_weights_of_a_checkpoint_without_one(tmp_path: Path) -> None:
+    run_ranks(save_run, 1, str(tmp_path), Setting(wrap="ddp"))
+    assert run_ranks(begun_run, 2, str(tmp_path), Setting(wrap="fsdp full")) == [True, True]
+    run = TrainedRun(checkpoint=str(tmp_path / "checkpoints/step-00000003"), progress=Progress())
+    with pytest.raises(CheckpointError, match="holds no ema of the weights"):
+        ConsolidateStream(weights="ema").run(context(tmp_path), run)
+
+
+def leave(dist: Dist, folder: str) -> bool:
+    """Go on without the average that a checkpoint holds."""
+    average_run(dist, folder, Setting(wrap="ddp"))
+    state = load_run(dist, folder, Setting(wrap="ddp"))["state"]
+    return not any(name.startswith("ema/") for name in state)
+
+
+def test_a_recipe_without_it_goes_on_too(tmp_path: Path) -> None:
+    assert run_ranks(leave, 1, str(tmp_path)) == [True]
+
+
+def test_mistakes() -> None:
+    ema, saving = EmaAverage(), ShardedCheckpoint()
+    good = plan_view({"wrap": Ddp(), "ema": ema, "checkpoint": saving})
+    assert list(ema.check(good)) == []
+    late = plan_view({"wrap": Ddp(), "checkpoint": saving, "ema": ema})
+    assert [problem.hint for problem in ema.check(late)] == [
+        "put this slot between wrap and checkpoint"
+    ]
+    native = plan_view({"ema": ema, "checkpoint": DeepSpeedCheckpoint()})
+    assert [problem.hint for problem in ema.check(native)] == ["use checkpoint.sharded"]
+    export = ConsolidateStream(weights="ema")
+    assert list(export.check(good)) == []
+    told = list(export.check(plan_view({"wrap": Ddp(), "checkpoint": saving})))
+    assert [(problem.key, problem.message) for problem in told] == [
+        ("weights", "this recipe's training keeps no average")
+    ]
+    assert list(export.check(plan_view({}))) == []  # the checkpoint of another run

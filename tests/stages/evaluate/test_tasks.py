@@ -1,0 +1,88 @@
+"""Tasks of lm-eval, where it is installed; in processes of their own, as it configures much."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.support.models import filled, random_source, save_tokenizer, tiny_llama_config
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"
+)
+TASK = """\
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+PROGRAM = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from pipeline.errors import StageError
+from stages.evaluate.lm import EvaluateLm
+from stages.evaluate.tasks import run_tasks
+folder, task = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder)
+config = EvaluateLm(tasks=(task,), task_folder=folder, batch_size=2)
+try:
+    print(json.dumps(run_tasks(config, model, AutoTokenizer.from_pretrained(folder))))
+except StageError as error:
+    print(json.dumps(str(error)))
+"""
+TEXTS = ["a b", "c", "b c a", "a a"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its tokenizer, and a task of its own."""
+    folder = tmp_path_factory.mktemp("tasks")
+    filled(random_source(tiny_llama_config(), folder)).save_pretrained(folder)
+    save_tokenizer(folder)
+    rows = [{"text": text, "choices": ["a", "b", "c"], "answer": 1} for text in TEXTS]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (folder / "tiny.yaml").write_text(TASK.replace("ROWS", str(folder / "rows.jsonl")))
+    return folder
+
+
+def said(folder: Path, task: str) -> object:
+    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder), task]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_task_gives_the_numbers_of_a_plain_computation(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    choices = tokenizer("a b c")["input_ids"]
+    right = 0
+    for text in TEXTS:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1]
+        right += int(logits[choices].argmax()) == 1
+    told = said(folder, "tiny_choice")
+    assert isinstance(told, dict)
+    assert told["tiny_choice"]["acc,none"] == right / len(TEXTS)
+    assert told["tiny_choice"]["version"] == "Yaml"
+
+
+def test_an_unknown_task_is_named(folder: Path) -> None:
+    assert said(folder, "tiny_choise") == (
+        "lm_eval knows no task `tiny_choise` (lm_eval ls tasks lists them)"
+    )

@@ -1,0 +1,116 @@
+"""Model FLOPs utilisation: the formula on known shapes, and where it is not told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.dist import Dist
+from pipeline.engine import EngineState
+from stages.model.hf import HfModel
+from stages.model.outline import outline
+from stages.train.flops import Cost, Utilisation, known_cost, known_peak, utilisation
+from tests.support.models import context
+from tests.support.processes import run_ranks
+from tests.support.runs import context as rank_context
+from tests.support.state import Setting, make_engine
+
+LLAMA_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MATRICES = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+VECTORS = (2 * 32 + 1) * 4096
+
+
+def engine(config: dict[str, Any], tmp_path: Any, frozen: str = "-") -> Any:
+    """What of an engine the cost is computed from; the model is on the meta device."""
+    model = outline(HfModel(config=config, init="random").run(context(tmp_path)))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tied = config["tie_word_embeddings"]
+    state = EngineState(
+        shapes=shapes,
+        aliases={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+        frozen=[name for name in shapes if frozen in name],
+        groups=[],
+        updates={name: 0 for name in shapes if frozen not in name},
+        moments=[],
+        loss_scale=None,
+    )
+    return SimpleNamespace(model=model, state=lambda: state)
+
+
+def test_llama_8b(tmp_path: Any) -> None:
+    cost = known_cost(engine(LLAMA_8B, tmp_path))
+    assert cost == Cost(multiplied=6.0 * (MATRICES + VECTORS), attention=12.0 * 32 * 32 * 128)
+    # a sample of 8192 tokens: 45 GFLOP for a token's parameters, 12.9 for its attention
+    assert cost.of(8192, 8192**2) == pytest.approx(8192 * (45.03e9 + 12.88e9), rel=1e-3)
+
+
+def test_tied_embeddings_are_multiplied_by_and_frozen_parameters_get_no_gradient(
+    tmp_path: Any,
+) -> None:
+    tied = known_cost(engine({**LLAMA_8B, "tie_word_embeddings": True}, tmp_path))
+    assert tied is not None
+    assert tied.multiplied == 6.0 * (MATRICES + VECTORS)
+    frozen = known_cost(engine(LLAMA_8B, tmp_path, frozen="mlp"))
+    assert frozen is not None
+    mlp = 32 * 3 * 4096 * 14336
+    assert frozen.multiplied == 6.0 * (MATRICES + VECTORS - mlp) + 4.0 * mlp
+
+
+def test_of_a_mixture_of_experts_it_is_not_known(tmp_path: Any) -> None:
+    mixture = {
+        **LLAMA_8B, "model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }  # fmt: skip
+    assert known_cost(engine(mixture, tmp_path)) is None
+
+
+def test_share_of_the_peak() -> None:
+    one = Utilisation(cost=Cost(multiplied=10.0, attention=2.0), peak=100.0)
+    assert one.share(tokens=6, squares=20, device_seconds=4.0) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756.5e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_go_by_whole_words(name: str, peak: float | None) -> None:
+    assert known_peak(name) == peak
+
+
+def told_on_cpu(dist: Dist, folder: str) -> list[Any]:
+    made = make_engine(rank_context(dist, folder), Setting(wrap="zero3", compute="bf16"))
+    cost = known_cost(made)
+    made.close()
+    assert cost is not None
+    return [utilisation(made), cost.multiplied, cost.attention]
+
+
+def test_a_cpu_has_no_peak_and_shards_tell_the_whole_models_cost(
+    tmp_path: Any, deepspeed_operators: None
+) -> None:
+    # blocks of 24 x 24, twice 24 x 12, 24 x 24; 3 x 24 x 37; two norms. Block 1 is frozen.
+    block = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 37 + 2 * 24
+    rest = 101 * 24 + 24
+    for told in run_ranks(told_on_cpu, 2, str(tmp_path)):
+        assert told == [None, 6.0 * (2 * block + rest) + 4.0 * block, 12.0 * 3 * 24]
+
+
+def test_devices_without_a_name_are_asked_nothing() -> None:
+    assert utilisation(SimpleNamespace(device=torch.device("cpu"))) is None  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""What each rank runs in the tests of averaged weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipeline.artifacts import Progress, TrainedRun
+from pipeline.dist import Dist
+from pipeline.engine import WEIGHT, Engine
+from stages.average.ema import EmaAverage
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.consolidate.stream import ConsolidateStream
+from tests.support.runs import context
+from tests.support.state import Setting, digest, hashed, make_engine, train
+
+DECAY, FIRST, LAST = 0.75, 3, 5
+
+
+def averaged(engine: Engine) -> list[torch.Tensor]:
+    return [part.state["ema"].clone() for part in engine.fragments() if "ema" in part.state]
+
+
+def trained(engine: Engine) -> list[torch.Tensor]:
+    return [part.state[WEIGHT].clone() for part in engine.fragments() if "ema" in part.state]
+
+
+def furthest_from_plain(engine: Engine, first: int, last: int) -> float:
+    """Train; the largest difference from averages computed in fp64 from the weights themselves."""
+    plain = [tensor.double() for tensor in averaged(engine)]
+    for step in range(first, last):
+        train(engine, step, step + 1)
+        weights = trained(engine)
+        plain = [DECAY * a + (1 - DECAY) * w.double() for a, w in zip(plain, weights, strict=True)]
+    both = zip(plain, averaged(engine), strict=True)
+    return max(float((a - b).abs().max()) for a, b in both)
+
+
+def average_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+    """Train with an average, look at it in every way, save, train on."""
+    ctx = context(dist, folder)
+    engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    begun = all(torch.equal(a, w) for a, w in zip(averaged(engine), trained(engine), strict=True))
+    difference = furthest_from_plain(engine, 0, FIRST)
+    moved = max(
+        float((a - w).abs().max()) for a, w in zip(averaged(engine), trained(engine), strict=True)
+    )
+    state = digest(engine, dist)
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        own = engine.model(input_ids=ids, use_cache=False).logits.clone()
+        with engine.evaluating():
+            put = all(
+                torch.equal(a, w) for a, w in zip(averaged(engine), trained(engine), strict=True)
+            )
+            other = engine.model(input_ids=ids, use_cache=False).logits.clone()
+        again = engine.model(input_ids=ids, use_cache=False).logits.clone()
+    checkpoints.save(Progress(step=FIRST, samples=36))
+    address = checkpoints.finish()
+    unchanged = digest(engine, dist) == state
+    train(engine, FIRST, LAST)
+    after = digest(engine, dist)
+    checkpoints.close()
+    engine.close()
+    run = TrainedRun(checkpoint=address, progress=Progress())
+    exported = ConsolidateStream(weights="ema").run(ctx, run)
+    frozen = [part for part in exported.names() if f"ema/{part}" not in state]
+    return {
+        "begun": begun,
+        "difference": difference,
+        "moved": moved,
+        "state": state,
+        "put": put,
+        "seen": [torch.equal(own, again), torch.equal(own, other)],
+        "unchanged": unchanged,
+        "after": after,
+        "exported": {name: hashed(exported.read(name)) for name in exported.names()},
+        "frozen": frozen,
+    }
+
+
+def continued_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+    """Restore, tell, train on."""
+    ctx = context(dist, folder)
+    engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    checkpoints.restore(lambda progress: None)
+    state = digest(engine, dist)
+    train(engine, FIRST, LAST)
+    after = digest(engine, dist)
+    checkpoints.close()
+    engine.close()
+    return {"state": state, "after": after}
+
+
+def begun_run(dist: Dist, folder: str, setting: Setting) -> bool:
+    """Restore what was saved without an average: whether it begins with the weights."""
+    ctx = context(dist, folder)
+    engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
+    train(engine, 0, 1)
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    checkpoints.restore(lambda progress: None)
+    weights, averages = trained(engine), averaged(engine)
+    checkpoints.close()
+    engine.close()
+    return all(torch.equal(a, w.float()) for a, w in zip(averages, weights, strict=True))
