@@ -11,7 +11,7 @@ from annotated_types import Gt
 from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
-from stages.model.options import ActivationCheckpointing, Compile
+from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +50,26 @@ class HfModel:
     unused_weights: tuple[str, ...] = ()
     """Patterns of tensors in `path` that this model has no use for."""
     attention: str = "sdpa"
-    """Attention implementation of transformers: `sdpa`, `eager`, `flash_attention_2`,
-    `flex_attention`, or another name that it knows."""
+    """Attention implementation of transformers: `sdpa`, `eager`, `flex_attention`,
+    `flash_attention_2` (or 3, 4), or a kernel of the hub (`kernels-community/flash-attn2`)."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Drop activations in forward and compute them again in backward; null keeps them."""
     compile: Compile | None = None
     """Compile the transformer blocks with torch.compile; null does not."""
+    fp8: Fp8 | None = None
+    """Multiply in 8 bits, on GPUs that can; null does not. Only faster with `compile`."""
+    kernels: Literal["liger"] | None = None
+    """Fused Triton kernels for normalisation, rotary embedding and gated activations: Liger Kernel
+    (Hsu et al. 2024). Its fused loss is `loss_chunk_size` in the train slot."""
     trust_remote_code: bool = False
     """Run model code that the folder or hub repository brings along. Only for sources you trust."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.model.checks import problems
+        from stages.model.speed_checks import speed_problems
 
         yield from problems(self)
+        yield from speed_problems(self, plan)
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.open import open_source

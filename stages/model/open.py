@@ -44,7 +44,12 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
         allowed=Allowed(new=stage.new_weights, unused=stage.unused_weights),
         resized=stage.vocab_size is not None,
         attention=stage.attention,
-        training=Training(checkpointing=stage.activation_checkpointing, compile=stage.compile),
+        training=Training(
+            checkpointing=stage.activation_checkpointing,
+            compile=stage.compile,
+            fp8=stage.fp8,
+            kernels=stage.kernels,
+        ),
         trust_remote_code=stage.trust_remote_code,
         log=ctx.log,
     )

@@ -39,3 +39,17 @@ class Compile:
     dynamic: bool | None = None
     """Whether shapes change: null finds out, false compiles anew for each length, true for all
     lengths at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """Multiply in 8 bits where that is faster: linear layers but the head, by torchao (Micikevicius
+    et al. 2022, FP8 Formats for Deep Learning). Weights, gradients and everything else keep the
+    precision slot's dtypes."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """What has a scale of its own: a tensor, which is fastest, or a row, which is more precise;
+    `rowwise_with_gw_hp` computes gradients of weights in the compute dtype."""
+
+    emulate: bool = False
+    """Round to 8 bits but multiply in the compute dtype: slow, to try it without such a GPU."""

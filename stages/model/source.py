@@ -15,6 +15,7 @@ from torch import nn
 from pipeline.artifacts import DtypeName, ModelSource, TensorReader, torch_dtype
 from pipeline.errors import StageError
 from stages.model import assets, compat
+from stages.model.faster import use_fp8, use_liger
 from stages.model.files import safetensors_files, weight_files
 from stages.model.fingerprint import source_fingerprint
 from stages.model.fit import Allowed, fit
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stages.model.options import ActivationCheckpointing, Compile
+    from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,15 @@ class Training:
 
     checkpointing: ActivationCheckpointing | None = None
     compile: Compile | None = None
+    fp8: Fp8 | None = None
+    kernels: str | None = None
 
-    def prepare(self, blocks: Sequence[nn.Module]) -> None:
-        """Change the blocks of a module in place."""
+    def prepare(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Change a module and its blocks in place."""
+        if self.kernels is not None:
+            use_liger(model)
+        if self.fp8 is not None:
+            use_fp8(model, self.fp8)
         if self.checkpointing is not None:
             checkpoint_blocks(blocks, self.checkpointing)
         if self.compile is not None:
@@ -102,7 +109,7 @@ class HfSource(ModelSource):
         except (ValueError, ImportError) as error:
             raise StageError(f"{self.name} cannot be built: {error}") from error
         model.tie_weights()
-        self._training.prepare(self.blocks(model))
+        self._training.prepare(model, self.blocks(model))
         return cast("nn.Module", model)
 
     @property

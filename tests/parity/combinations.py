@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.errors import RecipeError
 from pipeline.plan import plan_file
-from stages.model.options import ActivationCheckpointing, Compile
+from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
 RANKS = 2
 
@@ -45,6 +45,8 @@ class Feature:
     model: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     packed: bool = False
+    rounds: bool = False
+    """Whether the model computes something else by it, as the plain loop's then does too."""
 
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "up_proj", "down_proj")}
@@ -60,6 +62,7 @@ FEATURES = {
     "- keeping attention": Feature(model={"activation_checkpointing": {"keep": "attention"}}),
     "- keeping matrix products": Feature(model={"activation_checkpointing": {"keep": "matmuls"}}),
     "compiled blocks": Feature(model={"compile": BLOCKS}),
+    "8-bit products (emulated)": Feature(model={"fp8": {"emulate": True}}, rounds=True),
     "LoRA": Feature(adapter=LORA),
     "DoRA": Feature(adapter={**LORA, "dora": True}),
     "LoRA, packing, checkpointing, chunks": Feature(
@@ -106,15 +109,27 @@ def refusal(feature: Feature, strategy: Strategy) -> str:
     return ""
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48}
+"""Of the model: multiples of 16, as 8-bit products want."""
+
+
+def model_fields(feature: Feature) -> dict[str, Any]:
+    """The fields of model.hf, built."""
+    kinds = {
+        "activation_checkpointing": ActivationCheckpointing, "compile": Compile, "fp8": Fp8,
+    }  # fmt: skip
+    return {name: kinds[name](**value) for name, value in feature.model.items()}
+
+
 def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
     """For `tests.parity.body.train_case`."""
-    kinds = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile}
     return {
         "wrap": strategy.wrap,
         "fields": dict(strategy.fields),
         "batching": {"micro_batch_size": 3},
         "lora": feature.adapter,
-        "hf": {name: kinds[name](**value) for name, value in feature.model.items()},
+        "model": SIZES,
+        "hf": model_fields(feature),
         "loop": dict(feature.train),
         "packed": feature.packed,
     }
