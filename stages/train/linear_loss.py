@@ -52,19 +52,20 @@ class _LinearLoss(torch.autograd.Function):
                 for_weight += (narrow.T @ some).float()
             if for_bias is not None:
                 for_bias += slope.sum(0)
-        ctx.save_for_backward(
+        # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
+        ctx.slopes = [
             for_hidden,
             None if for_weight is None else for_weight.to(weight.dtype),
             None if for_bias is None or bias is None else for_bias.to(bias.dtype),
-        )
+        ]
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
-        scaled = [
-            None if found is None else found * upstream.to(found.dtype)
-            for found in ctx.saved_tensors
-        ]
+        slopes, ctx.slopes = ctx.slopes, None
+        if slopes is None:
+            raise RuntimeError("the loss in chunks can be differentiated once")
+        scaled = [None if one is None else one.mul_(upstream.to(one.dtype)) for one in slopes]
         return *scaled, None, None
 
 
