@@ -95,9 +95,8 @@ def test_state_travels_between_strategies_and_world_sizes(name: str, tmp_path: P
         assert saved is None or told["before"] == saved, f"into {wrap} on {ranks}"
         saved = told["after"]
     assert saved is not None
-    assert ("'lr': 0.0005" in saved["groups"] or "'lr': 5e-05" in saved["groups"]) == (
-        name != "bf16"
-    )
+    # embeddings have half the rate of the rest
+    assert any(rate in saved["groups"] for rate in ("0.0005)", "5e-05)")) == (name != "bf16")
 
 
 def carry(dist: Dist, folder: str, setting: Setting) -> None:
