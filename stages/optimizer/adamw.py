@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Gt
 
-from pipeline.artifacts import NamedParameter, OptimizerPlan
+from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
-from stages.optimizer.schedule import Schedule, lr_scale
+from stages.optimizer.settings import Fraction, OptimizerSettings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Kernel = Literal["fused", "foreach", "single"]
-Fraction = Annotated[float, Ge(0), Lt(1)]
+Moments = Literal["master", "fp32", "bf16", "fp8", "8bit", "4bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(OptimizerSettings):
     """Declare AdamW (Loshchilov & Hutter 2019, Decoupled Weight Decay Regularization), its schedule
     and gradient clipping."""
 
@@ -36,33 +36,51 @@ class AdamW:
     eps: Annotated[float, Gt(0)] = 1e-8
     """Added to the root of the second moment."""
 
-    weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Decoupled weight decay of matrices (parameters of two or more dimensions)."""
+    moments: Moments = "master"
+    """What both moments are kept in: the dtype of the master weights, another dtype, or blocks of 8
+    bits (8bit, fp8) or 4 (4bit), each with a scale in fp32. All is computed in fp32. What is not
+    `master` needs torchao; checkpoints hold the values, in fp32 where they are kept in blocks."""
 
-    decay_all: bool = False
-    """Decay biases and normalisation weights too, instead of matrices only."""
-
-    schedule: Schedule = "cosine"
-    """How the learning rate moves after warm-up."""
-
-    warmup_steps: Annotated[int, Ge(0)] = 0
-    """Steps of linear warm-up. Excludes `warmup_ratio`."""
-
-    warmup_ratio: Fraction = 0.0
-    """Warm-up as a fraction of all steps, rounded up. Excludes `warmup_steps`."""
-
-    final_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Learning rate at the last step, as a fraction of `lr`; nothing to a constant schedule."""
-
-    max_grad_norm: Annotated[float, Gt(0)] | None = 1.0
-    """Clip the gradient of the whole model to this L2 norm; null does not clip."""
+    stochastic_rounding: bool = False
+    """With bf16 master weights: round an updated weight to one of its two neighbours at random, so
+    that the mean is right, where otherwise small updates are lost. Needs torchao."""
 
     kernel: Kernel = "fused"
-    """torch implementation: fused (the fastest), foreach, or one tensor at a time."""
+    """Implementation: fused (the fastest), foreach, or one tensor at a time. It is torch's, unless
+    `moments` or `stochastic_rounding` ask for more: then fused is compiled when a shape is first
+    updated, and foreach is not there. A wrap stage may have kernels of its own."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        if self.warmup_steps and self.warmup_ratio:
-            yield Problem(key="warmup_ratio", message="excludes warmup_steps", hint="give only one")
+        yield from super().check(plan)
+        if self.stochastic_rounding:
+            yield from self._rounding_problems(plan)
+        if self.algorithm == "adamw":
+            return
+        needs = f"needs torchao, which the update rule {self.algorithm} is computed with"
+        key = "moments" if self.moments != "master" else "stochastic_rounding"
+        if importlib.util.find_spec("torchao") is None:
+            yield Problem(key=key, message=needs, hint="pip install 'pipetrain[torchao]'")
+        if self.kernel == "foreach":
+            yield Problem(
+                key="kernel",
+                message=f"the update rule {self.algorithm} has no foreach kernel",
+                hint="set kernel: fused or single",
+            )
+
+    def _rounding_problems(self, plan: PlanView) -> Iterator[Problem]:
+        for policy in plan.giving(Precision):
+            if policy.master != "bf16":
+                yield Problem(
+                    key="stochastic_rounding",
+                    message=f"rounds to bf16, the master weights are {policy.master}",
+                    hint="set master: bf16 in the precision slot",
+                )
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the update rule."""
+        kept = "" if self.moments == "master" else f"_{self.moments}"
+        return f"adamw{kept}" + ("_stochastic" if self.stochastic_rounding else "")
 
     def run(self, ctx: Context) -> OptimizerPlan:
         hyperparameters = {
@@ -71,37 +89,30 @@ class AdamW:
             "eps": self.eps,
             "weight_decay": self.weight_decay,
         }
-        return OptimizerPlan(
-            algorithm="adamw",
+        plan = OptimizerPlan(
+            algorithm=self.algorithm,
             hyperparameters=hyperparameters,
-            groups=functools.partial(
-                decay_groups, weight_decay=self.weight_decay, decay_all=self.decay_all
-            ),
+            groups=self.make_groups,
             moments=("exp_avg", "exp_avg_sq"),
             build=functools.partial(_build, hyperparameters=hyperparameters, kernel=self.kernel),
-            lr_scale=self._lr_scale,
+            lr_scale=self.lr_scale,
             max_grad_norm=self.max_grad_norm,
         )
+        return plan if self.algorithm == "adamw" else self._low_bit(plan, ctx.seed)
 
-    def _lr_scale(self, step: int, total: int) -> float:
-        # 0.07 x 100 is a little more than 7 in binary.
-        warmup = self.warmup_steps or math.ceil(round(self.warmup_ratio * total, 9))
-        return lr_scale(
-            step, total, schedule=self.schedule, warmup=warmup, final_scale=self.final_lr_ratio
+    def _low_bit(self, plan: OptimizerPlan, seed: int) -> OptimizerPlan:
+        from stages.optimizer.lowbit import LowBitAdamW
+        from stages.optimizer.packings import packing
+
+        kept = packing(self.moments)
+        build = functools.partial(
+            LowBitAdamW,
+            **plan.hyperparameters,
+            packing=kept,
+            rounding_seed=seed if self.stochastic_rounding else None,
+            compiled=self.kernel == "fused",
         )
-
-
-def decay_groups(
-    parameters: Iterable[NamedParameter], *, weight_decay: float, decay_all: bool
-) -> list[dict[str, Any]]:
-    """Trainable parameters in at most two groups: decayed (two or more dimensions) and not."""
-    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
-    kept: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    for _, parameter, shape in parameters:
-        if parameter.requires_grad:
-            group = decayed if decay_all or len(shape) >= 2 else kept
-            group["params"].append(parameter)
-    return [group for group in (decayed, kept) if group["params"]]
+        return replace(plan, packing=kept, build=build)
 
 
 def _build(

@@ -57,10 +57,11 @@ def aliases(module: nn.Module) -> dict[str, str]:
     }
 
 
-def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
-    """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
+def named_parameters(module: nn.Module, *, shard: int = 0) -> Iterator[NamedParameter]:
+    """The module's parameters, tied ones once, as an OptimizerPlan groups them; of sharded ones
+    this process has number `shard`."""
     for name, parameter in module.named_parameters():
-        yield NamedParameter(name, parameter, tuple(parameter.shape))
+        yield NamedParameter(name, parameter, tuple(parameter.shape), shard)
 
 
 def materialise(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:

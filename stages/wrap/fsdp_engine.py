@@ -141,7 +141,8 @@ class FsdpEngine(TorchEngine):
         self.model = module
         self.device = ctx.dist.device
         self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
-        self.optimizer = make_optimizer(plan, plan.groups(named_parameters(module)))
+        parameters = named_parameters(module, shard=mesh.get_local_rank("shard"))
+        self.optimizer = make_optimizer(plan, plan.groups(parameters))
         home = torch.device("cpu") if config.cpu_offload else self.device
         self.scaler = make_scaler(precision, home)
         self._mesh = mesh

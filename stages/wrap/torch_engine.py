@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor, Shard
@@ -19,16 +18,25 @@ from pipeline.engine import WEIGHT, Engine, EngineState, Fragment, LossScale, Pa
 from pipeline.errors import StageError
 from stages.wrap.birth import aliases, stored_tensors
 from stages.wrap.fill import Part
-from stages.wrap.moments import require_known, set_updates, start_state, updates
+from stages.wrap.moments import (
+    flat,
+    read_moments,
+    require_known,
+    set_updates,
+    start_state,
+    updates,
+    write_moments,
+)
 
 
 class _Part(NamedTuple):
-    """What a fragment is made of: a tensor and its moments, which may be sharded."""
+    """What a fragment is made of: a tensor, which may be sharded, and its optimizer state."""
 
     name: str
-    shape: tuple[int, ...]
     start: int
-    tensors: dict[str, Tensor]
+    tensor: Tensor
+    kept: dict[str, Any] | None
+    """None: not trained."""
 
 
 class _Layout(NamedTuple):
@@ -60,17 +68,14 @@ class TorchEngine(Engine):
         )
 
     def fragments(self) -> Iterator[Fragment]:
-        self.settle()
-        with torch.no_grad():
-            parts = [self._fragment(part) for part in self._layout.parts]
-        yield from parts
+        yield from self._fragments(write=False)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         for name, kept in self._layout.trained.items():
             set_updates(kept, state.updates[name], self.optimizer)
         if self.scaler is not None and state.loss_scale is not None:
             _set_loss_scale(self.scaler, state.loss_scale)
-        yield from self.fragments()
+        yield from self._fragments(write=True)
 
     def refresh(self) -> None:
         """Masters are the parameters themselves."""
@@ -97,23 +102,32 @@ class TorchEngine(Engine):
         )
         parts = []
         for name, tensor in tensors.items():
-            kept = trained.get(name, {})
-            kinds = {moment: kept[moment] for moment in self.plan.moments if name in trained}
             start, length = local_span(name, tensor)
             if length:
-                parts.append(_Part(name, tuple(tensor.shape), start, {WEIGHT: tensor, **kinds}))
+                parts.append(_Part(name, start, tensor, trained.get(name)))
         return _Layout(state, trained, parts)
 
-    def _fragment(self, part: _Part) -> Fragment:
-        state = {kind: _local(tensor) for kind, tensor in part.tensors.items()}
-        return Fragment(name=part.name, shape=part.shape, start=part.start, state=state)
+    def _fragments(self, *, write: bool) -> Iterator[Fragment]:
+        self.settle()
+        for part in self._layout.parts:
+            weight, moments = flat(part.tensor), {}
+            if part.kept is not None:
+                moments = read_moments(part.kept, self.plan, 0, weight.numel())
+            yield Fragment(
+                name=part.name,
+                shape=tuple(part.tensor.shape),
+                start=part.start,
+                state={WEIGHT: weight, **moments},
+            )
+            if write and part.kept is not None:
+                write_moments(part.kept, self.plan, moments)
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and optimizer state of every trained parameter that has elements."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and parameter.numel():
                 state = self.optimizer.state[parameter]
-                require_known(state, self.plan.moments, type(self.optimizer).__name__)
+                require_known(state, self.plan, type(self.optimizer).__name__)
                 yield name, state
 
     def _group(self, group: dict[str, Any]) -> ParameterGroup:
@@ -130,7 +144,7 @@ def local_parts(module: nn.Module) -> Iterator[Part]:
     for name, tensor in stored_tensors(module):
         start, length = local_span(name, tensor)
         if length:
-            yield Part(name, start, _local(tensor))
+            yield Part(name, start, flat(tensor))
 
 
 def local_span(name: str, tensor: Tensor) -> tuple[int, int]:
@@ -154,12 +168,6 @@ def local_span(name: str, tensor: Tensor) -> tuple[int, int]:
     assert here == rows, f"{name}: {here} rows are here, expected {rows}"
     width = tensor.numel() // max(tensor.shape[0], 1)
     return first * width, rows * width
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part as a flat view."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().view(-1)
 
 
 def _loss_scale(scaler: GradScaler) -> LossScale:

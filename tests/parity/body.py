@@ -18,6 +18,7 @@ from tests.parity.reference import CLIP, DECAY, LR, WARMUP
 from tests.support.runs import TINY, context, packed_data, toy_data
 
 SEED, STEPS, BATCH = 7, 6, 8
+ADAMW = AdamW(lr=LR, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP)
 
 
 def stage(name: str) -> Any:
@@ -41,9 +42,7 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     precision = PrecisionPolicy(
         compute=case.get("compute", "fp32"), master=case.get("master", "fp32"), reduce="fp32"
     ).run(ctx)
-    plan = AdamW(
-        lr=LR, betas=(0.9, 0.999), weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP
-    ).run(ctx)
+    plan = case.get("optimizer", ADAMW).run(ctx)
     source = tiny_source(ctx, case.get("lora"), case.get("hf"), **case.get("model", {}))
     wrap = stage(case["wrap"])(**case["fields"])
     engine = wrap.run(ctx, source, precision, plan)

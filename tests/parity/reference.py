@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pipeline.artifacts import Data, ModelSource
+from pipeline.artifacts import Data, ModelSource, OptimizerPlan
 from pipeline.order import SampleOrder
+from stages.wrap.birth import named_parameters
 
 LR, WARMUP, DECAY, CLIP = 1e-3, 2, 0.1, 0.5
 
@@ -25,10 +26,12 @@ def reference(
     steps: int,
     batch: int,
     compute: torch.dtype = torch.float32,
+    plan: OptimizerPlan | None = None,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
     """Per-step losses and gradient norms, final weights, held-out loss.
 
-    The forward pass runs on parameters cast to `compute`; everything else is fp32.
+    The optimizer is torch's AdamW, or the plan's, over whole parameters. The forward pass runs on
+    parameters cast to `compute`; everything else is fp32.
     """
     torch.manual_seed(0)
     model = source.build()
@@ -37,14 +40,10 @@ def reference(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.read(name))
-    trained = [p for p in parameters.values() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim >= 2]
-    vectors = [p for p in trained if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [group for group in ({"params": matrices, "weight_decay": DECAY},
-                             {"params": vectors, "weight_decay": 0.0}) if group["params"]],
-        lr=LR, foreach=False,
-    )  # fmt: skip
+    optimizer = (
+        _adamw(parameters) if plan is None else plan.build(plan.groups(named_parameters(model)))
+    )
+    base = [group["lr"] for group in optimizer.param_groups]
     order = SampleOrder(seed, len(data.train))
     losses, norms = [], []
     for step in range(steps):
@@ -53,8 +52,8 @@ def reference(
         loss = sum(_loss(model, sample, compute) for sample in samples) / targets
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        for group in optimizer.param_groups:
-            group["lr"] = LR * _cosine(step, steps)
+        for group, rate in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = rate * _cosine(step, steps)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -63,6 +62,15 @@ def reference(
         total = float(sum(_loss(model, sample, compute) for sample in heldout))
     mean = total / sum(int((sample.labels != -100).sum()) for sample in heldout)
     return losses, norms, {n: p.detach().clone() for n, p in parameters.items()}, mean
+
+
+def _adamw(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    trained = [p for p in parameters.values() if p.requires_grad]
+    groups = (
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    )
+    return torch.optim.AdamW([one for one in groups if one["params"]], lr=LR, foreach=False)
 
 
 def _loss(model: Any, sample: Any, compute: torch.dtype) -> torch.Tensor:

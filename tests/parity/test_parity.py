@@ -84,7 +84,7 @@ def test_strategy_gives_the_numbers_of_a_plain_loop(
         torch.testing.assert_close(final[name], weight, rtol=0, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3"])
 def test_bf16_master_weights_follow_the_plain_loop_as_far_as_they_can(
     name: str, tmp_path: Path
 ) -> None:

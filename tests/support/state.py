@@ -43,6 +43,9 @@ WRAPS: dict[str, Any] = {
 }
 
 
+ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One engine and what is done with it; plain data, so that it travels to the ranks."""
@@ -57,6 +60,7 @@ class Setting:
     empty: bool = False
     full: bool = False
     checkpoint: dict[str, Any] = field(default_factory=dict)
+    optimizer: Any = ADAMW
 
 
 def source(ctx: Any, setting: Setting) -> ModelSource:
@@ -69,7 +73,7 @@ def make_engine(ctx: Any, setting: Setting, plan: OptimizerPlan | None = None) -
         master=setting.master, compute=setting.compute, reduce="fp32", buffer=None,  # type: ignore[arg-type]
         loss_scaling=setting.loss_scaling,
     )  # fmt: skip
-    plan = plan or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
+    plan = plan or setting.optimizer.run(ctx)
     wrap = WRAPS[setting.wrap] if setting.wrap in WRAPS else nvme_wrap(setting.nvme)
     return wrap.run(ctx, source(ctx, setting), precision, plan)
 

@@ -41,6 +41,8 @@ class Case:
     last: int = 4
     save: bool = False
     model: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Further fields of optimizer.adamw."""
     frozen: str = ""
     """Parameters whose names hold this are not trained."""
     explode_at: int = -1
@@ -74,7 +76,8 @@ def precision(case: Case) -> Precision:
 
 
 def plan(ctx: Any, case: Case) -> Any:
-    return AdamW(lr=LR, weight_decay=DECAY, max_grad_norm=case.clip).run(ctx)
+    stage = AdamW(lr=LR, weight_decay=DECAY, max_grad_norm=case.clip, **case.optimizer)
+    return stage.run(ctx)
 
 
 def run_case(dist: Dist, folder: str, case: Case) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import ModelSource, Precision
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.errors import Problem
 from pipeline.stage import PlanView
 from stages.wrap.zero.extra import extra_problems
+from stages.wrap.zero.kernels import RULE
 
 if TYPE_CHECKING:
     from stages.wrap.zero.options import OptimizerOffload, ParameterOffload
@@ -34,6 +35,7 @@ def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     yield from _precision_problems(stage, plan)
     if stage.stage == 3:
         yield from _selective_problems(plan)
+    yield from _rule_problems(stage, plan)
     yield from extra_problems(stage.extra)
 
 
@@ -121,9 +123,45 @@ def _master_problems(stage: Zero, policy: Any) -> Iterator[Problem]:
         yield Problem(
             key="stage", message="the precision slot asks for fp16 master weights; ZeRO keeps fp32"
         )
-    elif stage.offload_optimizer is None or stage.optimizer_implementation == "torch":
+    elif stage.offload_optimizer is None and stage.stage == 1:
         yield Problem(
-            key="offload_optimizer",
-            message="bf16 master weights need DeepSpeed's CPU Adam, so an offloaded optimizer",
-            hint="add offload_optimizer or set master: fp32 in the precision slot",
+            key="stage",
+            message="the precision slot asks for bf16 master weights; stage 1 keeps fp32",
+            hint="set stage: 2 or 3, or add offload_optimizer",
         )
+    elif stage.offload_optimizer is not None and stage.optimizer_implementation == "torch":
+        yield Problem(
+            key="optimizer_implementation",
+            message="offloaded bf16 master weights need DeepSpeed's CPU Adam",
+            hint="set it to auto, leave offload_optimizer out, or set master: fp32 in the "
+            "precision slot",
+        )
+
+
+def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
+    """Where only DeepSpeed's kernels will do, and the optimizer slot asks for another rule."""
+    masters = {policy.master for policy in plan.giving(Precision)}
+    offload = stage.offload_optimizer
+    for optimizer in plan.giving(OptimizerPlan):
+        algorithm = getattr(optimizer, "algorithm", RULE)
+        if algorithm == RULE:
+            continue
+        asked = f"which compute {RULE}; the optimizer slot asks for {algorithm}"
+        if stage.optimizer_implementation == "deepspeed":
+            yield Problem(
+                key="optimizer_implementation",
+                message=f"means DeepSpeed's kernels, {asked}",
+                hint="set it to auto or torch",
+            )
+        elif offload is not None and offload.device == "nvme":
+            yield Problem(
+                key="offload_optimizer.device",
+                message=f"nvme needs DeepSpeed's kernels, {asked}",
+                hint="set device: cpu",
+            )
+        elif offload is not None and "bf16" in masters:
+            yield Problem(
+                key="offload_optimizer",
+                message=f"offloaded bf16 master weights need DeepSpeed's kernels, {asked}",
+                hint="leave it out or set master: fp32 in the precision slot",
+            )

@@ -217,10 +217,11 @@ def start_optimizer_state(
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
     on_device = any(group.get("fused") for group in optimizer.param_groups)
     count = 0 if own_kernel else torch.zeros((), device=device if on_device else "cpu")
-    optimizer.state[master] = {
-        **({"step": count} if plan.counts_updates else {}),
-        **{name: torch.zeros(elements, dtype=dtype, device=device) for name in plan.moments},
-    }
+    if plan.packing is None:
+        moments = {n: torch.zeros(elements, dtype=dtype, device=device) for n in plan.moments}
+    else:
+        moments = plan.packing.start(master.detach(), elements)
+    optimizer.state[master] = {"step": count, **moments} if plan.counts_updates else moments
 
 
 def is_swapped(shard: Any) -> bool:

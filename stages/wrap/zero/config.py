@@ -49,7 +49,7 @@ def decided(stage: Zero, precision: Precision, *, max_grad_norm: float | None) -
         "zero_optimization": _zero_block(stage),
     }
     if precision.compute == "bf16":
-        config["bf16"] = {"enabled": True, **_bf16_master(precision)}
+        config["bf16"] = {"enabled": True, **_bf16_master(stage, precision)}
     if precision.loss_scaling is not None:
         config["fp16"] = _fp16_block(precision.loss_scaling)
     if stage.aio is not None:
@@ -57,8 +57,12 @@ def decided(stage: Zero, precision: Precision, *, max_grad_norm: float | None) -
     return config
 
 
-def _bf16_master(precision: Precision) -> dict[str, Any]:
-    return {"bf16_master_weights_and_grads": True} if precision.master == "bf16" else {}
+def _bf16_master(stage: Zero, precision: Precision) -> dict[str, Any]:
+    if precision.master != "bf16":
+        return {}
+    # Its CPU Adam keeps fp32 moments; any other optimizer is admitted with bf16 ones alone.
+    whole = stage.offload_optimizer is None
+    return {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": whole}
 
 
 def _fp16_block(scaling: LossScaling) -> dict[str, Any]:

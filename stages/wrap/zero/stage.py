@@ -37,8 +37,9 @@ class Zero:
 
     optimizer_implementation: Literal["auto", "torch", "deepspeed"] = "auto"
     """Who updates the weights: the optimizer stage's torch class, or DeepSpeed's kernel of the same
-    rule (CPU Adam when offloaded, fused Adam otherwise). auto takes DeepSpeed's when offloaded.
-    DeepSpeed's kernels are compiled at first use, which takes about a minute."""
+    rule (CPU Adam when offloaded, fused Adam otherwise). The kernels compute AdamW with plain
+    moments; auto takes them when offloaded, where the optimizer stage asks for just that. They are
+    compiled at first use, which takes about a minute."""
 
     reduce_bucket_size: Elements = 500_000_000
     """Gradient elements reduced at a time."""

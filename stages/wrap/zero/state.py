@@ -14,7 +14,13 @@ from pipeline.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterG
 from pipeline.errors import CheckpointError, StageError
 from stages.wrap.birth import aliases, stored_tensors
 from stages.wrap.fill import Part
-from stages.wrap.moments import require_known, set_updates, updates
+from stages.wrap.moments import (
+    read_moments,
+    require_known,
+    set_updates,
+    updates,
+    write_moments,
+)
 from stages.wrap.zero import compat
 from stages.wrap.zero.partitions import Flat, Partitions, own_part, partitions
 from stages.wrap.zero.restore import restore_bias_correction
@@ -111,15 +117,27 @@ class ZeroState:
                 if counts is not None:
                     count = counts[self._members[flat.number][0]]
                     set_updates(state, count, self._partitions.optimizer(flat), flat.group)
-                tensors = {WEIGHT: self._partitions.master(flat)}
-                tensors |= {moment: state[moment] for moment in self._moments}
-                for part in flat.parts:
-                    yield Fragment(
-                        name=self._names[part.parameter],
-                        shape=_shape(part.parameter),
-                        start=part.start,
-                        state={kind: own_part(tensor, part) for kind, tensor in tensors.items()},
-                    )
+                yield from self._flat_fragments(flat, state, write=write)
+
+    def _flat_fragments(
+        self, flat: Flat, state: Mapping[str, Any], *, write: bool
+    ) -> Iterator[Fragment]:
+        master, plan = self._partitions.master(flat), self._plan
+        # Written as a whole, as blocks of packed values straddle parameters; read in parts, as a
+        # whole moment unpacked may be more than there is memory for during training.
+        moments = read_moments(state, plan, 0, master.numel()) if write else {}
+        for part in flat.parts:
+            own = {name: own_part(values, part) for name, values in moments.items()}
+            yield Fragment(
+                name=self._names[part.parameter],
+                shape=_shape(part.parameter),
+                start=part.start,
+                state={
+                    WEIGHT: own_part(master, part),
+                    **(own or read_moments(state, plan, part.low, part.low + part.length)),
+                },
+            )
+        write_moments(state, plan, moments)
 
     def _others(self) -> Iterator[Fragment]:
         """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
@@ -151,7 +169,7 @@ class ZeroState:
             elements = self._partitions.elements(flat)
             compat.start_optimizer_state(optimizer, master, elements, self._plan)
             state = optimizer.state[master]
-        require_known(state, self._moments, type(optimizer).__name__)
+        require_known(state, self._plan, type(optimizer).__name__)
         return state
 
     def _require_one_count(self, names: Sequence[str], state: EngineState) -> None:

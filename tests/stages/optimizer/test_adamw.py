@@ -1,58 +1,15 @@
-"""optimizer.adamw: groups, schedules, and what torch is told."""
+"""optimizer.adamw: groups, and what torch is told."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from pipeline.artifacts import NamedParameter
 from pipeline.dist import Dist
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.schedule import lr_scale
 from tests.support.runs import context
-
-SCHEDULES = ("constant", "linear", "cosine")
-
-
-def test_schedules_at_known_points() -> None:
-    def values(schedule: str) -> list[float]:
-        return [
-            round(lr_scale(s, 6, schedule=schedule, warmup=2, final_scale=0.2), 6)  # type: ignore[arg-type]
-            for s in range(6)
-        ]
-
-    assert values("constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert values("linear") == [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
-    half = 0.2 + 0.8 * 0.5
-    quarter = 0.5 * (1 + math.cos(math.pi / 4))
-    assert values("cosine") == pytest.approx(
-        [0.5, 1.0, 0.2 + 0.8 * quarter, half, 0.2 + 0.8 * (1 - quarter), 0.2], abs=1e-6
-    )
-
-
-@given(
-    total=st.integers(1, 300),
-    warmup=st.integers(0, 400),
-    final=st.floats(0, 1),
-    schedule=st.sampled_from(SCHEDULES),
-)
-def test_schedules_stay_in_bounds_and_fall_after_warm_up(
-    total: int, warmup: int, final: float, schedule: str
-) -> None:
-    values = [
-        lr_scale(s, total, schedule=schedule, warmup=warmup, final_scale=final)  # type: ignore[arg-type]
-        for s in range(total)
-    ]
-    assert all(0 <= value <= 1 for value in values)
-    assert values[:warmup] == sorted(values[:warmup])
-    assert values[warmup:] == sorted(values[warmup:], reverse=True)
-    if schedule != "constant" and total > warmup:
-        assert values[-1] == pytest.approx(final, abs=1e-9)
 
 
 @pytest.fixture

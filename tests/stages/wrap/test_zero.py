@@ -131,8 +131,10 @@ def test_masters_keep_what_the_compute_dtype_rounds_off(
         assert torch.equal(masters.read(name), weight), name
 
 
-def test_bf16_masters_when_asked_for(tmp_path: Path) -> None:
-    zero = {"stage": 3, "offload_optimizer": CPU}
+@pytest.mark.parametrize(
+    "zero", [{"stage": 3, "offload_optimizer": CPU}, {"stage": 2}, {"stage": 3}]
+)
+def test_bf16_masters_when_asked_for(zero: dict[str, Any], tmp_path: Path) -> None:
     facts = train(tmp_path, Case(zero=zero, compute="bf16", master="bf16", last=2))["facts"]
     assert (facts["master"], facts["compute"]) == (["bf16"], ["bf16"])
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts import LossScaling, Precision
 from pipeline.stage import PlanView
+from stages.optimizer.adamw import AdamW
+from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.zero import Aio, OptimizerOffload, ParameterOffload, Zero
 from stages.wrap.zero.config import generate, merge
@@ -179,13 +181,52 @@ def test_combinations_that_make_no_sense(stage: Zero, keys: set[str]) -> None:
     assert found(stage).keys() == keys
 
 
-def test_narrow_masters_are_refused_unless_deepspeed_can() -> None:
+def test_narrow_masters_are_refused_where_deepspeed_cannot() -> None:
     narrow = PrecisionPolicy(compute="bf16", master="bf16")
-    assert "CPU Adam" in found(Zero(), precision=narrow)["offload_optimizer"]
+    assert "stage 1 keeps fp32" in found(Zero(stage=1), precision=narrow)["stage"]
     offloaded = Zero(offload_optimizer=OptimizerOffload())
-    assert found(offloaded, precision=narrow) == {}
-    made = config(offloaded, master="bf16", compute="bf16")
-    assert made["bf16"]["bf16_master_weights_and_grads"] is True
+    by_torch = Zero(offload_optimizer=OptimizerOffload(), optimizer_implementation="torch")
+    assert "CPU Adam" in found(by_torch, precision=narrow)["optimizer_implementation"]
+    for stage, moments_too in ((Zero(stage=2), True), (Zero(stage=3), True), (offloaded, False)):
+        assert found(stage, precision=narrow) == {}
+        made = config(stage, master="bf16", compute="bf16")["bf16"]
+        assert made["bf16_master_weights_and_grads"] is True
+        assert made["bf16_optimizer_states"] is moments_too
+
+
+LION, EIGHT = Lion(), AdamW(moments="8bit")
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "master", "problem"),
+    [
+        (
+            Zero(optimizer_implementation="deepspeed"), LION, "fp32",
+            "optimizer_implementation: means DeepSpeed's kernels, which compute adamw; the "
+            "optimizer slot asks for lion (set it to auto or torch)",
+        ),
+        (
+            Zero(stage=3, offload_optimizer=NVME), EIGHT, "fp32",
+            "offload_optimizer.device: nvme needs DeepSpeed's kernels, which compute adamw; the "
+            "optimizer slot asks for adamw_8bit (set device: cpu)",
+        ),
+        (
+            Zero(offload_optimizer=OptimizerOffload()), AdamW(stochastic_rounding=True), "bf16",
+            "offload_optimizer: offloaded bf16 master weights need DeepSpeed's kernels, which "
+            "compute adamw; the optimizer slot asks for adamw_stochastic (leave it out or set "
+            "master: fp32 in the precision slot)",
+        ),
+        (Zero(offload_optimizer=OptimizerOffload()), EIGHT, "fp32", None),
+        (Zero(optimizer_implementation="deepspeed"), AdamW(), "fp32", None),
+        (Zero(), LION, "bf16", None),
+    ],
+)  # fmt: skip
+def test_rules_that_only_torch_computes_are_refused_where_deepspeed_must(
+    stage: Zero, optimizer: Any, master: Any, problem: str | None
+) -> None:
+    slots = {"precision": PrecisionPolicy(compute="bf16", master=master), "optimizer": optimizer}
+    plan = PlanView(name="", seed=0, procs=1, device="cpu", slots=slots)
+    assert [str(found) for found in stage.check(plan)] == ([problem] if problem else [])
 
 
 def test_checking_imports_neither_torch_nor_deepspeed() -> None:

@@ -1,0 +1,86 @@
+"""Every optimizer under every strategy against a plain loop over whole parameters."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.dist import Dist
+from stages.optimizer.groups import GroupSettings
+from stages.optimizer.lion import Lion
+from tests.parity.body import ADAMW, BATCH, SEED, STEPS, tiny_source, train_case
+from tests.parity.reference import CLIP, DECAY, WARMUP, reference
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+MODEL = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96}
+"""Some parameters, also their shards, are large enough to have blocks."""
+GROUPS = (
+    GroupSettings(match=("*.embed_tokens.*",), lr_ratio=0.1, weight_decay=0.0),
+    GroupSettings(match=("*.q_proj.*", "*norm*"), lr_ratio=3.0, weight_decay=0.2),
+)
+LION = Lion(lr=1e-4, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP)
+OPTIMIZERS: dict[str, tuple[Any, float, float]] = {
+    "lion": (LION, 1e-6, 3e-4),
+    "groups": (replace(ADAMW, groups=GROUPS), 1e-6, 1e-4),
+    "bf16 moments": (replace(ADAMW, moments="bf16", kernel="single"), 1e-5, 1e-3),
+    "8bit": (replace(ADAMW, moments="8bit", kernel="single"), 1e-4, 3e-2),
+}
+"""With the mean and the largest error that weights may have. Where a sum of gradients is about
+zero, Lion's sign of it depends on the order of summation; blocks lie elsewhere in shards."""
+WRAPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("wrap.ddp", {}),
+    "fsdp": ("wrap.fsdp", {}),
+    "zero1": ("wrap.zero", {"stage": 1}),
+    "zero2": ("wrap.zero", {"stage": 2}),
+    "zero3": ("wrap.zero", {"stage": 3}),
+}
+
+
+def train_cases(dist: Dist, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """Each in a folder of its own, in one process group."""
+    results = {}
+    for name, case in cases.items():
+        Path(folder, name).mkdir(exist_ok=True)
+        results[name] = train_case(dist, f"{folder}/{name}", case)
+    return results
+
+
+@functools.cache
+def plain_loop(name: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
+        source, plan = tiny_source(ctx, **MODEL), OPTIMIZERS[name][0].run(ctx)
+    return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, plan=plan)
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_an_optimizer_gives_the_numbers_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    wrap, fields = WRAPS[name]
+    cases = {
+        optimizer: {
+            "wrap": wrap, "fields": fields, "batching": {"micro_batch_size": 2},
+            "model": MODEL, "optimizer": stage,
+        }
+        for optimizer, (stage, *_) in OPTIMIZERS.items()
+    }  # fmt: skip
+    results = run_ranks(train_cases, 2, str(tmp_path), cases)[0]
+    for optimizer, (_, mean, largest) in OPTIMIZERS.items():
+        losses, norms, weights, _ = plain_loop(optimizer)
+        steps = [record for record in results[optimizer]["records"] if "loss" in record]
+        assert [r["loss"] for r in steps] == pytest.approx(losses, rel=mean * 10), optimizer
+        assert [r["grad_norm"] for r in steps] == pytest.approx(norms, rel=mean * 100), optimizer
+        final = load_file(tmp_path / optimizer / "final.safetensors")
+        for key, weight in weights.items():
+            wrong = (final[key] - weight).abs()
+            assert float(wrong.mean()) < mean, f"{optimizer} {key}"
+            assert float(wrong.max()) < largest, f"{optimizer} {key}"
