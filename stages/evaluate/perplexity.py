@@ -14,7 +14,7 @@ from pipeline.artifacts import NO_TARGET, Sample
 from pipeline.errors import StageError
 from stages.evaluate.windows import windows
 from stages.train.batches import collate
-from stages.train.loss import summed_loss
+from stages.train.loss import SummedLoss
 
 if TYPE_CHECKING:
     from stages.evaluate.lm import EvaluateLm
@@ -63,10 +63,11 @@ def measure(
     windows. The config's `window` is a number."""
     totals = Totals()
     samples = itertools.islice(_samples(config, documents, encode, totals), most)
+    loss = SummedLoss(model)
     device = model.get_input_embeddings().weight.device
     while batch := list(itertools.islice(samples, config.batch_size)):
         with torch.no_grad():
-            totals.nats += float(summed_loss(model, collate(batch, 0, device)))
+            totals.nats += float(loss(collate(batch, 0, device)))
         totals.tokens += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
     return totals
 

@@ -17,8 +17,9 @@ from pipeline.metrics import records
 from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
-from stages.train import step
+from stages.train import loop as loop_module
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.loss import SummedLoss
 from stages.train.policies import Anomalies
 from tests.support.runs import ToySamples, context
 from tests.support.state import Setting, digest, make_engine, source
@@ -69,16 +70,15 @@ class Batches(Samples):
         return int((self._samples[index].labels != -100).sum())
 
 
-def poisoned_loss(model: Any, batch: Any) -> torch.Tensor:
+class PoisonedLoss(SummedLoss):
     """The training loss, times what the poison makes of it."""
-    loss = CLEAN(model, batch)
-    for token, factor in FACTORS.items():
-        if bool((batch.input_ids == token).any()):
-            loss = loss * factor
-    return loss
 
-
-CLEAN = step.summed_loss
+    def __call__(self, batch: Any) -> torch.Tensor:
+        loss = super().__call__(batch)
+        for token, factor in FACTORS.items():
+            if bool((batch.input_ids == token).any()):
+                loss = loss * factor
+        return loss
 
 
 def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
@@ -93,11 +93,11 @@ def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
         anomalies=case.anomalies,
     )  # fmt: skip
     data = Data(train=Batches(case), heldout=None, pad_id=0, identity={})
-    step.summed_loss = poisoned_loss
+    loop_module.SummedLoss = PoisonedLoss  # type: ignore[misc]
     try:
         trained = loop.run(ctx, engine, data, plan, checkpoints, source(ctx, case.setting))
     finally:
-        step.summed_loss = CLEAN
+        loop_module.SummedLoss = SummedLoss  # type: ignore[misc]
     state = digest(engine, dist)
     getattr(checkpoints, "close", lambda: None)()
     engine.close()
