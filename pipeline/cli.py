@@ -1,7 +1,7 @@
 """The `pipe` command. Importing this imports click and nothing heavier.
 
-Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 130 SIGINT,
-143 SIGTERM, 129 SIGHUP.
+Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 3 an import left something out,
+130 SIGINT, 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ COMMANDS = {
     ),
     "export": ("pipeline.commands.export:export", "Export a run's model, or a checkpoint's."),
     "verify": ("pipeline.commands.verify:verify", "Prove again that an export is what it was."),
+    "import": (
+        "pipeline.commands.import_:import_",
+        "Turn other tools' configuration files into a recipe.",
+    ),
     "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),

@@ -33,16 +33,18 @@ _Dumper.add_implicit_resolver(
 def render(data: dict[str, Any], note: Callable[[Path], str] | None = None) -> str:
     """Block style down to lists and scalars, which take one line each.
 
-    `note` gives the text of a trailing comment for a value's path; comments line up in a column.
+    `note` gives the text of a trailing comment for a value's path, or nothing; comments line up in
+    a column.
     """
     lines = list(_block(data, (), ""))
     if note is None:
         return "".join(f"{line}\n" for line, _ in lines)
     width = min(60, max((len(line) for line, _ in lines), default=0))
-    commented = (
-        f"{line:<{width}}  # {note(path)}" if path is not None else line for line, path in lines
+    notes = ("" if path is None else note(path) for _, path in lines)
+    return "".join(
+        f"{line:<{width}}  # {text}\n" if text else f"{line}\n"
+        for (line, _), text in zip(lines, notes, strict=True)
     )
-    return "".join(f"{line}\n" for line in commented)
 
 
 def _block(data: dict[str, Any], path: Path, indent: str) -> Iterator[tuple[str, Path | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
@@ -35,6 +36,26 @@ def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any
     return source if lora is None else Lora(**lora).run(ctx, source)
 
 
+def wrap_fields(given: dict[str, Any], folder: str, dist: Dist) -> dict[str, Any]:
+    """Of the wrap slot. `accelerate` is the text of a configuration file.
+
+    accelerate shards on GPUs only, so it is told that these processes are those of GPUs.
+    """
+    if "accelerate" not in given:
+        return given
+    path = Path(folder, "accelerate.yaml")
+    if dist.is_main:
+        path.write_text(given["accelerate"], encoding="utf-8")
+    dist.barrier()
+    if "FSDP" in given["accelerate"]:
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
+
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return {"config": str(path)}
+
+
 def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """Train as `case` says; returns what rank 0 logged. Weights go to
     `folder`/final.safetensors."""
@@ -44,7 +65,7 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     ).run(ctx)
     plan = case.get("optimizer", ADAMW).run(ctx)
     source = tiny_source(ctx, case.get("lora"), case.get("hf"), **case.get("model", {}))
-    wrap = stage(case["wrap"])(**case["fields"])
+    wrap = stage(case["wrap"])(**wrap_fields(case["fields"], folder, dist))
     engine = wrap.run(ctx, source, precision, plan)
     checkpoints = ShardedCheckpoint(keep=1).run(ctx, engine, source)
     loop = TrainCausalLm(

@@ -46,6 +46,31 @@ TORCH_CASES = {
         case("wrap.fsdp", units="size", unit_size=1000, forward_prefetch=1), (2,),
     ),
 }  # fmt: skip
+ACCELERATE = {
+    "multi_cpu": "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: -1\n",
+    "fsdp": """
+distributed_type: FSDP
+mixed_precision: 'no'
+num_processes: -1
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+""",
+}
+ACCELERATE_CASES = {
+    "accelerate ddp": (case("wrap.accelerate", accelerate=ACCELERATE["multi_cpu"]), (2, 3)),
+    "accelerate fsdp2": (case("wrap.accelerate", UNEVEN, accelerate=ACCELERATE["fsdp"]), (2,)),
+    "accelerate fsdp2 from rank 0": (
+        case(
+            "wrap.accelerate",
+            accelerate=ACCELERATE["fsdp"].replace("loading: false", "loading: true"),
+        ),
+        (2,),
+    ),
+}
 OFFLOAD = {"stage": 3, "offload_optimizer": OptimizerOffload(device="cpu")}
 ZERO_CASES = {
     "zero1": (case("wrap.zero", stage=1), (1, 2)),
@@ -55,7 +80,7 @@ ZERO_CASES = {
 }
 CASES = [
     pytest.param(config, ranks, id=f"{name} on {ranks}")
-    for name, (config, worlds) in {**TORCH_CASES, **ZERO_CASES}.items()
+    for name, (config, worlds) in {**TORCH_CASES, **ACCELERATE_CASES, **ZERO_CASES}.items()
     for ranks in worlds
 ]
 

@@ -25,8 +25,14 @@ VALID: Mapping[str, Mapping[str, Any]] = {
         "groups": [{"match": ["*.lora_B.*"], "lr_ratio": 16.0}],
     },
     "train.causal_lm": {"global_batch_size": 8, "steps": 10},
+    "train.hf_trainer": {
+        "global_batch_size": 8,
+        "epochs": 1,
+        "arguments": {"activation_checkpointing": True},
+    },
     "train.finished": {"checkpoint": "."},
     "wrap.zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "wrap.accelerate": {"config": "./accelerate.yaml"},
     "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
     "evaluate.lm": {"files": "./text.txt", "window": 8, "stride": 4},
     "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
@@ -61,6 +67,7 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "wrap.zero": [("stage", {"stage": 4})],
     "average.ema": [("decay", {"decay": 1.0}), ("decay", {"decay": 0})],
     "consolidate.stream": [("weights", {"weights": "mean"})],
+    "wrap.accelerate": [("config", {}), ("config", {"config": "./missing.yaml"})],
     "checkpoint.sharded": [("every", {"every": 0})],
     "checkpoint.deepspeed": [("keep", {"keep": 0})],
     "train.causal_lm": [
@@ -70,6 +77,10 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
             "global_batch_size",
             {"global_batch_size": 8, "steps": 1, "micro_batch_size": 3, "accumulation": 2},
         ),
+    ],
+    "train.hf_trainer": [
+        ("steps", {"global_batch_size": 8}),
+        ("keep", {"global_batch_size": 8, "steps": 1, "keep": 0}),
     ],
     "train.finished": [("checkpoint", {}), ("checkpoint", {"checkpoint": "./missing"})],
     "export.safetensors": [("max_shard_size", {"max_shard_size": "5 bananas"})],
@@ -92,6 +103,7 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
 def test_conforms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("a b c\n", encoding="utf-8")
+    Path("accelerate.yaml").write_text("distributed_type: NO\n", encoding="utf-8")
     Path("chat.jsonl").write_text("{}\n", encoding="utf-8")
     stage = Registry.installed().load(name)
     assert_conforms(stage, valid=VALID.get(name), invalid=INVALID.get(name, ()))

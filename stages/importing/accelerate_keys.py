@@ -1,0 +1,182 @@
+"""The keys of an `accelerate config` file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.importing import read
+from stages.importing.fsdp_keys import FSDP_PREFIXED
+from stages.importing.rules import (
+    Table,
+    Verdict,
+    WrongValueError,
+    auto,
+    covered,
+    never,
+    only,
+    says,
+    unless,
+)
+
+STRATEGIES = {
+    "no": "one",
+    "multi_gpu": "wrap.ddp",
+    "multi_cpu": "wrap.ddp",
+    "fsdp": "wrap.fsdp",
+    "deepspeed": "wrap.zero",
+}
+LAUNCHER = "where processes start is told to the launcher (torchrun), not to the recipe"
+TPU = "only means something on TPUs"
+OTHER_MACHINE = "processes run on GPUs or the CPU of this machine, or under torchrun and Slurm"
+EXPORTED = "the export slot writes the model, in the dtype that it says"
+DYNAMO = "nothing is compiled"
+
+
+def _strategy(value: Any) -> str:
+    if str(value).lower() not in STRATEGIES:
+        raise WrongValueError(
+            f"{value!r} is not trained on here", "use MULTI_GPU, FSDP or DEEPSPEED", blocks=True
+        )
+    return STRATEGIES[str(value).lower()]
+
+
+def zero_stage(value: Any) -> int:
+    """DeepSpeed's stage, 0 for none."""
+    found = read.whole(value)
+    if found not in (0, 1, 2, 3):
+        raise WrongValueError(f"must be 0, 1, 2 or 3, not {value!r}", blocks=True)
+    return found
+
+
+OFFLOADS = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
+
+DEEPSPEED_PLUGIN: Table = {
+    "deepspeed_config_file": unless(("none",), covered("is read as a file of its own")),
+    "zero_stage": says("zero.stage", zero_stage),
+    "offload_optimizer_device": says("offload_optimizer.device", read.choice(OFFLOADS)),
+    "offload_param_device": says("offload_param.device", read.choice(OFFLOADS)),
+    "offload_optimizer_nvme_path": unless(("none",), says("offload_optimizer.path", read.path)),
+    "offload_param_nvme_path": unless(("none",), says("offload_param.path", read.path)),
+    "gradient_accumulation_steps": auto("accumulation", 1, read.positive),
+    "gradient_clipping": auto("max_grad_norm", 1.0, read.number),
+    "zero3_init_flag": covered("stage 3 cuts parameters as they are made, always"),
+    "zero3_save_16bit_model": covered(EXPORTED),
+    "deepspeed_hostfile": covered(LAUNCHER),
+    "deepspeed_exclusion_filter": covered(LAUNCHER),
+    "deepspeed_inclusion_filter": covered(LAUNCHER),
+    "deepspeed_multinode_launcher": covered(LAUNCHER),
+    "deepspeed_moe_layer_cls_names": unless(
+        ("",), says("zero.extra.leaf_module", lambda value: {"classes": read.names(value)})
+    ),
+}
+
+_one = only(
+    1,
+    why="is 1",
+    otherwise="a model is cut over data-parallel ranks only",
+    hint="set it to 1, or train with a tool that has it",
+    blocks=True,
+)
+_beside = covered("belongs to a parallelism that is not used")
+PARALLELISM: Table = {
+    f"parallelism_config_{key}": rule
+    for key, rule in {
+        "dp_replicate_size": says("parallel.replicate", read.positive),
+        "dp_shard_size": says("parallel.shard", read.positive),
+        "tp_size": _one,
+        "cp_size": _one,
+        "sp_size": _one,
+        "cp_backend": _beside,
+        "cp_comm_strategy": _beside,
+        "sp_backend": _beside,
+        "sp_seq_length": _beside,
+        "sp_seq_length_is_variable": _beside,
+        "sp_attn_implementation": _beside,
+    }.items()
+}
+
+DYNAMO_BLOCK: Table = {
+    "dynamo_backend": only("no", why=DYNAMO, otherwise=DYNAMO, hint="leave dynamo_config out"),
+    "dynamo_mode": covered(DYNAMO),
+    "dynamo_use_fullgraph": covered(DYNAMO),
+    "dynamo_use_dynamic": covered(DYNAMO),
+    "dynamo_use_regional_compilation": covered(DYNAMO),
+}
+DYNAMO_BOTH: Table = {
+    **DYNAMO_BLOCK,
+    **{key.removeprefix("dynamo_"): rule for key, rule in DYNAMO_BLOCK.items()},
+}
+
+
+def _processes(value: Any) -> Verdict:
+    if value == -1:
+        return Verdict(outcome="default", why="told at the start")
+    return says("procs", read.positive)(value)
+
+
+def device(use_cpu: Any) -> str:
+    """The device that a flag for the CPU asks for."""
+    return "cpu" if read.truth(use_cpu) else "auto"
+
+
+PRECISIONS = {"no": "fp32", "false": "fp32", "fp16": "fp16", "bf16": "bf16"}
+"""`false` is what YAML 1.1 makes of an unquoted no."""
+
+ACCELERATE: Table = {
+    "compute_environment": only(
+        "local_machine", why="is so", otherwise=OTHER_MACHINE,
+        hint="use LOCAL_MACHINE", blocks=True,
+    ),
+    "distributed_type": says("distributed", _strategy),
+    "mixed_precision": says(
+        "compute", read.choice(PRECISIONS, "use bf16; there is no fp8 here", blocks=True)
+    ),
+    "fp16": says("compute", lambda value: "fp16" if read.truth(value) else "fp32"),
+    "use_cpu": says("device", device),
+    "debug": only(False, why="is off", otherwise="collectives are not traced", hint="set it false"),
+    "num_processes": _processes,
+    "machine_rank": covered(LAUNCHER),
+    "num_machines": covered(f"{LAUNCHER}; launch.procs counts over all machines"),
+    "gpu_ids": only(
+        "all", why="all GPUs are used", otherwise="the recipe does not choose GPUs",
+        hint="set CUDA_VISIBLE_DEVICES",
+    ),
+    "main_process_ip": covered(LAUNCHER),
+    "main_process_port": covered(LAUNCHER),
+    "rdzv_backend": covered(LAUNCHER),
+    "same_network": covered(LAUNCHER),
+    "main_training_function": covered("there is no script of yours"),
+    "enable_cpu_affinity": only(
+        False, why="is off", otherwise="processes are not bound to cores", hint="use numactl"
+    ),
+    "fp8_config": never("there is no fp8 here", "use bf16", blocks=True),
+    "deepspeed_config": DEEPSPEED_PLUGIN,
+    "fsdp_config": FSDP_PREFIXED,
+    "parallelism_config": PARALLELISM,
+    "megatron_lm_config": never("there is no Megatron-LM here", "use FSDP", blocks=True),
+    "mpirun_config": never("mpirun does not start processes here", "start with torchrun"),
+    "downcast_bf16": covered(TPU),
+    "tpu_name": covered(TPU),
+    "tpu_zone": covered(TPU),
+    "tpu_use_cluster": covered(TPU),
+    "tpu_use_sudo": covered(TPU),
+    "command_file": covered(TPU),
+    "commands": covered(TPU),
+    "tpu_vm": covered(TPU),
+    "tpu_env": covered(TPU),
+    "dynamo_config": DYNAMO_BOTH,
+    "dynamo_backend": DYNAMO_BLOCK["dynamo_backend"],
+}  # fmt: skip
+
+_sagemaker = never(OTHER_MACHINE, "use LOCAL_MACHINE", blocks=True)
+SAGEMAKER: Table = dict.fromkeys(
+    (
+        *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region"),
+        *("base_job_name", "pytorch_version", "transformers_version", "py_version"),
+        *("sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
+    ),
+    _sagemaker,
+)
+"""Keys that only files for SageMaker have."""
+
+ACCELERATE_ALL: Table = {**ACCELERATE, **SAGEMAKER}

@@ -1,0 +1,97 @@
+"""The slots for the model and the data: what is trained, and on what."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import DataError, StageError
+from pipeline.importing.translator import Request
+from stages.importing.draft import Draft
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+OPTION = "--model says it"
+
+
+def model(draft: Draft, request: Request) -> None:
+    """Slot `model`."""
+    account = draft.account
+    draft.slot("model", "model.hf")
+    if request.model is not None:
+        name, _, revision = request.model.partition("@")
+        _source(draft, name, revision or None)
+        account.dismiss("model", OPTION)
+        account.dismiss("revision", OPTION)
+    elif account.given("model"):
+        _source(draft, account.value("model"), account.value("revision"))
+    else:
+        draft.lacks("model.path", "a folder (./model), a GGUF file or a hub id")
+    draft.copy("tokenizer", "model.tokenizer")
+    draft.copy("attention", "model.attention")
+    draft.copy("trust_remote_code", "model.trust_remote_code")
+
+
+def _source(draft: Draft, name: str, revision: str | None) -> None:
+    local = Path(name).expanduser()
+    if local.exists():
+        draft.put("model.path", str(local.absolute()), "model")
+        draft.account.dismiss("revision", "the model is a local one")
+        return
+    draft.put("model.path", name, "model")
+    if revision is not None:
+        draft.put("model.revision", revision, "revision")
+    if revision is None or not COMMIT.fullmatch(revision):
+        note = "the branch, as before; better the commit in `revision`"
+        draft.put("model.allow_floating_revision", True, note=note)
+
+
+def hidden_size(draft: Draft) -> int | None:
+    """Of the model, if its config is at hand."""
+    path = Path(draft.slots["model"].get("path", ""))
+    try:
+        config = json.loads((path / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = config.get("hidden_size") if isinstance(config, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def data(draft: Draft, request: Request) -> None:
+    """Slot `data`."""
+    account = draft.account
+    files = [str(Path(each).expanduser().absolute()) for each in request.data]
+    given = files or ([account.value("data")] if account.given("data") else [])
+    draft.slot("data", _stage(given))
+    if given:
+        draft.put("data.files", given, "data")
+        if files:
+            account.dismiss("data", "--data says it")
+    else:
+        draft.lacks("data.files", "text files, or use: data.chat for conversations")
+    draft.copy("sequence_length", "data.sequence_length")
+    if account.given("heldout"):
+        draft.put("data.heldout_files", [account.value("heldout")], "heldout")
+        account.dismiss("heldout_fraction", "there are files to evaluate on")
+    else:
+        draft.copy("heldout_fraction", "data.heldout_fraction", lambda share: min(share, 0.5))
+
+
+def _stage(files: list[str]) -> str:
+    """By what the first row of the first file is."""
+    row = _first_row(files)
+    chat = "messages" in row or {"prompt", "completion"} <= row.keys()
+    return "data.chat" if chat else "data.text"
+
+
+def _first_row(files: list[str]) -> dict[str, Any]:
+    from stages.data.sources import JSON_LINES, PARQUET, objects
+
+    if not files or not files[0].endswith(JSON_LINES + PARQUET):
+        return {}
+    try:
+        first = next(objects(Path(files[0])), None)
+    except (DataError, StageError, OSError):
+        return {}  # `pipe check` and the run say what is wrong with it
+    return first.value if first is not None else {}

@@ -1,0 +1,178 @@
+"""The keys of a DeepSpeed configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.importing import read
+from stages.importing.deepspeed_dtype_keys import BF16, FP16
+from stages.importing.rules import (
+    Rule,
+    Table,
+    WrongValueError,
+    auto,
+    covered,
+    never,
+    only,
+    says,
+    switched,
+    unless,
+)
+from stages.importing.zero_keys import ZERO
+
+SHOWN = "metrics.jsonl has every step, the screen every train.log_every"
+MINE = "the checkpoint slot decides how training state is saved"
+SHAPE = "a model is cut over data-parallel ranks only"
+REMOVED = "DeepSpeed 0.19 has removed it"
+DTYPES = {name: name for name in ("fp32", "fp16", "bf16")}
+
+
+_HINT = "choose another optimizer stage (`pipe stages`)"
+
+
+def _optimizer_type(value: Any) -> str:
+    if str(value).lower() not in ("adam", "adamw"):
+        raise WrongValueError(f"{value!r} is not AdamW", _HINT)
+    return "adamw"
+
+
+OPTIMIZER: Table = {
+    "type": says("optimizer", _optimizer_type),
+    "legacy_fusion": covered("is of no effect"),
+    "params": {
+        "lr": auto("lr", 5e-5, read.number),
+        "betas": auto("betas", [0.9, 0.999], read.pair),
+        "eps": auto("eps", 1e-8, read.number),
+        "weight_decay": auto("weight_decay", 0.0, read.number),
+        "torch_adam": says("zero.torch_adam", read.truth),
+        "adam_w_mode": only(
+            True, why="decay is decoupled", otherwise="weight decay is decoupled", hint=_HINT
+        ),
+        "bias_correction": only(
+            True, why="is always on", otherwise="moments are corrected", hint=_HINT
+        ),
+        "fused": covered("the optimizer slot chooses the kernel"),
+        "amsgrad": never("there is no AMSGrad", _HINT),
+        "max_grad_norm": unless((0, 0.0), says("max_grad_norm", read.number)),
+        "freeze_step": never("there is no 1-bit Adam", _HINT),
+    },
+}
+
+SCHEDULES = {
+    "warmuplr": "constant",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+}
+_LINEAR = "the learning rate rises linearly"
+SCHEDULER: Table = {
+    "type": says(
+        "deepspeed.schedule",
+        read.choice(SCHEDULES, "use WarmupDecayLR or WarmupCosineLR"),
+        "warm-up is linear, also where DeepSpeed's is logarithmic",
+    ),
+    "params": {
+        "warmup_min_lr": only(0, 0.0, why="rises from 0", otherwise="warm-up begins at 0"),
+        "warmup_max_lr": auto("lr", 5e-5, read.number),
+        "warmup_num_steps": auto("warmup_steps", 0, read.whole),
+        "warmup_type": only(
+            "linear", why="is linear", otherwise=_LINEAR, hint="DeepSpeed's log is its default"
+        ),
+        "warmup_min_ratio": only(0, 0.0, why="rises from 0", otherwise="warm-up begins at 0"),
+        "cos_min_ratio": says("final_lr_ratio", read.number),
+        "total_num_steps": auto("schedule_steps", None, read.positive),
+        "last_batch_iteration": only(-1, why="starts anew", otherwise="a schedule starts anew"),
+    },
+}
+
+AIO: Table = {
+    **{
+        key: says(f"aio.{key}", read.positive)
+        for key in ("block_size", "queue_depth", "intra_op_parallelism")
+    },
+    **{
+        key: says(f"aio.{key}", read.truth)
+        for key in ("single_submit", "overlap_events", "use_gds")
+    },
+    "thread_count": says("aio.intra_op_parallelism", read.positive),
+}
+
+
+def _extra(*names: str) -> dict[str, Rule]:
+    return {name: switched(f"extra.{name}") for name in names}
+
+
+DEEPSPEED: Table = {
+    "train_batch_size": auto("global_batch", None, read.positive),
+    "train_micro_batch_size_per_gpu": auto("per_device", 8, read.positive),
+    "gradient_accumulation_steps": auto("accumulation", 1, read.positive),
+    "gradient_clipping": auto("max_grad_norm", 1.0, read.number),
+    "optimizer": OPTIMIZER,
+    "scheduler": SCHEDULER,
+    "fp16": FP16,
+    "bf16": BF16,
+    "bfloat16": BF16,
+    "zero_optimization": ZERO,
+    "aio": AIO,
+    "communication_data_type": says("reduce", read.choice(DTYPES)),
+    "seq_parallel_communication_data_type": covered("sequences are not cut"),
+    "data_types": {
+        "grad_accum_dtype": only(
+            "fp32", why="gradients are summed in fp32", otherwise="gradients are summed in fp32"
+        ),
+        "param_dtype": never("the precision slot decides dtypes", "set compute there"),
+        "buffer_dtype": says("buffer", read.choice(DTYPES)),
+        "keep_in_fp32_modules": covered("buffers are in precision.buffer's dtype"),
+    },
+    "torch_autocast": {
+        "enabled": only(
+            False, why="is off", otherwise="parameters are cast whole, not operator by operator",
+            hint="use bf16: {enabled: true}",
+        ),
+        "dtype": covered("belongs to autocast"),
+        "lower_precision_safe_modules": covered("belongs to autocast"),
+    },
+    "managed_gradient_accumulation": covered("the loop accumulates"),
+    "gradient_allreduce_op": only("mean", why="is the mean", otherwise="gradients are averaged"),
+    "zero_allow_untested_optimizer": covered("is always allowed"),
+    "zero_force_ds_cpu_optimizer": covered("wrap.optimizer_implementation decides"),
+    "steps_per_print": covered(SHOWN),
+    "activation_checkpointing": covered("belongs to an interface that no model here calls"),
+    "checkpoint": covered(MINE),
+    "datastates_ckpt": covered(MINE),
+    "dataloader_drop_last": covered("the data slot makes the batches"),
+    "use_data_before_expert_parallelism": covered("there is no expert parallelism"),
+    "data_efficiency": only(
+        *({"enabled": False}, {}), why="is off", otherwise="it changes the order of samples",
+        hint="leave it out",
+    ),
+    "autotuning": only(
+        *({"enabled": False}, {}), why="is off", otherwise="nothing is tuned", hint="leave it out"
+    ),
+    "hybrid_engine": only(
+        *({"enabled": False}, {}), why="is off", otherwise="nothing is generated while training",
+        hint="leave it out",
+    ),
+    "pipeline": never(SHAPE, blocks=True),
+    "tensor_parallel": never(SHAPE, blocks=True),
+    "expert_parallel": only({"enabled": False}, why="is off", otherwise=SHAPE, blocks=True),
+    "sequence_parallel_size": only(1, why="is 1", otherwise=SHAPE, blocks=True),
+    "weight_quantization": never("weights are not quantised", blocks=True),
+    "vocabulary_size": covered("is of no effect"),
+    **_extra(
+        *("prescale_gradients", "disable_allgather", "disable_python_gc", "dump_state"),
+        *("log_level", "memory_breakdown", "wall_clock_breakdown", "timers", "compile"),
+        *("flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"),
+        *("allgather_size",),
+    ),
+    "gradient_predivide_factor": unless((1, 1.0), switched("extra.gradient_predivide_factor")),
+    **{
+        key: only(
+            *(False, {"enabled": False}, {}), why="is off", otherwise=REMOVED, hint="leave it out"
+        )
+        for key in (
+            *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients"),
+            *("eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"),
+            *("curriculum_learning", "progressive_layer_drop"),
+        )
+    },
+}  # fmt: skip

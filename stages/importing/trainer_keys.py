@@ -1,0 +1,165 @@
+"""The fields of transformers' TrainingArguments that say something of a training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.importing import read
+from stages.importing.accelerate_keys import device
+from stages.importing.fsdp_keys import FSDP_PREFIXED, LESS_MEMORY, NO_CHECKPOINTING
+from stages.importing.rules import (
+    Rule,
+    Table,
+    Verdict,
+    WrongValueError,
+    covered,
+    never,
+    only,
+    says,
+    unless,
+)
+
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "flat",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}
+"""`flat` is constant from the first step on, whatever the warm-up says."""
+KERNELS = {"adamw_torch": "foreach", "adamw_torch_fused": "fused"}
+_OPTIMIZERS = "choose another optimizer stage (`pipe stages`)"
+_SCHEDULES = "use linear, cosine or constant_with_warmup"
+STEPS = {"no": "no", "steps": "steps", "epoch": "epoch"}
+
+DEFAULTS: dict[str, Any] = {
+    "per_device": 8,
+    "accumulation": 1,
+    "epochs": 3.0,
+    "lr": 5e-5,
+    "schedule": "linear",
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "seed": 42,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "eval_strategy": "no",
+}
+"""Facts that hold where a file of TrainingArguments says nothing, and would not hold here."""
+
+
+def _flag(fact: str, true: Any, why: str) -> Rule:
+    """A flag that says something only when it is set."""
+
+    def rule(value: Any) -> Verdict:
+        if value is None or not read.truth(value):
+            return Verdict(outcome="default", why=why)
+        return Verdict(outcome="translated", fact=fact, value=true)
+
+    return rule
+
+
+def _warmup(value: Any) -> Verdict:
+    steps = read.number(value)
+    if 0 < steps < 1:
+        return Verdict(outcome="translated", fact="warmup_ratio", value=steps)
+    return says("warmup_steps", read.whole)(value)
+
+
+def _every(fact: str) -> Rule:
+    def steps(value: Any) -> int:
+        found = read.number(value)
+        if 0 < found < 1:
+            raise WrongValueError("a fraction of the training", "give a number of steps")
+        return read.positive(value)
+
+    return says(fact, steps)
+
+
+def _fsdp(value: Any) -> str:
+    """`fsdp: true`, or the older `full_shard auto_wrap offload`."""
+    if value is True:
+        return "wrap.fsdp"
+    words = value if isinstance(value, list) else str(value).lower().split()
+    unknown = {*words} - {"full_shard", "auto_wrap"}
+    if unknown:
+        raise WrongValueError(
+            f"{value!r} is an old way to say it", "say it in fsdp_config, and fsdp: true"
+        )
+    return "wrap.fsdp"
+
+
+_recompute = only(False, why="is off", otherwise=NO_CHECKPOINTING, hint=LESS_MEMORY)
+_of_recompute = covered("belongs to activation_checkpointing")
+
+TRAINER: Table = {
+    "output_dir": says("output_name", read.recipe_name, "runs are made below runs/ (--runs)"),
+    "run_name": says("name", read.recipe_name),
+    "per_device_train_batch_size": says("per_device", read.positive),
+    "gradient_accumulation_steps": says("accumulation", read.positive),
+    "num_train_epochs": says("epochs", read.number),
+    "max_steps": unless((-1, 0), says("steps", read.positive), "epochs count"),
+    "learning_rate": says("lr", read.number),
+    "lr_scheduler_type": says("schedule", read.choice(SCHEDULES, _SCHEDULES)),
+    "lr_scheduler_kwargs": {
+        "min_lr_rate": says("final_lr_ratio", read.number),
+        "min_lr": says("final_lr", read.number),
+        "num_cycles": only(0.5, why="is half a cosine", otherwise="a schedule is half a cosine"),
+    },
+    "warmup_steps": _warmup,
+    "optim": says("kernel", read.choice(KERNELS, _OPTIMIZERS)),
+    "optim_args": never("the optimizer slot has its own fields"),
+    "optim_target_modules": never("one rule updates all parameters", _OPTIMIZERS),
+    "weight_decay": says("weight_decay", read.number),
+    "adam_beta1": says("beta1", read.number),
+    "adam_beta2": says("beta2", read.number),
+    "adam_epsilon": says("eps", read.number),
+    "max_grad_norm": says("max_grad_norm", read.number),
+    "average_tokens_across_devices": only(
+        True, why="is always so", otherwise="the loss is always a mean over the tokens of all ranks"
+    ),
+    "label_smoothing_factor": only(0, 0.0, why="is off", otherwise="labels are not smoothed"),
+    "bf16": _flag("compute", "bf16", "is off"),
+    "fp16": _flag("compute", "fp16", "is off"),
+    "use_cpu": says("device", device),
+    "seed": says("seed", read.whole),
+    "data_seed": says("data_seed", read.whole),
+    "activation_checkpointing": _recompute,
+    "activation_checkpointing_kwargs": _of_recompute,
+    "gradient_checkpointing": _recompute,
+    "gradient_checkpointing_kwargs": _of_recompute,
+    "logging_steps": _every("log_every"),
+    "eval_strategy": says("eval_strategy", read.choice(STEPS)),
+    "eval_steps": _every("eval_steps"),
+    "save_strategy": says("save_strategy", read.choice({**STEPS, "best": "best"})),
+    "save_steps": _every("save_steps"),
+    "save_total_limit": says("keep", read.positive),
+    "load_best_model_at_end": _flag("keep_best", 1, "the newest weights are exported"),
+    "metric_for_best_model": only(
+        *("loss", "eval_loss"),
+        why="is the held-out loss",
+        otherwise="the best is the lowest eval_loss",
+    ),
+    "greater_is_better": only(False, why="is so", otherwise="the best is the lowest eval_loss"),
+    "dataloader_num_workers": says("workers", read.whole),
+    "dataloader_drop_last": only(
+        False, why="is off", otherwise="every sample is trained on", hint="leave it out"
+    ),
+    "train_sampling_strategy": says(
+        "shuffle", read.choice({"random": True, "sequential": False}, "use random")
+    ),
+    "ddp_bucket_cap_mb": says("ddp.bucket_cap_mb", read.positive),
+    "ddp_find_unused_parameters": says("ddp.find_unused_parameters", read.truth),
+    "ddp_static_graph": says("ddp.static_graph", read.truth),
+    "fsdp": unless((False, "", []), says("strategy", _fsdp)),
+    "fsdp_config": FSDP_PREFIXED,
+    "deepspeed": unless(("",), covered("is read as a file of its own")),
+    "parallelism_config": never(
+        "a model is cut over data-parallel ranks only", "use fsdp", blocks=True
+    ),
+    "push_to_hub": _flag("publish", True, "nothing is published"),
+    "hub_model_id": says("publish.repo", read.text),
+    "hub_private_repo": says("publish.private", read.truth),
+    "hub_revision": says("publish.revision", read.text),
+    "hub_token": never("secrets do not belong into a recipe", "set HF_TOKEN"),
+}

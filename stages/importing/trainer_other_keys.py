@@ -1,0 +1,189 @@
+"""The fields of TrainingArguments that a recipe need not say, those it cannot, and older names."""
+
+from __future__ import annotations
+
+from stages.importing import read
+from stages.importing.rules import Rule, Table, covered, never, only, says
+from stages.importing.trainer_keys import TRAINER
+
+
+def _all(rule: Rule, *names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names, rule)
+
+
+_log = covered("the log is on screen, in logs/ and in metrics.jsonl")
+_eval = covered("evaluation is of the held-out loss alone")
+_loader = covered("the data slot makes the batches")
+_hub = covered("the publish slot uploads the export once, at the end")
+_said = covered("the recipe's slots say what is done")
+_ddp = covered("ranks have the same buffers from the start; the device decides the backend")
+_none = "the recipe has no field for it"
+_integrations = only(
+    *("none", "", ["none"]), why="is none", otherwise="metrics are written to metrics.jsonl alone",
+    hint="read them from there",
+)  # fmt: skip
+_off = never(_none, "leave it out")
+
+OTHER: Table = {
+    **_all(
+        _log,
+        *("logging_strategy", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
+        *("log_level", "log_level_replica", "disable_tqdm", "include_num_input_tokens_seen"),
+        *("skip_memory_metrics", "logging_dir", "include_tokens_per_second"),
+    ),
+    **_all(
+        _eval,
+        *("per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches"),
+        *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
+        *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"),
+        *("include_inputs_for_metrics", "per_gpu_eval_batch_size"),
+    ),
+    **_all(
+        _loader,
+        *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+        *("dataloader_multiprocessing_context", "dataloader_in_order", "remove_unused_columns"),
+        *("label_names", "length_column_name"),
+    ),
+    **_all(
+        _hub,
+        *("hub_strategy", "hub_always_push", "push_to_hub_model_id", "push_to_hub_organization"),
+        *("push_to_hub_token",),
+    ),
+    **_all(_said, "do_train", "do_eval", "overwrite_output_dir"),
+    **_all(_ddp, "ddp_broadcast_buffers", "ddp_backend", "ddp_timeout"),
+    **_all(
+        covered("belongs to a tracker that is not used"),
+        *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    ),
+    **_all(
+        covered("checkpoints are whole, and committed, on every machine"),
+        *("save_on_each_node", "restore_callback_states_from_checkpoint", "save_safetensors"),
+    ),
+    **_all(
+        covered("belongs to torch_compile"), "torch_compile_backend", "torch_compile_mode",
+        "torchdynamo",
+    ),
+    "local_rank": covered("the launcher says it"),
+    "use_cache": never("training keeps no cache", "leave it out"),
+    "liger_kernel_config": covered("belongs to use_liger_kernel"),
+    "torch_compile": never("nothing is compiled", "leave it out"),
+    "use_liger_kernel": never("there are no Liger kernels", "leave it out"),
+    "neftune_noise_alpha": _off,
+    "torch_empty_cache_steps": _off,
+    "auto_find_batch_size": never("batches do not change by themselves", "set micro_batch_size"),
+    "tf32": never("torch's own precision of matrix products is used", "use bf16"),
+    "full_determinism": never("torch chooses its kernels", "leave it out"),
+    "report_to": _integrations,
+    "eval_delay": only(0, 0.0, why="is 0", otherwise=_none, hint="leave it out"),
+    "eval_on_start": only(False, why="is off", otherwise=_none, hint="leave it out"),
+    "save_only_model": only(
+        False, why="is off", otherwise="checkpoints hold all that a resume needs",
+        hint="leave it out; the export is of weights alone",
+    ),
+    "enable_jit_checkpoint": only(
+        False, why="is off", otherwise="a run that is stopped goes on from its newest checkpoint",
+        hint="set checkpoint.every",
+    ),
+    "ignore_data_skip": only(
+        False, why="is off", otherwise="a resumed training takes the samples that come next"
+    ),
+    "accelerator_config": {
+        "split_batches": only(
+            False, why="is off", otherwise="batch sizes are of one process", hint="set it false"
+        ),
+        "dispatch_batches": covered("every process reads its own samples"),
+        "even_batches": covered("no sample is taken twice"),
+        "use_seedable_sampler": covered("the order is a function of seed, epoch and position"),
+        "non_blocking": covered("batches are copied without waiting"),
+        "gradient_accumulation_kwargs": {
+            "num_steps": says("accumulation", read.positive),
+            "adjust_scheduler": covered("schedules count optimizer steps"),
+            "sync_with_dataloader": covered("schedules count optimizer steps"),
+            "sync_each_batch": covered("changes when gradients travel, and no number"),
+        },
+        "use_configured_state": covered("processes are started by the recipe"),
+    },
+    "debug": never("there are no debugging aids of transformers here", "leave it out"),
+    "do_predict": never("nothing is predicted", "use the export"),
+    "resume_from_checkpoint": never(
+        "a new run starts from the model",
+        "pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW",
+    ),
+}  # fmt: skip
+
+OLDER: Table = {
+    "warmup_ratio": says("warmup_ratio", read.number),
+    "evaluation_strategy": TRAINER["eval_strategy"],
+    "per_gpu_train_batch_size": TRAINER["per_device_train_batch_size"],
+    "no_cuda": TRAINER["use_cpu"],
+    "hub_repo": TRAINER["hub_model_id"],
+    "group_by_length": never("samples are shuffled without regard to length", "leave it out"),
+    "adafactor": never("there is no such optimizer here", "choose another optimizer stage"),
+    "fsdp_min_num_params": says("fsdp.unit_size", read.positive),
+    "fsdp_transformer_layer_cls_to_wrap": says("fsdp.classes", read.names),
+    **_all(
+        covered("transformers itself has given it up"),
+        *(
+            "fp16_opt_level",
+            "fp16_backend",
+            "half_precision_backend",
+            "past_index",
+            "mp_parameters",
+        ),
+        *("tpu_num_cores", "tpu_metrics_debug", "use_mps_device", "use_ipex", "jit_mode_eval"),
+        *("ray_scope", "dispatch_batches", "split_batches", "sharded_ddp", "xpu_backend"),
+    ),
+}
+"""Names of earlier versions, which files still hold."""
+
+_files = "data are files here"
+SCRIPT: Table = {
+    "model_name_or_path": says("model", read.text),
+    "model_revision": says("revision", read.text),
+    "tokenizer_name": says("tokenizer", read.text),
+    "tokenizer_name_or_path": says("tokenizer", read.text),
+    "attn_implementation": says("attention", read.text),
+    "trust_remote_code": says("trust_remote_code", read.truth),
+    "train_file": says("data", read.path),
+    "validation_file": says("heldout", read.path),
+    "validation_split_percentage": says(
+        "heldout_fraction", lambda value: read.number(value) / 100
+    ),
+    **_all(
+        says("sequence_length", read.positive),
+        *("block_size", "max_seq_length", "max_length", "model_max_length"),
+    ),
+    **_all(
+        never(_files, "give them with --data"),
+        *("dataset_name", "dataset_config_name", "dataset_config", "dataset_mixture"),
+        *("dataset_mixer", "dataset_splits", "dataset_train_split", "dataset_test_split"),
+    ),
+    **_all(
+        covered("the data slot tokenises, once, and keeps the tokens"),
+        *("preprocessing_num_workers", "dataset_num_proc", "overwrite_cache", "use_fast_tokenizer"),
+        *("low_cpu_mem_usage", "cache_dir", "keep_linebreaks"),
+    ),
+    **_all(
+        only(
+            *("auto", "float32", "fp32"), why="masters are fp32",
+            otherwise="masters are fp32: in bf16, small updates are lost to rounding",
+            hint="set precision.master: bf16 to have it so",
+        ),
+        *("torch_dtype", "dtype"),
+    ),
+    "chat_template": never("the tokenizer has it", "save it with the tokenizer"),
+    "packing": never("data.text packs, data.chat does not", "leave it out"),
+    "streaming": never(_files, "leave it out"),
+    **_all(
+        never("all samples are taken", "make smaller files"),
+        *("max_train_samples", "max_eval_samples"),
+    ),
+    **_all(
+        never("weights come from a model that is there", "use config and init: random of model.hf"),
+        *("config_name", "config_overrides", "model_type"),
+    ),
+    **_all(never("secrets do not belong into a recipe", "set HF_TOKEN"), "token", "use_auth_token"),
+}  # fmt: skip
+"""What transformers' and TRL's example scripts read from the same file."""
+
+TRAINER_ALL: Table = {**TRAINER, **OTHER, **OLDER, **SCRIPT}

@@ -1,0 +1,109 @@
+"""What a training by the Trainer leaves: metrics, lines on screen, and which checkpoints are
+whole."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from pipeline.artifacts import Progress
+from pipeline.errors import StageError
+from pipeline.files import sync_tree
+from pipeline.stage import Context
+from stages.checkpoint.steps import read_json, write_json
+from stages.train.feed import Feed
+
+PROGRESS = "progress.json"
+"""File of a checkpoint that is written last, so it is there exactly if the checkpoint is whole."""
+
+
+def whole_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints that were saved to their end, oldest first."""
+    found = [path.parent for path in root.glob(f"checkpoint-*/{PROGRESS}")]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Raises CheckpointError when it is damaged."""
+    return Progress(**read_json(checkpoint / PROGRESS))
+
+
+class Recorder(TrainerCallback):  # type: ignore[misc]
+    """Keeps the progress, and reports it as the common loop does."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        feed: Feed,
+        progress: Progress,
+        root: Path,
+        *,
+        log_every: int,
+        keep: int | None,
+        evaluate: Callable[[int], float | None],
+    ) -> None:
+        self._ctx = ctx
+        self._feed = feed
+        self._progress = progress
+        self._root = root
+        self._log_every = log_every
+        self._keep = keep
+        self._evaluate = evaluate
+        ctx.metrics.rewind(progress.step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Advance, and evaluate when it is due."""
+        progress = self._progress
+        progress.tokens += self._feed.targets(progress.samples)
+        progress.samples += self._feed.count(progress.samples)
+        progress.step = state.global_step
+        progress.metrics.pop("eval_loss", None)  # it was that of other weights
+        loss = self._evaluate(progress.step)
+        if loss is not None:
+            progress.metrics["eval_loss"] = loss
+            self._ctx.metrics.write({"step": progress.step, "eval_loss": loss})
+            self._ctx.log.info("step %d  eval_loss %.4f", progress.step, loss)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
+        """A record a step. Raises StageError on a gradient that is not finite."""
+        if "loss" not in logs:
+            return
+        progress, norm, loss = self._progress, float(logs["grad_norm"]), float(logs["loss"])
+        if not math.isfinite(norm):
+            raise StageError(
+                f"step {progress.step}: the gradient norm is {norm}",
+                hint="lower the learning rate, or look for broken samples",
+            )
+        progress.metrics["loss"] = loss
+        self._ctx.metrics.write(
+            {
+                "step": progress.step, "grad_norm": norm, "tokens": progress.tokens,
+                "samples": progress.samples, "applied": True, "loss_scale": 1.0,
+                "time": time.time(), "loss": loss,
+            }
+        )  # fmt: skip
+        if progress.step % self._log_every == 0:
+            self._ctx.log.info(
+                f"step {progress.step}/{self._feed.total_steps}  loss {loss:.4f}"
+                f"  grad_norm {norm:.3f}"
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Mark the checkpoint as whole, then remove what need not be kept."""
+        dist = self._ctx.dist
+        dist.barrier()  # every rank has written its random state
+        if dist.is_main:
+            newest = self._root / f"checkpoint-{state.global_step}"
+            sync_tree(newest)
+            write_json(newest / PROGRESS, vars(self._progress))
+            if self._keep is not None:
+                for old in whole_checkpoints(self._root)[: -self._keep]:
+                    (old / PROGRESS).unlink()
+                    shutil.rmtree(old)
+        dist.barrier()

@@ -1,0 +1,211 @@
+"""The live side of train.hf_trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from pipeline.artifacts import (
+    Data,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+    Progress,
+    TrainedRun,
+    torch_dtype,
+)
+from pipeline.engine import DataShard
+from pipeline.stage import Context
+from stages.train.batches import collate, microbatches
+from stages.train.feed import Feed
+from stages.train.hf_trainer_batches import MicroBatches, micro_batch
+from stages.train.hf_trainer_record import Recorder, read_progress, whole_checkpoints
+from stages.train.loss import summed_loss
+from stages.train.origin import origin, require_same_origin
+from stages.wrap.accelerate_compat import forget
+from stages.wrap.birth import build_empty, cast_buffers, materialise, named_parameters
+from stages.wrap.compute_cast import cast_on_use
+from stages.wrap.fill import fill
+from stages.wrap.torch_engine import local_parts
+
+if TYPE_CHECKING:
+    from stages.train.hf_trainer import HfTrainer
+
+
+def train(
+    config: HfTrainer,
+    ctx: Context,
+    data: Data,
+    plan: OptimizerPlan,
+    precision: Precision,
+    model: ModelSource,
+) -> TrainedRun:
+    """Train to the last step from wherever the newest whole checkpoint left off (collective)."""
+    root = ctx.run_dir / "checkpoints"
+    batches = config.batches()
+    shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+    began = origin(batches, ctx.seed, data, model)
+    newest, progress = _newest(root, ctx)
+    require_same_origin(began, ctx.accept, progress)
+    progress.origin = began
+    feed = Feed(batches, data, ctx.seed, shard, ctx.dist.device, progress)
+    ctx.on_exit(feed.close)
+    if newest is not None and progress.step >= feed.total_steps:
+        ctx.log.info("nothing left to train: step %d of %d", progress.step, feed.total_steps)
+        return TrainedRun(checkpoint=str(newest), progress=progress)
+    micro = batches.microbatch_size(shard.count)
+    accumulation = len(microbatches(config.global_batch_size, shard, micro))
+    module = _model(model, precision, ctx)
+    trainer = _RecipeTrainer(
+        model=module,
+        args=_arguments(config, ctx, plan, root, micro, accumulation, feed.total_steps),
+        train_dataset=data.train,
+        loader=MicroBatches(feed, data, shard, accumulation, progress),
+        plan=plan,
+    )
+    ctx.on_exit(forget)
+    trainer.remove_callback(PrinterCallback)
+    due = functools.partial(_evaluation, config, ctx, data, trainer, shard, feed.total_steps)
+    trainer.add_callback(
+        Recorder(
+            ctx, feed, progress, root, log_every=config.log_every, keep=config.keep, evaluate=due
+        )
+    )
+    trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    return TrainedRun(checkpoint=str(whole_checkpoints(root)[-1]), progress=progress)
+
+
+def _newest(root: Path, ctx: Context) -> tuple[Path | None, Progress]:
+    """Rank 0's choice, on every rank."""
+    found = whole_checkpoints(root)[-1:] if ctx.dist.is_main else []
+    name = ctx.dist.share("".join(path.name for path in found) if ctx.dist.is_main else None)
+    if not name:
+        return None, Progress()
+    return root / name, read_progress(root / name)
+
+
+def _model(model: ModelSource, precision: Precision, ctx: Context) -> nn.Module:
+    """The whole model on this rank's device, computing as the precision slot says."""
+    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
+        module = build_empty(model, precision)
+        materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
+        world = torch.distributed.group.WORLD if ctx.dist.world_size > 1 else None
+        fill(local_parts(module), reader, ctx, world)
+    cast_buffers(module, precision)
+    if precision.compute != precision.master:
+        cast_on_use(module, torch_dtype(precision.compute))
+    return module
+
+
+def _arguments(
+    config: HfTrainer,
+    ctx: Context,
+    plan: OptimizerPlan,
+    root: Path,
+    micro: int,
+    accumulation: int,
+    steps: int,
+) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(root),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        max_steps=steps,
+        max_grad_norm=plan.max_grad_norm or 0.0,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=config.save_every or steps,
+        save_total_limit=None,  # the recorder removes old ones, once a newer one is whole
+        ignore_data_skip=True,  # the loader knows where to go on
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        seed=ctx.seed,
+        use_cpu=ctx.dist.device.type == "cpu",
+        **{"report_to": "none", **config.arguments},
+    )
+
+
+def _evaluation(
+    config: HfTrainer,
+    ctx: Context,
+    data: Data,
+    trainer: _RecipeTrainer,
+    shard: DataShard,
+    last: int,
+    step: int,
+) -> float | None:
+    """Mean held-out loss in nats after `step`, if it is due (collective)."""
+    due = step == last or (config.eval_every is not None and step % config.eval_every == 0)
+    if data.heldout is None or not due:
+        return None
+    samples, model = data.heldout, trainer.model_wrapped
+    model.eval()
+    total = torch.zeros((), dtype=torch.float32, device=ctx.dist.device)
+    size = config.batches().microbatch_size(shard.count)
+    with torch.no_grad():
+        for start, end in microbatches(len(samples), shard, size):
+            rows = [samples[index] for index in range(start, end)]
+            total += summed_loss(model, collate(rows, data.pad_id, ctx.dist.device))
+    model.train()
+    if shard.count > 1:
+        torch.distributed.all_reduce(total)
+    return float(total) / sum(samples.targets(index) for index in range(len(samples)))
+
+
+class _RecipeTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer with the recipe's samples, loss, optimizer and learning rates."""
+
+    loss_is_scaled_for_ga = True
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *, loader: MicroBatches, plan: OptimizerPlan, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._loader = loader
+        self._plan = plan
+
+    def get_train_dataloader(self) -> MicroBatches:
+        return self._loader
+
+    def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], None]:
+        # The scale of the loss comes with each micro-batch, so nothing is counted or gathered.
+        batches, _ = super().get_batch_samples(*arguments)
+        return batches, None
+
+    def _get_num_items_in_batch(self, *arguments: Any) -> None:
+        return None
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = self._plan.build(self._plan.groups(named_parameters(self.model)))
+        made: torch.optim.Optimizer = self.optimizer
+        return made
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer,
+                # It is asked once more behind the last step.
+                lambda step: self._plan.lr_scale(
+                    min(step, num_training_steps - 1), num_training_steps
+                ),
+            )
+        return self.lr_scheduler
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *rest: Any, **named: Any
+    ) -> Tensor:
+        """The sum over this micro-batch's target tokens, over the mean number of a rank's in the
+        step: averaged over ranks, the mean over all target tokens of the step."""
+        loss: Tensor = summed_loss(model, micro_batch(inputs)) * inputs["scale"]
+        return loss

@@ -1,0 +1,150 @@
+"""The live side of wrap.accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.engine import DataShard, StepReport
+from pipeline.importing.files import read_config
+from pipeline.stage import Context
+from stages.wrap import accelerate_compat as compat
+from stages.wrap.accelerate_checks import is_sharded
+from stages.wrap.birth import (
+    build_empty,
+    cast_buffers,
+    dtype_names,
+    expected_buffers,
+    materialise,
+    named_parameters,
+)
+from stages.wrap.fill import fill
+from stages.wrap.fsdp_compat import sharding_facts
+from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
+from stages.wrap.torch_engine import TorchEngine, local_parts
+from stages.wrap.witness import attest
+
+if TYPE_CHECKING:
+    from stages.wrap.accelerate import Accelerate
+
+
+def build(
+    config: Accelerate, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+) -> TorchEngine:
+    """Build and fill the whole model, and let accelerate wrap it together with its optimizer."""
+    path = Path(config.config).expanduser()
+    sharded = is_sharded(read_config(path).content)
+    # Sharding moves each rank's part to the device; a replica lives there from the start.
+    home = torch.device("cpu") if sharded else ctx.dist.device
+    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
+        module = build_empty(model, precision)
+        materialise(module, home, buffer_device=ctx.dist.device)
+        fill(local_parts(module), reader, ctx)
+    cast_buffers(module, precision)
+    optimizer = make_optimizer(plan, plan.groups(named_parameters(module)))
+    with compat.launched(path, ctx.dist.world_size):
+        accelerator = compat.make_accelerator(ctx.dist.device)
+        ctx.on_exit(compat.forget)
+        wrapped, prepared = accelerator.prepare(module, optimizer)
+    engine = AcceleratedEngine(accelerator, wrapped, prepared.optimizer, ctx, precision, plan)
+    attest(ctx, engine, _expected(ctx, precision, sharded=sharded))
+    return engine
+
+
+def _expected(ctx: Context, precision: Precision, *, sharded: bool) -> dict[str, Any]:
+    replicated = "DistributedDataParallel" if ctx.dist.world_size > 1 else "none"
+    return {
+        "engine": "fully_shard" if sharded else replicated,
+        "world_size": ctx.dist.world_size,
+        "master": [precision.master],
+        "compute": [precision.compute],
+        "reduce": [precision.reduce if sharded else precision.master],
+        **expected_buffers(precision),
+    }
+
+
+class AcceleratedEngine(TorchEngine):
+    """Model and optimizer as accelerate has wrapped them. Accumulation, clipping and loss scaling
+    are this engine's, so that they mean what they mean everywhere."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ctx: Context,
+        precision: Precision,
+        plan: OptimizerPlan,
+    ) -> None:
+        self.model = model
+        self.device = ctx.dist.device
+        self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.optimizer = optimizer
+        self.scaler = make_scaler(precision, next(model.parameters()).device)
+        self.plan = plan
+        self._accelerator = accelerator
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self._accelerator.unwrap_model(self.model)
+        return module
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        waiting = contextlib.nullcontext() if last else self._accelerator.no_sync(self.model)
+        with waiting:
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, *, lr_scale: float) -> StepReport:
+        return apply_step(
+            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self.plan.max_grad_norm
+        )
+
+    def settle(self) -> None:
+        # After a forward pass without backward (evaluation), units may still be gathered.
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    def facts(self) -> Mapping[str, Any]:
+        parameters = list(self.module.parameters())
+        master = dtype_names(parameters)
+        return {
+            "engine": self._kind(),
+            "accelerate": str(self._accelerator.distributed_type.value),
+            "model": type(self.module).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "world_size": self._accelerator.num_processes,
+            "device": parameters[0].device.type,
+            "master": master,
+            "compute": master,
+            "reduce": master,
+            **self._sharding(master),
+            "buffers": dtype_names(self.module.buffers()),
+            "parameters": sum(p.numel() for p in parameters),
+            "loss_scaling": self.scaler is not None,
+        }
+
+    def _kind(self) -> str:
+        if isinstance(self.model, FSDPModule):
+            return "fully_shard"
+        return "none" if self.model is self.module else type(self.model).__name__
+
+    def _sharding(self, master: list[str]) -> dict[str, Any]:
+        """As torch holds it. A policy without a dtype leaves the parameters' own."""
+        if not isinstance(self.model, FSDPModule):
+            return {}
+        facts = sharding_facts(self.model)
+        return {key: master if value == [str(None)] else value for key, value in facts.items()}

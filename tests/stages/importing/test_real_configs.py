@@ -1,0 +1,162 @@
+"""Configurations as public repositories have them: imported, checked, and trained for two steps.
+
+What only GPUs have, and what a tiny model is too small for, is adapted on the command line
+(`ADAPTED`), as a person would; the files stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli import main
+from pipeline.dist import Dist
+from pipeline.journal import Journal
+from pipeline.metrics import records
+from pipeline.plan import plan_file
+from pipeline.runner import Runner
+from tests.stages.importing.support import FIXTURES, fixtures, refused
+from tests.support.models import save_tokenizer, tiny_llama_config
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+ADAPTED = (
+    "launch.procs=2", "launch.device=cpu",  # two processes of this machine
+    "precision.compute=fp32",  # narrow floats are emulated on many CPUs
+    "train.steps=2", "train.global_batch_size=4", "train.micro_batch_size=1",
+    "train.accumulation=null", "data.sequence_length=8",
+)  # fmt: skip
+"""What every run here changes."""
+
+
+class Case(NamedTuple):
+    """Files, what else is adapted, and the keys that are refused."""
+
+    files: tuple[str, ...]
+    adapted: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+ZEPHYR = (
+    "torch_dtype", "chat_template", "dataset_mixture", "eval_strategy", "gradient_checkpointing",
+    "hub_model_id", "push_to_hub", "report_to",
+)  # fmt: skip
+NO_EPOCHS = ("train.epochs=null",)
+SDPA = ("model.attention=sdpa",)
+"""flash_attention_2 needs a GPU."""
+
+CASES = {
+    "accelerate deepspeed": Case(("accelerate/config_yaml_templates/deepspeed.yaml",)),
+    "accelerate fsdp": Case(("accelerate/config_yaml_templates/fsdp.yaml",)),
+    "accelerate multi_gpu": Case(("accelerate/config_yaml_templates/multi_gpu.yaml",)),
+    "accelerate slurm": Case(("accelerate/slurm_fsdp_config.yaml",)),
+    "accelerate latest_fsdp": Case(
+        ("accelerate/latest_fsdp.yaml",),
+        ("wrap.units=block",),  # a Llama has no BertLayer
+    ),
+    "accelerate latest": Case(("accelerate/latest.yaml",), (), ("command",)),
+    "accelerate fsdp2": Case(("accelerate/fsdp2.yaml",)),
+    "accelerate zero3 offload": Case(
+        ("accelerate/deepspeed_config_templates/zero_stage3_offload_config.json",)
+    ),
+    "trl fsdp2": Case(("trl/fsdp2.yaml",)),
+    "trl zero3": Case(("trl/deepspeed_zero3.yaml",)),
+    "trl multi_gpu": Case(("trl/multi_gpu.yaml",)),
+    "trl cli": Case(("trl/example_config.yaml",), NO_EPOCHS, ("dataset_name",)),
+    "transformers zero2": Case(("transformers/ds_config_zero2.json",)),
+    "transformers zero3": Case(("transformers/ds_config_zero3.json",)),
+    "deepspeed gpt2": Case(("deepspeed/gpt2_baseline.json",)),
+    "deepspeed llama": Case(("deepspeed/llama_7b_single_node.json",)),
+    "handbook": Case(("handbook/zephyr_sft.yaml",), NO_EPOCHS + SDPA, ZEPHYR),
+    "handbook with accelerate": Case(
+        ("handbook/zephyr_sft.yaml", "trl/fsdp2.yaml"), NO_EPOCHS + SDPA, ZEPHYR
+    ),
+    "handbook with zero3": Case(
+        ("handbook/zephyr_sft.yaml", "transformers/ds_config_zero3_bf16.json"),
+        NO_EPOCHS + SDPA,
+        (*ZEPHYR, "lr_scheduler_type"),
+    ),
+}
+
+
+EXPORTED = [CASES[name] for name in ("accelerate fsdp", "trl multi_gpu", "transformers zero2")]
+TRAINED_ONLY = ("consolidate=null", "export=null", "checkpoint.asynchronous=false")
+"""To the end with one configuration of each strategy; the others save time."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in a folder, with a tokenizer."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.AutoConfig.for_model(**tiny_llama_config())
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def run_recipes(dist: Dist, jobs: list[tuple[str, list[str], str]]) -> list[list[dict[str, Any]]]:
+    """Whole recipes on this rank, one after the other; what the steps of each logged."""
+    logged = []
+    for recipe, adapted, folder in jobs:
+        plan = plan_file(recipe, adapted, procs=dist.world_size)
+        ctx = context(dist, folder, plan.recipe.seed)
+        with contextlib.ExitStack() as stack:
+            ctx.on_exit = stack.callback
+            runner = Runner(plan, ctx, Journal(Path(folder) / "journal.jsonl"))
+            stack.callback(runner.close)
+            runner.run()
+        logged.append(list(records(Path(folder) / "metrics.jsonl")))
+    return logged
+
+
+def imported(case: Case, model: Path, folder: Path) -> tuple[str, list[str], str]:
+    """`pipe import` of a case in its folder: recipe, overrides, run folder. It must be right."""
+    text, recipe, run = folder / "text.txt", folder / "recipe.yaml", folder / "run"
+    run.mkdir(parents=True)
+    text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
+    arguments = ["import", *(str(FIXTURES / file) for file in case.files), "-o", str(recipe)]
+    said = CliRunner().invoke(main, [*arguments, "--model", str(model), "--data", str(text)])
+    assert said.exit_code == (3 if case.refused else 0), said.output
+    adapted = [*ADAPTED, f"data.cache={folder}", *case.adapted]
+    return str(recipe), adapted if case in EXPORTED else [*adapted, *TRAINED_ONLY], str(run)
+
+
+@pytest.fixture(scope="module")
+def jobs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("real")
+    return {name: imported(case, model, root / name) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(jobs: dict[str, Any]) -> dict[str, Any]:
+    """What every case logged. All in the same two processes: starting them takes longest."""
+    logged = run_ranks(run_recipes, 2, [*jobs.values()], limit=600)[0]
+    return dict(zip(jobs, logged, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_real_configuration_is_imported_and_right(name: str, jobs: dict[str, Any]) -> None:
+    recipe, adapted, _ = jobs[name]
+    assert set(refused(fixtures(*CASES[name].files))) == {*CASES[name].refused}
+    checked = CliRunner().invoke(main, ["check", recipe, *adapted])
+    assert checked.exit_code == 0, checked.output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_real_configuration_trains(
+    name: str, jobs: dict[str, Any], trained: dict[str, Any]
+) -> None:
+    losses = [record["loss"] for record in trained[name] if "loss" in record]
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(math.log(131), abs=0.5)  # of a random model
+    export = Path(jobs[name][2]) / "export" / "model.safetensors"
+    assert export.is_file() == (CASES[name] in EXPORTED)

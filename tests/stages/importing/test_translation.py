@@ -1,0 +1,333 @@
+"""What keys become, alone and together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from pipeline.importing.translator import ConfigFile, Request, Translation
+from stages.importing.rules import Table
+from stages.importing.translator import TABLES, HuggingFace
+from tests.stages.importing.support import (
+    FIXTURES,
+    fate,
+    fixtures,
+    leaves,
+    refused,
+    slot,
+    translated,
+)
+
+
+def test_training_arguments_alone() -> None:
+    made = translated(
+        {
+            "output_dir": "out/my run", "per_device_train_batch_size": 4, "max_steps": 20,
+            "gradient_accumulation_steps": 2, "learning_rate": "2e-5", "adam_beta2": 0.95,
+            "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-6},
+            "warmup_steps": 0.1, "weight_decay": 0.1, "max_grad_norm": 0, "bf16": True,
+            "save_strategy": "no", "eval_strategy": "steps", "logging_steps": 5,
+            "dataloader_num_workers": 3, "train_sampling_strategy": "sequential", "seed": 3,
+        },
+        procs=4,
+    )  # fmt: skip
+    assert refused(made) == {}
+    assert made.recipe == {
+        "name": "my-run",
+        "seed": 3,
+        "launch": {"procs": 4},
+        "stages": {
+            "model": {"use": "model.hf"},
+            "precision": {"use": "precision.policy", "compute": "bf16"},
+            "data": {"use": "data.text"},
+            "optimizer": {
+                "use": "optimizer.adamw", "lr": 2e-5, "betas": [0.9, 0.95], "weight_decay": 0.1,
+                "schedule": "cosine", "warmup_ratio": 0.1, "final_lr_ratio": pytest.approx(0.1),
+                "max_grad_norm": None,
+            },
+            "wrap": {"use": "wrap.ddp"},
+            "checkpoint": {"use": "checkpoint.sharded", "keep": None},
+            "train": {
+                "use": "train.causal_lm", "steps": 20, "global_batch_size": 32,
+                "micro_batch_size": 4, "shuffle": False, "workers": 3, "log_every": 5,
+                "eval_every": 5,
+            },
+            "consolidate": {"use": "consolidate.stream"},
+            "export": {"use": "export.safetensors"},
+        },
+    }  # fmt: skip
+    assert set(made.missing) == {"model.path", "data.files"}
+    batch = fate(made, "gradient_accumulation_steps")
+    assert (batch.outcome, dict(batch.to)) == ("translated", {"train.global_batch_size": 32})
+    assert made.notes["stages", "optimizer", "lr"] == "learning_rate in 0.json"
+
+
+def test_what_training_arguments_leave_out_is_as_in_transformers() -> None:
+    made = translated({"output_dir": "x"}, procs=1)
+    assert made.recipe is not None
+    assert made.recipe["seed"] == 42
+    assert slot(made, "precision")["compute"] == "fp32"
+    optimizer = slot(made, "optimizer")
+    assert (optimizer["lr"], optimizer["weight_decay"], optimizer["schedule"]) == (
+        5e-5, 0.0, "linear",
+    )  # fmt: skip
+    assert slot(made, "train")["epochs"] == 3.0
+    assert slot(made, "train")["global_batch_size"] == 8
+    assert slot(made, "checkpoint") == {"use": "checkpoint.sharded", "every": 500, "keep": None}
+
+
+def test_auto_is_what_the_arguments_say(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"hidden_size": 100}')
+    arguments = {
+        "output_dir": "x", "per_device_train_batch_size": 2, "learning_rate": 3e-4,
+        "adam_beta1": 0.8, "bf16": True, "warmup_ratio": 0.2, "max_grad_norm": 0.7,
+    }  # fmt: skip
+    engine = json.loads((FIXTURES / "transformers/ds_config_zero3_bf16.json").read_text())
+    made = translated(arguments, engine, procs=2, model=str(model))
+    optimizer, wrap = slot(made, "optimizer"), slot(made, "wrap")
+    assert optimizer["lr"] == 3e-4
+    assert optimizer["betas"] == [0.8, 0.999]
+    assert optimizer["warmup_ratio"] == 0.2
+    assert optimizer["max_grad_norm"] == 0.7
+    assert slot(made, "precision")["compute"] == "bf16"
+    assert slot(made, "train")["global_batch_size"] == 4
+    assert (wrap["reduce_bucket_size"], wrap["prefetch_bucket_size"]) == (10_000, 9_000)
+    assert wrap["param_persistence_threshold"] == 1000
+    assert fate(made, "optimizer.params.lr").why == "auto: as learning_rate in 0.json"
+    assert fate(made, "optimizer.params.eps").why == "auto: as transformers fills it in"
+    # the scheduler block wins, in transformers too; the arguments' own is by default linear
+    assert optimizer["schedule"] == "constant"
+
+
+def test_auto_without_arguments_is_their_default() -> None:
+    made = fixtures("transformers/ds_config_zero2.json", procs=2)
+    optimizer = slot(made, "optimizer")
+    assert (optimizer["lr"], optimizer["eps"], optimizer["max_grad_norm"]) == (5e-5, 1e-8, 1.0)
+    assert slot(made, "train")["global_batch_size"] == 16
+    assert refused(made) == {}
+    size = "zero_optimization.reduce_bucket_size"
+    assert fate(made, size).to == {"wrap.reduce_bucket_size": 200_000_000}
+
+
+def test_batch_sizes_tell_the_number_of_processes() -> None:
+    made = fixtures("deepspeed/gpt2_baseline.json")
+    assert made.recipe is not None
+    assert made.recipe["launch"] == {"procs": 8}  # 512 = 16 x 4 x 8
+    assert slot(made, "train")["global_batch_size"] == 512
+    assert slot(made, "optimizer")["decay_all"] is True
+
+
+def test_batch_sizes_that_do_not_agree() -> None:
+    made = fixtures("deepspeed/gpt2_baseline.json", procs=3)
+    assert made.recipe is None
+    assert refused(made) == {
+        "train_batch_size": "is not 16 a process x 4 micro-batches x 3 processes"
+    }
+
+
+def test_the_length_of_a_schedule_is_that_of_the_training() -> None:
+    made = fixtures("deepspeed/llama_7b_single_node.json")
+    assert slot(made, "train")["steps"] == 100_000
+    assert slot(made, "optimizer")["schedule"] == "linear"
+    both = fixtures("deepspeed/llama_7b_single_node.json", "trl/example_config.yaml")
+    assert both.recipe is None  # cosine, and another learning rate
+    assert refused(both)["optimizer.params.lr"] == (
+        "contradicts learning_rate: 0.0001 in example_config.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "wrap"),
+    [
+        ({"fsdp_version": 2}, {}),
+        ({"fsdp_sharding_strategy": 2}, {"sharding": "shard_grad_op"}),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"sharding": "hybrid_shard"}),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, {"sharding": "shard_grad_op"}),
+        ({"fsdp_offload_params": True, "offload_params": True}, {"cpu_offload": True}),
+        ({"fsdp_forward_prefetch": "true"}, {"forward_prefetch": 1}),
+        (
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000},
+            {"units": "size", "unit_size": 2000},
+        ),
+        (
+            {"fsdp_transformer_layer_cls_to_wrap": "A, B", "fsdp_min_num_params": 0},
+            {"units": ["A", "B"]},
+        ),
+        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
+    ],
+)
+def test_fsdp(block: dict[str, Any], wrap: dict[str, Any]) -> None:
+    made = translated({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": block})
+    assert refused(made) == {}
+    assert slot(made, "wrap") == {"use": "wrap.fsdp", **wrap}
+
+
+def test_two_axes_of_data_parallelism() -> None:
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 1}
+    block = {f"parallelism_config_{key}": value for key, value in sizes.items()}
+    made = translated({"distributed_type": "FSDP", "parallelism_config": block})
+    assert slot(made, "wrap") == {
+        "use": "wrap.fsdp", "sharding": "hybrid_shard", "shard_size": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
+        {"distributed_type": "FSDP", "mixed_precision": "fp8"},
+        {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_tp_size": 2}},
+        {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO"},
+        {"zero_optimization": {"stage": 4}, "train_batch_size": 8},
+        {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}},
+        {"output_dir": "x", "bf16": True, "fp16": True},
+    ],
+)
+def test_what_no_recipe_does_without(content: dict[str, Any]) -> None:
+    made = translated(content)
+    assert made.recipe is None
+    assert [fate for fate in made.fates if fate.blocks]
+
+
+def test_a_block_that_is_not_read() -> None:
+    made = translated(
+        {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_version": 2, "nonsense": 1}}
+    )
+    assert slot(made, "wrap") == {"use": "wrap.ddp"}
+    assert refused(made) == {}
+    why = "is not read: distributed_type is MULTI_GPU"
+    assert fate(made, "fsdp_config.nonsense").why == why
+
+
+def test_stage_0_is_no_sharding() -> None:
+    made = translated({"zero_optimization": {"stage": 0, "overlap_comm": True}, "bf16": {}})
+    assert slot(made, "wrap") == {"use": "wrap.ddp"}
+    assert fate(made, "zero_optimization.overlap_comm").outcome == "default"
+
+
+def test_further_keys_of_deepspeed_go_to_it() -> None:
+    made = translated(
+        {
+            "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "reduce_scatter": True},
+            "wall_clock_breakdown": True, "flops_profiler": {"enabled": True, "profile_step": 3},
+            "communication_data_type": "bf16", "bf16": {"enabled": True},
+        }
+    )  # fmt: skip
+    assert slot(made, "wrap") == {
+        "use": "wrap.zero",
+        "stage": 3,
+        "extra": {
+            "zero_optimization": {"zero_hpz_partition_size": 2},
+            "wall_clock_breakdown": True,
+            "flops_profiler": {"enabled": True, "profile_step": 3},
+        },
+    }
+    assert slot(made, "precision") == {
+        "use": "precision.policy", "compute": "bf16", "reduce": "bf16",
+    }  # fmt: skip
+
+
+def test_an_unknown_key_is_refused_with_what_it_may_mean() -> None:
+    made = translated({"output_dir": "x", "learning_rat": 1e-3, "per_device_train_batch_size": 1})
+    unknown = fate(made, "learning_rat")
+    assert (unknown.outcome, unknown.hint) == ("refused", "did you mean `learning_rate`?")
+    inner = translated({"zero_optimization": {"stage": 2, "overlap_com": True}, "bf16": {}})
+    assert fate(inner, "zero_optimization.overlap_com").hint == "did you mean `overlap_comm`?"
+
+
+def test_a_model_and_data_of_the_scripts(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}\n', encoding="utf-8")
+    made = translated(
+        {
+            "model_name_or_path": "org/model", "model_revision": "a" * 40, "output_dir": "x",
+            "train_file": str(rows), "validation_split_percentage": 5, "block_size": 64,
+        }
+    )  # fmt: skip
+    assert slot(made, "model") == {"use": "model.hf", "path": "org/model", "revision": "a" * 40}
+    assert slot(made, "data") == {
+        "use": "data.chat", "files": [str(rows)], "sequence_length": 64, "heldout_fraction": 0.05,
+    }  # fmt: skip
+    other = translated({"model_name_or_path": "org/model", "output_dir": "x"})
+    assert slot(other, "model")["allow_floating_revision"] is True
+
+
+def test_files_to_evaluate_on_come_before_a_fraction(tmp_path: Path) -> None:
+    content = {"validation_file": "/held.txt", "validation_split_percentage": 5, "output_dir": "x"}
+    made = translated(content)
+    assert slot(made, "data") == {"use": "data.text", "heldout_files": ["/held.txt"]}
+    assert fate(made, "validation_split_percentage").why == "there are files to evaluate on"
+
+
+def named(folder: Path, **arguments: Any) -> Translation:
+    """TrainingArguments in `folder`, whose files they name."""
+    content = {"output_dir": "x", **arguments}
+    file = ConfigFile(path=folder / "args.json", content=content)
+    return HuggingFace().translate([file], Request(procs=2))
+
+
+def test_files_that_arguments_name(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {}}')
+    (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false, "version": 2}')
+    engine = named(tmp_path, deepspeed="ds.json")
+    assert slot(engine, "wrap") == {"use": "wrap.zero", "stage": 1}
+    assert fate(engine, "zero_optimization.stage").file == "ds.json"
+    inline = named(tmp_path, deepspeed={"zero_optimization": {"stage": 1}})
+    assert fate(inline, "deepspeed.zero_optimization.stage").to == {"wrap.stage": 1}
+    sharded = named(tmp_path, fsdp=True, fsdp_config="fsdp.json")
+    assert slot(sharded, "wrap") == {"use": "wrap.fsdp", "sharding": "shard_grad_op"}
+    off = named(tmp_path, fsdp_config="fsdp.json")
+    assert slot(off, "wrap") == {"use": "wrap.ddp"}
+    assert fate(off, "version").why == "is not read: fsdp is not set"
+    old = named(tmp_path, fsdp="full_shard auto_wrap offload")
+    assert fate(old, "fsdp").hint == "say it in fsdp_config, and fsdp: true"
+    missing = named(tmp_path, deepspeed="none.json")
+    assert missing.recipe is None
+    assert refused(missing) == {"deepspeed": "there is no such file"}
+
+
+def test_publishing() -> None:
+    made = translated({"output_dir": "x", "push_to_hub": True, "hub_model_id": "me/m"})
+    assert slot(made, "publish") == {"use": "publish.hub", "repo": "me/m"}
+    off = translated({"output_dir": "x", "hub_model_id": "me/m"})
+    assert fate(off, "hub_model_id").why == "push_to_hub is off"
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 9), st.floats(allow_nan=False), st.just("auto"),
+    st.sampled_from(["steps", "no", "cpu", "nvme", "linear", "AdamW", "1e-3", "", "x/y"]),
+    st.lists(st.floats(0, 1), max_size=2),
+)  # fmt: skip
+
+
+def contents(table: Table) -> st.SearchStrategy[dict[str, Any]]:
+    """Blocks of a table's keys with arbitrary values."""
+    entries = {
+        key: VALUES if callable(rule) else st.one_of(VALUES, contents(rule))
+        for key, rule in table.items()
+        if key not in ("deepspeed", "fsdp_config")  # those that name files
+    }
+    return st.fixed_dictionaries({}, optional=entries)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data())
+def test_every_key_has_a_fate(kind: str, data: st.DataObject) -> None:
+    content = data.draw(contents(TABLES[kind]))
+    translator = HuggingFace()
+    assume(translator.kind(content) == kind)
+    made = translator.translate([ConfigFile(path=Path("c.json"), content=content)], Request())
+    assert sorted(fate.key for fate in made.fates) == sorted(leaves(content))
+    for each in made.fates:
+        assert bool(each.to) == (each.outcome == "translated")
+        assert each.to or each.why
+    assert (made.recipe is None) == any(each.blocks for each in made.fates)

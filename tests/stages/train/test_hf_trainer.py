@@ -1,0 +1,126 @@
+"""What train.hf_trainer refuses, and a recipe with it from model to export."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.dist import Dist
+from pipeline.journal import Journal
+from pipeline.plan import plan_file
+from pipeline.runner import Runner
+from pipeline.testing import plan_view, problems
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.precision.policy import PrecisionPolicy
+from stages.train.hf_trainer import HfTrainer
+from stages.train.hf_trainer_checks import FREE
+from stages.wrap.ddp import Ddp
+from tests.support.models import save_tokenizer, tiny_llama_config
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+
+FIELDS = {"global_batch_size": 8, "steps": 4}
+
+
+def said(fields: dict[str, Any], **slots: Any) -> list[str]:
+    found = problems(HfTrainer, {**FIELDS, **fields}, plan=plan_view(slots))
+    return [f"{problem.key}: {problem.message} ({problem.hint})" for problem in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("learning_rate", "the optimizer slot decides it"),
+        ("bf16", "the precision slot decides dtypes"),
+        ("save_steps", "save_every and keep decide checkpoints"),
+        ("eval_strategy", "eval_every decides evaluation"),
+        ("push_to_hub", "a publish slot uploads the export"),
+        (
+            "deepspeed",
+            "sharded checkpoints of the Trainer cannot be read again; use wrap.fsdp or wrap.zero",
+        ),
+        (
+            "per_device_train_batch_size",
+            "the fields of this slot, the data slot and the loss decide it",
+        ),
+    ],
+)
+def test_arguments_that_are_decided_elsewhere(name: str, hint: str) -> None:
+    assert said({"arguments": {name: 1}}) == [f"arguments.{name}: is not free ({hint})"]
+
+
+def test_unknown_arguments() -> None:
+    assert said({"arguments": {"torch_compil": True}}) == [
+        "arguments.torch_compil: is no TrainingArgument that can be given (did you mean "
+        "`torch_compile`?)"
+    ]
+
+
+def test_arguments_that_are_free_are_fields_of_the_installed_version() -> None:
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} >= FREE
+    assert said({"arguments": dict.fromkeys(FREE, None)}) == []
+
+
+def test_other_slots() -> None:
+    assert said({}, precision=PrecisionPolicy(compute="fp16")) == [
+        "arguments: the Trainer scales losses under autocast only (set compute: bf16)"
+    ]
+    assert said({}, precision=PrecisionPolicy(reduce="bf16")) == [
+        "arguments: the Trainer keeps fp32 weights and averages their gradients as they are (set "
+        "master: fp32 and reduce: fp32 in the precision slot)"
+    ]
+    advice = "remove that slot, or use train.causal_lm"
+    assert said({}, wrap=Ddp(), checkpoint=ShardedCheckpoint()) == [
+        f"arguments: the Trainer does not use the wrap slot ({advice})",
+        f"arguments: the Trainer does not use the checkpoint slot ({advice})",
+    ]
+
+
+def run_recipe(dist: Dist, recipe: str, folder: str) -> None:
+    plan = plan_file(recipe, procs=dist.world_size)
+    ctx = context(dist, folder, plan.recipe.seed)
+    with contextlib.ExitStack() as stack:
+        ctx.on_exit = stack.callback
+        runner = Runner(plan, ctx, Journal(Path(folder) / "journal.jsonl"))
+        stack.callback(runner.close)
+        runner.run()
+
+
+def test_from_model_to_export(tmp_path: Path) -> None:
+    text, recipe, run = tmp_path / "text.txt", tmp_path / "recipe.yaml", tmp_path / "run"
+    text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
+    save_tokenizer(tmp_path / "tokenizer")
+    run.mkdir()
+    train = {"use": "train.hf_trainer", "epochs": 0.5, "global_batch_size": 4, "keep": 1}
+    more = {"micro_batch_size": 1, "save_every": 2, "arguments": {"activation_checkpointing": True}}
+    model = {"config": tiny_llama_config(), "tokenizer": str(tmp_path / "tokenizer")}
+    stages = {
+        "model": {"use": "model.hf", **model},
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {
+            "use": "data.text", "files": [str(text)], "sequence_length": 8,
+            "cache": str(tmp_path), "heldout_fraction": 0.1,
+        },
+        "optimizer": {"use": "optimizer.adamw"},
+        "train": {**train, **more},
+        "consolidate": {"use": "consolidate.stream"},
+        "export": {"use": "export.safetensors"},
+    }  # fmt: skip
+    launch = {"procs": 2, "device": "cpu"}
+    recipe.write_text(json.dumps({"name": "t", "launch": launch, "stages": stages}))
+    run_ranks(run_recipe, 2, str(recipe), str(run))
+    assert (run / "export" / "model.safetensors").is_file()
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    assert checkpoint.name == f"checkpoint-{progress['step']}"
+    # half of 36 blocks, four at a time: the last step has two
+    assert (progress["step"], progress["samples"], progress["tokens"]) == (5, 18, 144)
+    assert "eval_loss" in progress["metrics"]

@@ -1,0 +1,133 @@
+"""Mistakes in wrap.accelerate that show before anything starts, and how its file is understood."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.testing import plan_view
+from stages.precision.policy import PrecisionPolicy
+from stages.wrap.accelerate import Accelerate
+
+FSDP = {"fsdp_version": 2}
+
+
+def said(
+    tmp_path: Path, content: object, *, procs: int = 2, device: str = "cuda", **policy: Any
+) -> list[str]:
+    """What `check` says of a file in a recipe of fp32 on two GPUs, unless told otherwise."""
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(content))
+    stages = {"precision": PrecisionPolicy(**{"compute": "fp32", **policy})}
+    plan = plan_view(stages, procs=procs, device=device)
+    return [f"{p.message} ({p.hint})" for p in Accelerate(config=str(file)).check(plan)]
+
+
+@pytest.mark.parametrize(
+    ("content", "settings"),
+    [
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, {}),
+        ({"distributed_type": "MULTI_CPU", "use_cpu": True}, {"device": "cpu"}),
+        ({"distributed_type": "NO", "num_processes": 1}, {"procs": 1}),
+        (
+            {
+                "distributed_type": "MULTI_GPU",
+                "fsdp_config": {"fsdp_activation_checkpointing": True},
+            },
+            {},
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": FSDP, "num_processes": -1}, {}),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP, "mixed_precision": "bf16"},
+            {"compute": "bf16", "reduce": "bf16"},
+        ),
+    ],
+)
+def test_what_is_right(content: object, settings: dict[str, Any], tmp_path: Path) -> None:
+    assert said(tmp_path, content, **settings) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        (
+            {"distributed_type": "MULTI_GPU", "num_processes": 8}, {},
+            "num_processes is 8, but the recipe starts 2 (set launch.procs, or num_processes: -1)",
+        ),
+        (
+            {"distributed_type": "FSDP"}, {},
+            "FSDP1 joins parameters into flat ones, which no checkpoint tells apart (set "
+            "fsdp_version: 2 (`accelerate to-fsdp2` converts the file))",
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP}, {"device": "cpu"},
+            "accelerate shards on GPUs only; on the CPU it would replicate (use wrap.fsdp there)",
+        ),
+        (
+            {"distributed_type": "DEEPSPEED"}, {},
+            "accelerate only hands DeepSpeed's configuration on, and wrap.zero decides it "
+            "(`pipe import` translates the file for wrap.zero)",
+        ),
+        (
+            {"distributed_type": "NO"}, {},
+            "distributed_type NO is for one process, and there are 2 (set it to MULTI_GPU or "
+            "MULTI_CPU)",
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "use_cpu": True}, {},
+            "use_cpu is set, but the recipe runs on GPUs ()",
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {},
+            "mixed_precision computes in bf16, the precision slot in fp32 (say the same in both)",
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {"compute": "bf16"},
+            "accelerate replicates in bf16 by autocast, which leaves operators in fp32 (use "
+            "wrap.ddp, which casts as the precision slot says)",
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP, "mixed_precision": "bf16"},
+            {"compute": "bf16"},
+            "accelerate averages gradients in bf16, the precision slot in fp32 (set reduce: bf16 "
+            "there)",
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {},
+            "dynamo_config.dynamo_backend in a.json: nothing is compiled (leave dynamo_config out)",
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "num_procesess": 2}, {},
+            "num_procesess in a.json: is no key that is known here (did you mean `num_processes`?)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong(
+    content: object, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    assert said(tmp_path, content, **settings) == [message]
+
+
+def test_other_files(tmp_path: Path) -> None:
+    (found,) = said(tmp_path, {"zero_optimization": {}})
+    assert found == f"{tmp_path}/a.json is no accelerate configuration: no distributed_type ()"
+    (found,) = said(tmp_path, [])
+    assert found == f"{tmp_path}/a.json: is no mapping of keys to values ()"
+
+
+def test_the_environment_is_that_of_the_launcher(tmp_path: Path) -> None:
+    from stages.wrap.accelerate_compat import launch_environment
+
+    file = tmp_path / "a.json"
+    block = {**FSDP, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}
+    file.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": block}))
+    made = launch_environment(file, 2)
+    assert made["ACCELERATE_USE_FSDP"] == "true"
+    assert made["FSDP_VERSION"] == "2"
+    assert made["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+    assert made["FSDP_OFFLOAD_PARAMS"] == "true"
+    assert made["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert not {"MASTER_ADDR", "MASTER_PORT", "PATH"} & {*made}
