@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import CheckpointError
 from pipeline.state import blocks
@@ -121,7 +121,7 @@ class State(_Model):
     updates: Mapping[str, int]
     moments: Sequence[str]
     loss_scale: Scale | None
-    averages: Sequence[str] = ()
+    averages: Sequence[str] = Field(default_factory=list)
 
 
 class Manifest(_Model):

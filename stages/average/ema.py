@@ -23,9 +23,10 @@ class EmaAverage:
 
     The slot stands between wrap and checkpoint, and works under every strategy. Each rank keeps the
     average of its own part of the master weights, in fp32, where they are: 4 bytes for each of
-    their elements. Checkpoints hold it, so it goes on exactly, on any strategy and number of
-    processes. `weights: ema` in the consolidate slot exports it. A training that goes on from a
-    checkpoint without one begins it with the weights of that checkpoint.
+    their elements. (With masters on NVMe, every update reads them once more.) Checkpoints hold it,
+    so it goes on exactly, on any strategy and number of processes. `weights: ema` in the
+    consolidate slot exports it. A training that goes on from a checkpoint without one begins it
+    with the weights of that checkpoint.
     """
 
     decay: Annotated[float, Gt(0), Lt(1)] = 0.999

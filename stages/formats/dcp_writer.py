@@ -52,11 +52,15 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
             planner=_Planner(source, keys),
             no_dist=True,
         )
-    return [
+    notes = [
         "load it with torch.distributed.checkpoint.load into what get_model_state_dict and "
         "get_optimizer_state_dict(options=StateDictOptions(flatten_optimizer_state_dict=True)) "
         "return, as {'model': ..., 'optimizer': ...}"
     ]
+    if source.state.averages:
+        kinds = ", ".join(source.state.averages)
+        notes.append(f"left out, as there is no place for it: {kinds} of the weights")
+    return notes
 
 
 @contextlib.contextmanager

@@ -156,5 +156,7 @@ def _notes(source: StateSource) -> Iterator[str]:
             "DeepSpeed loads only trained parameters from a universal checkpoint: load frozen "
             "parameters and buffers with the model"
         )
+    if state.averages:
+        yield f"left out, as there is no place for it: {', '.join(state.averages)} of the weights"
     if state.loss_scale is not None:
         yield "loss scaling will have DeepSpeed's default window, hysteresis and least scale"

@@ -85,6 +85,8 @@ class Training:
         self._progress = progress
         self._loss = SummedLoss(engine.model, config.loss_chunk_size)
         self._watch = Watch(config.anomalies, engine.shard.count)
+        self._trained = False
+        self._evaluated = -1
         self._reporter = Reporter(
             ctx,
             engine,
@@ -108,10 +110,13 @@ class Training:
                 self._recover(recovery, anomaly, done)
                 continue
             self._reporter.add(done)
+            self._trained = True
             if self._data.heldout and self._is_to_be_evaluated():
                 self._evaluate(self._data.heldout)
             if self._checkpoints.due(self._progress):
                 self._save()
+        if self._data.heldout and self._evaluated < self._progress.step and self._trained:
+            self._evaluate(self._data.heldout)  # the last batch of all was left out
         self._save()
 
     def _begin(self) -> None:
@@ -149,6 +154,7 @@ class Training:
         with self._reporter.paused():
             size = self._config.microbatch_size(self._engine.shard.count)
             loss = evaluate(self._engine, self._loss, self._data, heldout, size)
+            self._evaluated = self._progress.step
             note(self._progress, loss, self._config.early_stopping)
             self._reporter.evaluated(loss)
 

@@ -59,7 +59,7 @@ class Recovery:
         where = f"(samples {progress.samples} to {stop - 1} of the order)"
         if anomaly != SPIKE:
             return f"{step}: the gradient norm is {done.report.grad_norm} {where}"
-        window = progress.recent_losses
+        window = progress.recent_losses[-self._policy.spike_window :]
         mean = sum(window) / len(window)
         return (
             f"{step}: the loss is {watch.loss:.4f}, a spike over the mean {mean:.4f} of the last "

@@ -39,7 +39,8 @@ class Poisoned:
     """What to train on, by number; a batch is the same in every training."""
     poison: dict[int, int] = field(default_factory=dict)
     """Batch -> the token that its last sample has."""
-    steps: int
+    steps: int | None = None
+    """None: an epoch, evaluated at its end."""
     anomalies: Anomalies
     every: int | None = None
     native: bool = False
@@ -89,10 +90,11 @@ def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
     stage = DeepSpeedCheckpoint if case.native else ShardedCheckpoint
     checkpoints = stage(every=case.every, keep=None).run(ctx, engine)  # type: ignore[arg-type]
     loop = TrainCausalLm(
-        global_batch_size=BATCH, micro_batch_size=1, steps=case.steps, shuffle=False, log_every=1,
-        anomalies=case.anomalies,
+        global_batch_size=BATCH, micro_batch_size=1, shuffle=False, log_every=1,
+        steps=case.steps, epochs=None if case.steps else 1.0, anomalies=case.anomalies,
     )  # fmt: skip
-    data = Data(train=Batches(case), heldout=None, pad_id=0, identity={})
+    heldout = None if case.steps else ToySamples(3, 99, 6)
+    data = Data(train=Batches(case), heldout=heldout, pad_id=0, identity={})
     loop_module.SummedLoss = PoisonedLoss  # type: ignore[misc]
     try:
         trained = loop.run(ctx, engine, data, plan, checkpoints, source(ctx, case.setting))

@@ -21,6 +21,7 @@ from stages.train.policies import Anomalies
 from tests.support.poison import HIGH, NAN, Poisoned, train, train_both
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.state import Setting
+from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -39,10 +40,14 @@ def anomalies(told: dict[str, Any]) -> list[dict[str, Any]]:
     return [line for line in told["lines"] if "anomaly" in line]
 
 
-@pytest.mark.parametrize("wrap", STRATEGIES)
-def test_skipped_batches_might_as_well_not_have_been(wrap: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "compute"), [*((wrap, "fp32") for wrap in STRATEGIES), ("zero1", "bf16")]
+)
+def test_skipped_batches_might_as_well_not_have_been(
+    wrap: str, compute: str, tmp_path: Path
+) -> None:
     """To the bit: weights, moments, counts of updates, the schedule, every reported number."""
-    setting = Setting(wrap=wrap)
+    setting = Setting(wrap=wrap, compute=compute)
     poison = {1: NAN, 2: NAN, 5: HIGH}
     left = Poisoned(setting=setting, batches=range(8), poison=poison, steps=5, anomalies=SKIP)
     right = Poisoned(setting=setting, batches=[0, 3, 4, 6, 7], steps=5, anomalies=Anomalies())
@@ -63,6 +68,21 @@ def test_skipped_batches_might_as_well_not_have_been(wrap: str, tmp_path: Path) 
     ]
     assert [line["grad_norm"] for line in anomalies(skipped)[:2]] == [None, None]
     assert anomalies(skipped)[2]["anomalous_loss"] > 20
+
+
+@pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
+def test_a_batch_is_skipped_with_the_masters_on_disk(tmp_path: Path) -> None:
+    """A block of 1 MiB is the least that is swapped, so this model is larger."""
+    big = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
+    setting = Setting(wrap="zero3 nvme", nvme=str(tmp_path / "nvme"), model=big)
+    left = Poisoned(
+        setting=setting, batches=range(5), poison={1: NAN, 3: HIGH}, steps=3,
+        anomalies=Anomalies(non_finite="skip", spike="skip", spike_window=2, spike_factor=3.0),
+    )  # fmt: skip
+    right = Poisoned(setting=setting, batches=[0, 2, 4], steps=3, anomalies=Anomalies())
+    skipped, without = run_ranks(train_both, 2, str(tmp_path), left, right)[0]
+    assert skipped["state"] == without["state"]
+    assert skipped["progress"]["left_out"] == [[4, 8], [12, 16]]
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "zero2", "zero3"])
@@ -98,6 +118,18 @@ def test_a_rollback_goes_on_behind_the_anomalous_batch(wrap: str, tmp_path: Path
         for line in anomalies(back)
     ]
     assert told == [(1, 2, 0, 8), (3, 4, 16, 24)]
+
+
+def test_an_epoch_whose_last_batch_is_skipped_ends_with_an_evaluation(tmp_path: Path) -> None:
+    setting = Setting(wrap="ddp")
+    left = Poisoned(setting=setting, batches=range(4), poison={3: NAN}, anomalies=SKIP)
+    right = Poisoned(setting=setting, batches=range(3), anomalies=SKIP)
+    skipped, without = run_ranks(train_both, 1, str(tmp_path), left, right)[0]
+    assert skipped["progress"]["step"] == without["progress"]["step"] == 3
+    assert skipped["progress"]["samples"] == 16
+    evaluated = [line["step"] for line in skipped["lines"] if "eval_loss" in line]
+    assert evaluated == [3]
+    assert "eval_loss" in skipped["progress"]["metrics"]
 
 
 def test_a_rollback_reads_deepspeeds_own_format_too(tmp_path: Path) -> None:
