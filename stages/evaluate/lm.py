@@ -14,10 +14,9 @@ from pydantic import Field
 from pipeline.artifacts import ExportedModel, ModelSource
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
-from stages.data.sources import JSON_LINES, PARQUET, TEXT, problems
+from stages.data.files import problems
 from stages.evaluate.artifact import EvaluatedModel
 
-SUFFIXES = TEXT + JSON_LINES + PARQUET
 Count = Annotated[int, Gt(0)]
 WINDOW = 1024
 """Tokens, if the recipe does not say."""
@@ -81,7 +80,7 @@ class EvaluateLm:
         if not self.files and not self.tasks:
             yield Problem(key="files", message="nothing to measure", hint="give files or tasks")
         if self.files:
-            yield from problems("files", self.files, SUFFIXES)
+            yield from problems("files", self.files)
         window = self.window or WINDOW
         if self.stride is not None and self.stride > window:
             yield Problem(

@@ -12,9 +12,10 @@ from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.data import tokenizers
 from stages.data.documents import DocumentReader
-from stages.data.sources import require
+from stages.data.parts import open_source
+from stages.data.selection import Source
 from stages.evaluate.artifact import FILE, EvaluatedModel
-from stages.evaluate.lm import SUFFIXES, WINDOW
+from stages.evaluate.lm import WINDOW
 from stages.evaluate.perplexity import measure
 from stages.model import compat
 from stages.model.outline import outline
@@ -77,7 +78,8 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
         return start + ids
 
     reader = DocumentReader(text_key=config.text_key, unit=config.documents)
-    documents = reader.read(require(config.files, SUFFIXES))
+    opened = open_source(Source(files=config.files))
+    documents = reader.read(opened.parts, opened.reading())
     totals = measure(config, model, documents, encode, most=most)
     return totals.results(bytes_are_scored=config.prepend_bos and most is None)
 

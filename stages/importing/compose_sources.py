@@ -80,18 +80,22 @@ def data(draft: Draft, request: Request) -> None:
 
 def _stage(files: list[str]) -> str:
     """By what the first row of the first file is."""
-    row = _first_row(files)
-    chat = "messages" in row or {"prompt", "completion"} <= row.keys()
-    return "data.chat" if chat else "data.text"
+    from stages.data.forms import FORMS
+
+    keys = _first_row(files).keys()
+    rows = any(form != "text" and keys >= set(FORMS[form].keys) for form in FORMS)
+    return "data.chat" if rows else "data.text"
 
 
 def _first_row(files: list[str]) -> dict[str, Any]:
-    from stages.data.sources import JSON_LINES, PARQUET, objects
+    from stages.data.files import TEXT
+    from stages.data.progress import Reading
+    from stages.data.rows import rows
 
-    if not files or not files[0].endswith(JSON_LINES + PARQUET):
+    if not files or files[0].endswith(TEXT):
         return {}
     try:
-        first = next(objects(Path(files[0])), None)
+        first = next(rows(Path(files[0]), Reading()), None)
     except (DataError, StageError, OSError):
         return {}  # `pipe check` and the run say what is wrong with it
     return first.value if first is not None else {}

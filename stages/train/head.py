@@ -52,13 +52,14 @@ def install(model: nn.Module, chunk: int) -> LossHead:
             hint="leave out loss_chunk_size",
         )
     replaced = LossHead(head, chunk)
-    head.forward = replaced  # type: ignore[method-assign]
+    head.forward = replaced
     return replaced
 
 
 def _head(model: nn.Module) -> Any:
     """The output layer of the transformers model inside of `model`."""
     for module in model.modules():
-        if hasattr(module, "get_output_embeddings"):
-            return module.get_output_embeddings()
+        find: Any = getattr(module, "get_output_embeddings", None)
+        if find is not None:
+            return find()
     raise StageError("loss_chunk_size: the model does not say what its head is")

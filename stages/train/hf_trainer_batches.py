@@ -27,13 +27,14 @@ class MicroBatches:
         self._count = shard.count
         self._accumulation = accumulation
         self._progress = progress
+        self._steps = feed.total_steps(progress)
 
     def __len__(self) -> int:
-        return self._feed.total_steps * self._accumulation
+        return self._steps * self._accumulation
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         position = self._progress.samples
-        for _ in range(self._progress.step, self._feed.total_steps):
+        for _ in range(self._progress.step, self._steps):
             targets = self._feed.targets(position)
             batches = [batch for batch, _ in self._feed.microbatches(position)]
             device = batches[0].input_ids.device

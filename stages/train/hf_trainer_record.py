@@ -17,6 +17,7 @@ from pipeline.errors import StageError
 from pipeline.files import sync_tree
 from pipeline.stage import Context
 from stages.checkpoint.steps import read_json, write_json
+from stages.train.evaluation import note, perplexity
 from stages.train.feed import Feed
 
 PROGRESS = "progress.json"
@@ -43,6 +44,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         feed: Feed,
         progress: Progress,
         root: Path,
+        steps: int,
         *,
         log_every: int,
         keep: int | None,
@@ -52,6 +54,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self._feed = feed
         self._progress = progress
         self._root = root
+        self._steps = steps
         self._log_every = log_every
         self._keep = keep
         self._evaluate = evaluate
@@ -63,11 +66,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         progress.tokens += self._feed.targets(progress.samples)
         progress.samples += self._feed.count(progress.samples)
         progress.step = state.global_step
-        progress.metrics.pop("eval_loss", None)  # it was that of other weights
+        for name in ("eval_loss", "perplexity"):  # they were those of other weights
+            progress.metrics.pop(name, None)
         loss = self._evaluate(progress.step)
         if loss is not None:
-            progress.metrics["eval_loss"] = loss
-            self._ctx.metrics.write({"step": progress.step, "eval_loss": loss})
+            note(progress, loss, None)
+            told = {"eval_loss": loss, "perplexity": perplexity(loss)}
+            self._ctx.metrics.write({"step": progress.step, **told})
             self._ctx.log.info("step %d  eval_loss %.4f", progress.step, loss)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
@@ -90,8 +95,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         )  # fmt: skip
         if progress.step % self._log_every == 0:
             self._ctx.log.info(
-                f"step {progress.step}/{self._feed.total_steps}  loss {loss:.4f}"
-                f"  grad_norm {norm:.3f}"
+                f"step {progress.step}/{self._steps}  loss {loss:.4f}  grad_norm {norm:.3f}"
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

@@ -27,7 +27,7 @@ from stages.train.batches import collate, microbatches
 from stages.train.feed import Feed
 from stages.train.hf_trainer_batches import MicroBatches, micro_batch
 from stages.train.hf_trainer_record import Recorder, read_progress, whole_checkpoints
-from stages.train.loss import summed_loss
+from stages.train.loss import SummedLoss
 from stages.train.origin import origin, require_same_origin
 from stages.wrap.accelerate_compat import forget
 from stages.wrap.birth import build_empty, cast_buffers, materialise, named_parameters
@@ -55,27 +55,35 @@ def train(
     newest, progress = _newest(root, ctx)
     require_same_origin(began, ctx.accept, progress)
     progress.origin = began
-    feed = Feed(batches, data, ctx.seed, shard, ctx.dist.device, progress)
+    feed = Feed(batches, data, ctx.seed, shard, ctx.dist.device)
     ctx.on_exit(feed.close)
-    if newest is not None and progress.step >= feed.total_steps:
-        ctx.log.info("nothing left to train: step %d of %d", progress.step, feed.total_steps)
+    steps = feed.total_steps(progress)
+    if newest is not None and progress.step >= steps:
+        ctx.log.info("nothing left to train: step %d of %d", progress.step, steps)
         return TrainedRun(checkpoint=str(newest), progress=progress)
     micro = batches.microbatch_size(shard.count)
     accumulation = len(microbatches(config.global_batch_size, shard, micro))
     module = _model(model, precision, ctx)
     trainer = _RecipeTrainer(
         model=module,
-        args=_arguments(config, ctx, plan, root, micro, accumulation, feed.total_steps),
+        args=_arguments(config, ctx, plan, root, micro, accumulation, steps),
         train_dataset=data.train,
         loader=MicroBatches(feed, data, shard, accumulation, progress),
         plan=plan,
     )
     ctx.on_exit(forget)
     trainer.remove_callback(PrinterCallback)
-    due = functools.partial(_evaluation, config, ctx, data, trainer, shard, feed.total_steps)
+    due = functools.partial(_evaluation, config, ctx, data, trainer, shard, steps)
     trainer.add_callback(
         Recorder(
-            ctx, feed, progress, root, log_every=config.log_every, keep=config.keep, evaluate=due
+            ctx,
+            feed,
+            progress,
+            root,
+            steps,
+            log_every=config.log_every,
+            keep=config.keep,
+            evaluate=due,
         )
     )
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
@@ -153,7 +161,7 @@ def _evaluation(
     with torch.no_grad():
         for start, end in microbatches(len(samples), shard, size):
             rows = [samples[index] for index in range(start, end)]
-            total += summed_loss(model, collate(rows, data.pad_id, ctx.dist.device))
+            total += SummedLoss(model)(collate(rows, data.pad_id, ctx.dist.device))
     model.train()
     if shard.count > 1:
         torch.distributed.all_reduce(total)
@@ -207,5 +215,5 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """The sum over this micro-batch's target tokens, over the mean number of a rank's in the
         step: averaged over ranks, the mean over all target tokens of the step."""
-        loss: Tensor = summed_loss(model, micro_batch(inputs)) * inputs["scale"]
+        loss: Tensor = SummedLoss(model)(micro_batch(inputs)) * inputs["scale"]
         return loss

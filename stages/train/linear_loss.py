@@ -24,7 +24,7 @@ def linear_loss(
     Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
     weight summed over chunks in fp32.
     """
-    summed: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, chunk)
+    summed: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, chunk)  # type: ignore[no-untyped-call]
     return summed
 
 
@@ -61,7 +61,7 @@ class _LinearLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         slopes, ctx.slopes = ctx.slopes, None
         if slopes is None:
             raise RuntimeError("the loss in chunks can be differentiated once")

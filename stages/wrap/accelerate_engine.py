@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
-from pipeline.engine import DataShard, StepReport
+from pipeline.engine import Admit, DataShard, StepReport
 from pipeline.importing.files import read_config
 from pipeline.stage import Context
 from stages.wrap import accelerate_compat as compat
@@ -26,6 +26,7 @@ from stages.wrap.birth import (
     expected_buffers,
     materialise,
     named_parameters,
+    trained,
 )
 from stages.wrap.fill import fill
 from stages.wrap.fsdp_compat import sharding_facts
@@ -107,9 +108,13 @@ class AcceleratedEngine(TorchEngine):
     def backward(self, loss: Tensor) -> None:
         scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, *, lr_scale: float) -> StepReport:
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
         return apply_step(
-            self.optimizer, self.scaler, lr_scale=lr_scale, max_grad_norm=self.plan.max_grad_norm
+            self.optimizer,
+            self.scaler,
+            lr_scale=lr_scale,
+            max_grad_norm=self.plan.max_grad_norm,
+            admit=admit,
         )
 
     def settle(self) -> None:
@@ -119,8 +124,9 @@ class AcceleratedEngine(TorchEngine):
                 unit.reshard()
 
     def facts(self) -> Mapping[str, Any]:
+        self.settle()
         parameters = list(self.module.parameters())
-        master = dtype_names(parameters)
+        master = dtype_names(trained(self.module))
         return {
             "engine": self._kind(),
             "accelerate": str(self._accelerator.distributed_type.value),
@@ -134,6 +140,7 @@ class AcceleratedEngine(TorchEngine):
             **self._sharding(master),
             "buffers": dtype_names(self.module.buffers()),
             "parameters": sum(p.numel() for p in parameters),
+            "trained_parameters": sum(p.numel() for p in trained(self.module)),
             "loss_scaling": self.scaler is not None,
         }
 
