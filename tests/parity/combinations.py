@@ -17,7 +17,7 @@ from pipeline.errors import RecipeError
 from pipeline.plan import plan_file
 from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
-RANKS = 2
+RANKS, MICRO = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
     return {
         "wrap": strategy.wrap,
         "fields": dict(strategy.fields),
-        "batching": {"micro_batch_size": 3},
+        "batching": {"micro_batch_size": MICRO},
         "lora": feature.adapter,
         "model": SIZES,
         "hf": model_fields(feature),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.artifacts import Data, ModelSource, OptimizerPlan
 from pipeline.order import SampleOrder
@@ -27,11 +28,14 @@ def reference(
     batch: int,
     compute: torch.dtype = torch.float32,
     plan: OptimizerPlan | None = None,
+    together: Sequence[int] | None = None,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
     """Per-step losses and gradient norms, final weights, held-out loss.
 
     The optimizer is torch's AdamW, or the plan's, over whole parameters. The forward pass runs on
-    parameters cast to `compute`; everything else is fp32.
+    parameters cast to `compute`; everything else is fp32. With `together`, so many samples
+    at a time pass through the model, padded, instead of each alone: for models that look at a
+    whole batch.
     """
     torch.manual_seed(0)
     model = source.build()
@@ -49,7 +53,10 @@ def reference(
     for step in range(steps):
         samples = [data.train[order[step * batch + place]] for place in range(batch)]
         targets = sum(int((sample.labels != -100).sum()) for sample in samples)
-        loss = sum(_loss(model, sample, compute) for sample in samples) / targets
+        if together is None:
+            loss = sum(_loss(model, sample, compute) for sample in samples) / targets
+        else:
+            loss = sum(_padded_loss(model, some) for some in _cut(samples, together)) / targets
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         for group, rate in zip(optimizer.param_groups, base, strict=True):
@@ -83,6 +90,21 @@ def _loss(model: Any, sample: Any, compute: torch.dtype) -> torch.Tensor:
             logits[0].float(), labels, ignore_index=-100, reduction="sum"
         )
     return total
+
+
+def _cut(samples: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+    rest = iter(samples)
+    return (list(itertools.islice(rest, size)) for size in sizes)
+
+
+def _padded_loss(model: Any, samples: list[Any]) -> torch.Tensor:
+    rows = [torch.from_numpy(sample.input_ids) for sample in samples]
+    labels = [torch.from_numpy(sample.labels) for sample in samples]
+    logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits
+    targets = pad_sequence(labels, batch_first=True, padding_value=-100)
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def _documents(sample: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

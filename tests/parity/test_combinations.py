@@ -33,6 +33,8 @@ REFUSED = {
     ("- keeping attention", "ZeRO-3"),
     ("- keeping matrix products", "ZeRO-3"),
 }
+CUT = (3, 1, 3, 1)
+"""Samples of the micro-batches of a step: two ranks with four samples each, three at a time."""
 PAIRS = [(feature, strategy) for strategy in STRATEGIES for feature in FEATURES]
 
 
@@ -78,7 +80,8 @@ def plain_loop(adapter: str, packed: bool, rounded: str) -> Any:
         ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
         source = tiny_source(ctx, lora, fields, **SIZES)
         data = packed_data() if packed else toy_data()
-        return reference(source, data, seed=SEED, steps=STEPS, batch=BATCH)
+        together = CUT if rounded else None
+        return reference(source, data, seed=SEED, steps=STEPS, batch=BATCH, together=together)
 
 
 def expected(name: str) -> Any:
@@ -97,7 +100,8 @@ def test_the_numbers_of_a_plain_loop(name: str, trained: Any) -> None:
     steps = [record for record in result["records"] if "loss" in record]
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
-    assert result["metrics"]["eval_loss"] == pytest.approx(heldout, rel=1e-5)
+    heldout_limit = 1e-2 if FEATURES[name].rounds else 1e-5  # which is not cut in the same way
+    assert result["metrics"]["eval_loss"] == pytest.approx(heldout, rel=heldout_limit)
     final = load_file(f"{result['folder']}/final.safetensors")
     held = [key for key in weights if FEATURES[name].adapter is None or "lora" in key]
     assert set(held) <= set(final)

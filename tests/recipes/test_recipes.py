@@ -22,20 +22,22 @@ FAMILIES = {
     "llama8b": ("ddp", "fsdp", "zero2"),
     "llama70b": ("fsdp", "zero3", "zero3_offload"),
 }
+ADAPTED = {"smollm_lora": "smollm_ddp", "llama70b_lora_fsdp": "llama70b_fsdp"}
 
 
 def test_all_promised_recipes_are_there() -> None:
     names = {f"{family}_{member}" for family, members in FAMILIES.items() for member in members}
-    assert {path.stem for path in RECIPES} == names | {"quickstart"}
+    assert {path.stem for path in RECIPES} == names | ADAPTED.keys() | {"quickstart"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
     plan = plan_file(path, (), here=False)
     assert plan.recipe.name == path.stem
+    adapter = ["adapter"] if path.stem in ADAPTED else []
     assert [step.slot for step in plan.steps] == [
-        "model", "precision", "data", "optimizer", "wrap", "checkpoint", "train", "consolidate",
-        "export",
+        "model", *adapter, "precision", "data", "optimizer", "wrap", "checkpoint", "train",
+        "consolidate", "export",
     ]  # fmt: skip
 
 
@@ -51,6 +53,13 @@ def test_a_family_differs_in_its_wrap_slot_only(family: str) -> None:
         assert other.keys() == first.keys()
         different = {slot for slot in first if other[slot] != first[slot]}
         assert different == {"wrap"}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_is_another_slot_and_other_rates(name: str) -> None:
+    adapted, plain = (settings(FOLDER / f"{one}.yaml") for one in (name, ADAPTED[name]))
+    different = {slot for slot in plain if adapted[slot] != plain[slot]}
+    assert (different, adapted.keys() - plain.keys()) == ({"optimizer"}, {"adapter"})
 
 
 def test_recipes_validate_against_the_schema_for_editors() -> None:
