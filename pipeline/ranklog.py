@@ -41,19 +41,26 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         yield log
 
 
+ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
+"""Loggers of what libraries tell each other: warnings, and which kernels were not built."""
+
+
 @contextlib.contextmanager
 def _warnings_to(handler: logging.Handler) -> Iterator[None]:
-    """Python's warnings, nearly all of one library to another, stay off the screen."""
-    warned = logging.getLogger("py.warnings")
-    propagates, warned.propagate = warned.propagate, False
-    warned.addHandler(handler)
+    """What is nearly all from one library to another stays off the screen."""
+    warned = [logging.getLogger(name) for name in ASIDES]
+    propagated = [one.propagate for one in warned]
+    for one in warned:
+        one.propagate = False
+        one.addHandler(handler)
     logging.captureWarnings(True)
     try:
         yield
     finally:
         logging.captureWarnings(False)
-        warned.removeHandler(handler)
-        warned.propagate = propagates
+        for one, propagates in zip(warned, propagated, strict=True):
+            one.removeHandler(handler)
+            one.propagate = propagates
 
 
 @contextlib.contextmanager
