@@ -1,4 +1,4 @@
-"""Translate configurations in memory or from the fixtures."""
+"""Translate configurations in memory or from files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pipeline.importing.files import read_config
 from pipeline.importing.translator import ConfigFile, Fate, Request, Translation
 from stages.importing.translator import HuggingFace
 
-FIXTURES = Path(__file__).parent / "fixtures"
 
-
-def fixtures(*names: str, **request: Any) -> Translation:
-    """What the named fixtures become together."""
-    files = [read_config(FIXTURES / name) for name in names]
+def from_files(folder: Path, *names: str, **request: Any) -> Translation:
+    """What the named files become together."""
+    files = [read_config(folder / name) for name in names]
     return HuggingFace().translate(files, Request(**request))
 
 

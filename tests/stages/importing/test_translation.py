@@ -14,9 +14,8 @@ from pipeline.importing.translator import ConfigFile, Request, Translation
 from stages.importing.rules import Table
 from stages.importing.translator import TABLES, HuggingFace
 from tests.stages.importing.support import (
-    FIXTURES,
     fate,
-    fixtures,
+    from_files,
     leaves,
     refused,
     slot,
@@ -81,7 +80,7 @@ def test_what_training_arguments_leave_out_is_as_in_transformers() -> None:
     assert slot(made, "checkpoint") == {"use": "checkpoint.sharded", "every": 500, "keep": None}
 
 
-def test_auto_is_what_the_arguments_say(tmp_path: Path) -> None:
+def test_auto_is_what_the_arguments_say(tmp_path: Path, configs: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"hidden_size": 100}')
@@ -89,7 +88,7 @@ def test_auto_is_what_the_arguments_say(tmp_path: Path) -> None:
         "output_dir": "x", "per_device_train_batch_size": 2, "learning_rate": 3e-4,
         "adam_beta1": 0.8, "bf16": True, "warmup_ratio": 0.2, "max_grad_norm": 0.7,
     }  # fmt: skip
-    engine = json.loads((FIXTURES / "transformers/ds_config_zero3_bf16.json").read_text())
+    engine = json.loads((configs / "engines/stage3_auto.json").read_text())
     made = translated(arguments, engine, procs=2, model=str(model))
     optimizer, wrap = slot(made, "optimizer"), slot(made, "wrap")
     assert optimizer["lr"] == 3e-4
@@ -106,40 +105,40 @@ def test_auto_is_what_the_arguments_say(tmp_path: Path) -> None:
     assert optimizer["schedule"] == "constant"
 
 
-def test_auto_without_arguments_is_their_default() -> None:
-    made = fixtures("transformers/ds_config_zero2.json", procs=2)
+def test_auto_without_arguments_is_their_default(configs: Path) -> None:
+    made = from_files(configs, "engines/stage2_auto.json", procs=2)
     optimizer = slot(made, "optimizer")
     assert (optimizer["lr"], optimizer["eps"], optimizer["max_grad_norm"]) == (5e-5, 1e-8, 1.0)
     assert slot(made, "train")["global_batch_size"] == 16
     assert refused(made) == {}
     size = "zero_optimization.reduce_bucket_size"
-    assert fate(made, size).to == {"wrap.reduce_bucket_size": 200_000_000}
+    assert fate(made, size).to == {"wrap.reduce_bucket_size": 300_000_000}
 
 
-def test_batch_sizes_tell_the_number_of_processes() -> None:
-    made = fixtures("deepspeed/gpt2_baseline.json")
+def test_batch_sizes_tell_the_number_of_processes(configs: Path) -> None:
+    made = from_files(configs, "engines/stage1_numbers.json")
     assert made.recipe is not None
-    assert made.recipe["launch"] == {"procs": 8}  # 512 = 16 x 4 x 8
-    assert slot(made, "train")["global_batch_size"] == 512
+    assert made.recipe["launch"] == {"procs": 4}  # 96 = 6 x 4 x 4
+    assert slot(made, "train")["global_batch_size"] == 96
     assert slot(made, "optimizer")["decay_all"] is True
 
 
-def test_batch_sizes_that_do_not_agree() -> None:
-    made = fixtures("deepspeed/gpt2_baseline.json", procs=3)
+def test_batch_sizes_that_do_not_agree(configs: Path) -> None:
+    made = from_files(configs, "engines/stage1_numbers.json", procs=3)
     assert made.recipe is None
     assert refused(made) == {
-        "train_batch_size": "is not 16 a process x 4 micro-batches x 3 processes"
+        "train_batch_size": "is not 6 a process x 4 micro-batches x 3 processes"
     }
 
 
-def test_the_length_of_a_schedule_is_that_of_the_training() -> None:
-    made = fixtures("deepspeed/llama_7b_single_node.json")
-    assert slot(made, "train")["steps"] == 100_000
+def test_the_length_of_a_schedule_is_that_of_the_training(configs: Path) -> None:
+    made = from_files(configs, "engines/stage2_numbers.json")
+    assert slot(made, "train")["steps"] == 30_000
     assert slot(made, "optimizer")["schedule"] == "linear"
-    both = fixtures("deepspeed/llama_7b_single_node.json", "trl/example_config.yaml")
+    both = from_files(configs, "engines/stage2_numbers.json", "trainer/script.yaml")
     assert both.recipe is None  # cosine, and another learning rate
     assert refused(both)["optimizer.params.lr"] == (
-        "contradicts learning_rate: 0.0001 in example_config.yaml"
+        "contradicts learning_rate: 0.0003 in script.yaml"
     )
 
 

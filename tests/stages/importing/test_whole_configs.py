@@ -1,4 +1,4 @@
-"""Configurations as public repositories have them: imported, checked, and trained for two steps.
+"""Whole configurations, as a person has them: imported, checked, and trained for two steps.
 
 What only GPUs have, and what a tiny model is too small for, is adapted on the command line
 (`ADAPTED`), as a person would; the files stay as they are.
@@ -20,7 +20,8 @@ from pipeline.journal import Journal
 from pipeline.metrics import records
 from pipeline.plan import plan_file
 from pipeline.runner import Runner
-from tests.stages.importing.support import FIXTURES, fixtures, refused
+from tests.stages.importing.configs.tools import write_with_tools
+from tests.stages.importing.support import from_files, refused
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -44,49 +45,45 @@ class Case(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-ZEPHYR = (
-    "torch_dtype", "chat_template", "dataset_mixture", "eval_strategy", "gradient_checkpointing",
-    "hub_model_id", "push_to_hub", "report_to",
+CHAT = (
+    "chat_template", "dataset_mixture", "eval_strategy", "gradient_checkpointing", "hub_model_id",
+    "push_to_hub", "report_to", "torch_dtype",
 )  # fmt: skip
 NO_EPOCHS = ("train.epochs=null",)
 SDPA = ("model.attention=sdpa",)
 """flash_attention_2 needs a GPU."""
+AS_WRITTEN = ("hub_token", "report_to")
+"""In every file that TrainingArguments write: a placeholder, and an empty list."""
 
 CASES = {
-    "accelerate deepspeed": Case(("accelerate/config_yaml_templates/deepspeed.yaml",)),
-    "accelerate fsdp": Case(("accelerate/config_yaml_templates/fsdp.yaml",)),
-    "accelerate multi_gpu": Case(("accelerate/config_yaml_templates/multi_gpu.yaml",)),
-    "accelerate slurm": Case(("accelerate/slurm_fsdp_config.yaml",)),
-    "accelerate latest_fsdp": Case(
-        ("accelerate/latest_fsdp.yaml",),
-        ("wrap.units=block",),  # a Llama has no BertLayer
-    ),
-    "accelerate latest": Case(("accelerate/latest.yaml",), (), ("command",)),
-    "accelerate fsdp2": Case(("accelerate/fsdp2.yaml",)),
-    "accelerate zero3 offload": Case(
-        ("accelerate/deepspeed_config_templates/zero_stage3_offload_config.json",)
-    ),
-    "trl fsdp2": Case(("trl/fsdp2.yaml",)),
-    "trl zero3": Case(("trl/deepspeed_zero3.yaml",)),
-    "trl multi_gpu": Case(("trl/multi_gpu.yaml",)),
-    "trl cli": Case(("trl/example_config.yaml",), NO_EPOCHS, ("dataset_name",)),
-    "transformers zero2": Case(("transformers/ds_config_zero2.json",)),
-    "transformers zero3": Case(("transformers/ds_config_zero3.json",)),
-    "deepspeed gpt2": Case(("deepspeed/gpt2_baseline.json",)),
-    "deepspeed llama": Case(("deepspeed/llama_7b_single_node.json",)),
-    "handbook": Case(("handbook/zephyr_sft.yaml",), NO_EPOCHS + SDPA, ZEPHYR),
-    "handbook with accelerate": Case(
-        ("handbook/zephyr_sft.yaml", "trl/fsdp2.yaml"), NO_EPOCHS + SDPA, ZEPHYR
-    ),
-    "handbook with zero3": Case(
-        ("handbook/zephyr_sft.yaml", "transformers/ds_config_zero3_bf16.json"),
+    "basic": Case(("launch/basic.json",)),
+    "ddp": Case(("launch/ddp.yaml",)),
+    "fsdp1": Case(("launch/fsdp1.yaml",)),
+    "fsdp1 without processes": Case(("launch/fsdp1_without_processes.yaml",)),
+    "fsdp2": Case(("launch/fsdp2.yaml",)),
+    "plugin": Case(("launch/plugin.yaml",)),
+    "plugin that names a file": Case(("launch/plugin_file.yaml",)),
+    "one process": Case(("launch/one_process.yaml",), (), ("command",)),
+    "zero1": Case(("engines/stage1_numbers.json",)),
+    "zero2": Case(("engines/stage2_numbers.json",)),
+    "zero2 auto": Case(("engines/stage2_auto.json",)),
+    "zero3": Case(("engines/stage3_numbers.json",)),
+    "zero3 offload": Case(("engines/stage3_offload.json",)),
+    "script": Case(("trainer/script.yaml",), NO_EPOCHS, ("dataset_name",)),
+    "arguments": Case(("trainer/arguments.json",), NO_EPOCHS, AS_WRITTEN),
+    "sharded arguments": Case(("trainer/sharded_arguments.json",), (), AS_WRITTEN),
+    "arguments that name a file": Case(("trainer/names_an_engine.json",)),
+    "chat": Case(("trainer/chat.yaml",), NO_EPOCHS + SDPA, CHAT),
+    "chat with fsdp2": Case(("trainer/chat.yaml", "launch/fsdp2.yaml"), NO_EPOCHS + SDPA, CHAT),
+    "chat with zero3 auto": Case(
+        ("trainer/chat.yaml", "engines/stage3_auto.json"),
         NO_EPOCHS + SDPA,
-        (*ZEPHYR, "lr_scheduler_type"),
+        (*CHAT, "lr_scheduler_type"),
     ),
 }
 
 
-EXPORTED = [CASES[name] for name in ("accelerate fsdp", "trl multi_gpu", "transformers zero2")]
+EXPORTED = [CASES[name] for name in ("ddp", "fsdp1", "zero2 auto")]
 TRAINED_ONLY = ("consolidate=null", "export=null", "checkpoint.asynchronous=false")
 """To the end with one configuration of each strategy; the others save time."""
 
@@ -101,6 +98,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def files(configs: Path) -> Path:
+    """The configurations written by hand, and those that the tools write."""
+    run_ranks(write_with_tools, 1, str(configs))
+    return configs
 
 
 def run_recipes(dist: Dist, jobs: list[tuple[str, list[str], str]]) -> list[list[dict[str, Any]]]:
@@ -118,12 +122,12 @@ def run_recipes(dist: Dist, jobs: list[tuple[str, list[str], str]]) -> list[list
     return logged
 
 
-def imported(case: Case, model: Path, folder: Path) -> tuple[str, list[str], str]:
+def imported(case: Case, files: Path, model: Path, folder: Path) -> tuple[str, list[str], str]:
     """`pipe import` of a case in its folder: recipe, overrides, run folder. It must be right."""
     text, recipe, run = folder / "text.txt", folder / "recipe.yaml", folder / "run"
     run.mkdir(parents=True)
     text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
-    arguments = ["import", *(str(FIXTURES / file) for file in case.files), "-o", str(recipe)]
+    arguments = ["import", *(str(files / file) for file in case.files), "-o", str(recipe)]
     said = CliRunner().invoke(main, [*arguments, "--model", str(model), "--data", str(text)])
     assert said.exit_code == (3 if case.refused else 0), said.output
     adapted = [*ADAPTED, f"data.cache={folder}", *case.adapted]
@@ -131,9 +135,9 @@ def imported(case: Case, model: Path, folder: Path) -> tuple[str, list[str], str
 
 
 @pytest.fixture(scope="module")
-def jobs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("real")
-    return {name: imported(case, model, root / name) for name, case in CASES.items()}
+def jobs(files: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("imported")
+    return {name: imported(case, files, model, root / name) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +148,17 @@ def trained(jobs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_real_configuration_is_imported_and_right(name: str, jobs: dict[str, Any]) -> None:
+def test_a_whole_configuration_is_imported_and_right(
+    name: str, files: Path, jobs: dict[str, Any]
+) -> None:
     recipe, adapted, _ = jobs[name]
-    assert set(refused(fixtures(*CASES[name].files))) == {*CASES[name].refused}
+    assert set(refused(from_files(files, *CASES[name].files))) == {*CASES[name].refused}
     checked = CliRunner().invoke(main, ["check", recipe, *adapted])
     assert checked.exit_code == 0, checked.output
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_real_configuration_trains(
+def test_a_whole_configuration_trains(
     name: str, jobs: dict[str, Any], trained: dict[str, Any]
 ) -> None:
     losses = [record["loss"] for record in trained[name] if "loss" in record]
