@@ -31,6 +31,12 @@ def model(draft: Draft, request: Request) -> None:
     draft.copy("tokenizer", "model.tokenizer")
     draft.copy("attention", "model.attention")
     draft.copy("trust_remote_code", "model.trust_remote_code")
+    draft.copy("recompute", "model.activation_checkpointing", lambda on: {})
+    draft.copy("recompute_offload", "model.activation_checkpointing.offload", bool)
+    draft.copy("compiled", "model.compile", lambda on: {})
+    draft.copy("compile_backend", "model.compile.backend")
+    draft.copy("compile_mode", "model.compile.mode")
+    draft.copy("liger", "model.kernels", lambda on: "liger")
 
 
 def _source(draft: Draft, name: str, revision: str | None) -> None:
@@ -71,6 +77,10 @@ def data(draft: Draft, request: Request) -> None:
     else:
         draft.lacks("data.files", "text files, or use: data.chat for conversations")
     draft.copy("sequence_length", "data.sequence_length")
+    if draft.slots["data"]["use"] == "data.text":
+        account.dismiss("packing", "data.text fills every sample")
+    else:
+        draft.copy("packing", "data.packing", bool)
     if account.given("heldout"):
         draft.put("data.heldout_files", [account.value("heldout")], "heldout")
         account.dismiss("heldout_fraction", "there are files to evaluate on")

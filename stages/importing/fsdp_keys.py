@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stages.importing import read
-from stages.importing.rules import Table, covered, never, only, says, unless
+from stages.importing.rules import Table, covered, never, says, switched, unless
 
 SHARDINGS = {
     "full_shard": "full_shard",
@@ -23,8 +23,6 @@ SHARDINGS = {
 
 SAVED = "checkpoints and the export are whole under every strategy"
 LOADED = "every rank reads its own part of the weights, and no other"
-NO_CHECKPOINTING = "activations are not recomputed"
-LESS_MEMORY = "lower micro_batch_size if memory is short; the numbers stay the same"
 
 
 def prefetch_units(value: Any) -> int:
@@ -61,12 +59,8 @@ FSDP: Table = {
     "cpu_ram_efficient_loading": covered(LOADED),
     "param_init_fn": never("code cannot stand in a recipe"),
     "limit_all_gathers": covered("FSDP2 limits them by itself"),
-    "activation_checkpointing": only(
-        False, why="is off", otherwise=NO_CHECKPOINTING, hint=LESS_MEMORY
-    ),
-    "activation_checkpointing_offload": only(
-        False, why="is off", otherwise=NO_CHECKPOINTING, hint=LESS_MEMORY
-    ),
+    "activation_checkpointing": switched("recompute"),
+    "activation_checkpointing_offload": switched("recompute_offload"),
     "ignored_modules": never("every module is sharded"),
     "mixed_precision_policy": never(
         "dtypes have a slot of their own", "set compute and reduce in the precision slot"

@@ -6,7 +6,7 @@ from typing import Any
 
 from stages.importing import read
 from stages.importing.accelerate_keys import device
-from stages.importing.fsdp_keys import FSDP_PREFIXED, LESS_MEMORY, NO_CHECKPOINTING
+from stages.importing.fsdp_keys import FSDP_PREFIXED
 from stages.importing.rules import (
     Rule,
     Table,
@@ -16,6 +16,7 @@ from stages.importing.rules import (
     never,
     only,
     says,
+    switched,
     unless,
 )
 
@@ -89,7 +90,7 @@ def _fsdp(value: Any) -> str:
     return "wrap.fsdp"
 
 
-_recompute = only(False, why="is off", otherwise=NO_CHECKPOINTING, hint=LESS_MEMORY)
+_recompute = switched("recompute")
 _of_recompute = covered("belongs to activation_checkpointing")
 
 TRAINER: Table = {
@@ -161,5 +162,7 @@ TRAINER: Table = {
     "hub_model_id": says("publish.repo", read.text),
     "hub_private_repo": says("publish.private", read.truth),
     "hub_revision": says("publish.revision", read.text),
-    "hub_token": never("secrets do not belong into a recipe", "set HF_TOKEN"),
+    "hub_token": unless(
+        ("<hub_token>",), never("secrets do not belong into a recipe", "set HF_TOKEN")
+    ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stages.importing import read
-from stages.importing.rules import Rule, Table, covered, never, only, says
+from stages.importing.rules import Rule, Table, covered, never, only, says, switched
 from stages.importing.trainer_keys import TRAINER
 
 
@@ -19,8 +19,8 @@ _said = covered("the recipe's slots say what is done")
 _ddp = covered("ranks have the same buffers from the start; the device decides the backend")
 _none = "the recipe has no field for it"
 _integrations = only(
-    *("none", "", ["none"]), why="is none", otherwise="metrics are written to metrics.jsonl alone",
-    hint="read them from there",
+    *("none", "", [], ["none"]), why="is none",
+    otherwise="metrics are written to metrics.jsonl alone", hint="read them from there",
 )  # fmt: skip
 _off = never(_none, "leave it out")
 
@@ -59,15 +59,14 @@ OTHER: Table = {
         covered("checkpoints are whole, and committed, on every machine"),
         *("save_on_each_node", "restore_callback_states_from_checkpoint", "save_safetensors"),
     ),
-    **_all(
-        covered("belongs to torch_compile"), "torch_compile_backend", "torch_compile_mode",
-        "torchdynamo",
-    ),
+    "torchdynamo": covered("is an older name of torch_compile_backend"),
     "local_rank": covered("the launcher says it"),
     "use_cache": never("training keeps no cache", "leave it out"),
     "liger_kernel_config": covered("belongs to use_liger_kernel"),
-    "torch_compile": never("nothing is compiled", "leave it out"),
-    "use_liger_kernel": never("there are no Liger kernels", "leave it out"),
+    "torch_compile": switched("compiled"),
+    "torch_compile_backend": says("compile_backend", read.text),
+    "torch_compile_mode": says("compile_mode", read.text),
+    "use_liger_kernel": switched("liger"),
     "neftune_noise_alpha": _off,
     "torch_empty_cache_steps": _off,
     "auto_find_batch_size": never("batches do not change by themselves", "set micro_batch_size"),
@@ -172,7 +171,7 @@ SCRIPT: Table = {
         *("torch_dtype", "dtype"),
     ),
     "chat_template": never("the tokenizer has it", "save it with the tokenizer"),
-    "packing": never("data.text packs, data.chat does not", "leave it out"),
+    "packing": switched("packing"),
     "streaming": never(_files, "leave it out"),
     **_all(
         never("all samples are taken", "make smaller files"),

@@ -330,3 +330,23 @@ def test_every_key_has_a_fate(kind: str, data: st.DataObject) -> None:
         assert bool(each.to) == (each.outcome == "translated")
         assert each.to or each.why
     assert (made.recipe is None) == any(each.blocks for each in made.fates)
+
+
+def test_what_saves_memory_and_time_is_translated() -> None:
+    arguments = {
+        "learning_rate": 1e-4, "max_steps": 2, "per_device_train_batch_size": 1,
+        "gradient_checkpointing": True, "torch_compile": True, "torch_compile_mode": "max-autotune",
+        "use_liger_kernel": True, "hub_token": "<HUB_TOKEN>", "report_to": [],
+    }  # fmt: skip
+    made = translated(arguments)
+    assert refused(made) == {}
+    model = slot(made, "model")
+    assert model["activation_checkpointing"] == {}
+    assert model["compile"] == {"mode": "max-autotune"}
+    assert model["kernels"] == "liger"
+    sharding = {
+        "distributed_type": "FSDP", "num_processes": 2,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True},
+    }  # fmt: skip
+    assert slot(translated(sharding), "model")["activation_checkpointing"] == {}
+    assert "hub_token" in refused(translated({**arguments, "hub_token": "hf_secret"}))
