@@ -112,7 +112,8 @@ class AdamW(OptimizerSettings):
             rounding_seed=seed if self.stochastic_rounding else None,
             compiled=self.kernel == "fused",
         )
-        return replace(plan, packing=kept, build=build)
+        groups = functools.partial(self.make_groups, shards=self.stochastic_rounding)
+        return replace(plan, packing=kept, build=build, groups=groups)
 
 
 def _build(

@@ -35,9 +35,11 @@ def make_groups(
     weight_decay: float,
     decay_all: bool,
     own: Sequence[GroupSettings] = (),
+    shards: bool = False,
 ) -> list[dict[str, Any]]:
     """Trainable parameters in torch groups of equal rate and decay, in order: those of `own`, then
-    the rest; matrices (two or more dimensions) before what is not decayed.
+    the rest; matrices (two or more dimensions) before what is not decayed. With `shards`, each tells
+    the number of the process's shard.
 
     Raises StageError for a pattern that matches no trainable parameter.
     """
@@ -48,7 +50,9 @@ def make_groups(
         place = next((i for i, group in enumerate(own) if _matches(group, parameter.name)), None)
         settings = None if place is None else own[place]
         decay = weight_decay if decay_all or len(parameter.shape) >= 2 else 0.0
-        group: dict[str, Any] = {"params": [], "shard": parameter.shard}
+        group: dict[str, Any] = {"params": []}
+        if shards:
+            group["shard"] = parameter.shard
         if settings is not None:
             group["lr"] = lr * settings.lr_ratio
             decay = decay if settings.weight_decay is None else settings.weight_decay

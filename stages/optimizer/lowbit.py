@@ -68,7 +68,7 @@ class LowBitAdamW(Optimizer):
         state["step"] += 1
         noise = None
         if self._noise is not None:
-            noise = self._noise.bits(parameter, weights, group.get("shard", 0), int(state["step"]))
+            noise = self._noise.bits(parameter, weights, group["shard"], int(state["step"]))
         for start, stop, moments in self._packing.parts(state, count):
             update = self._update if stop - start < SMALLEST else self._compiled
             update(

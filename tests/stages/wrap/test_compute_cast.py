@@ -55,4 +55,28 @@ def test_installed_casts_can_be_told() -> None:
     cast_on_use(module, torch.float32)
     assert installed_casts(module) == []
     cast_on_use(module, torch.bfloat16)
-    assert [cast.dtype for cast in installed_casts(module)] == [torch.bfloat16] * 3
+    assert [cast.dtype for cast in installed_casts(module)] == [
+        torch.bfloat16
+    ] * 4  # the root's too
+
+
+class Reads(nn.Module):
+    """Uses a child's weight without calling the child, as DoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"inner": nn.Linear(3, 3, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.parts["inner"].weight.dtype) @ self.parts["inner"].weight
+
+
+def test_a_child_s_parameters_are_cast_for_its_parent_too() -> None:
+    module = Reads()
+    cast_on_use(module, torch.bfloat16)
+    out = module(torch.ones(2, 3))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    weight = module.parts["inner"].weight
+    assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(weight.grad, torch.full((3, 3), 2.0))
