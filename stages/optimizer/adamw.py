@@ -92,7 +92,7 @@ class AdamW(OptimizerSettings):
         plan = OptimizerPlan(
             algorithm=self.algorithm,
             hyperparameters=hyperparameters,
-            groups=self.make_groups,
+            groups=self.make_groups(),
             moments=("exp_avg", "exp_avg_sq"),
             build=functools.partial(_build, hyperparameters=hyperparameters, kernel=self.kernel),
             lr_scale=self.lr_scale,
@@ -112,7 +112,7 @@ class AdamW(OptimizerSettings):
             rounding_seed=seed if self.stochastic_rounding else None,
             compiled=self.kernel == "fused",
         )
-        groups = functools.partial(self.make_groups, shards=self.stochastic_rounding)
+        groups = self.make_groups(shards=self.stochastic_rounding)
         return replace(plan, packing=kept, build=build, groups=groups)
 
 

@@ -38,8 +38,8 @@ def make_groups(
     shards: bool = False,
 ) -> list[dict[str, Any]]:
     """Trainable parameters in torch groups of equal rate and decay, in order: those of `own`, then
-    the rest; matrices (two or more dimensions) before what is not decayed. With `shards`, each tells
-    the number of the process's shard.
+    the rest; matrices (two or more dimensions) before what is not decayed. With `shards`, each
+    tells the number of the process's shard.
 
     Raises StageError for a pattern that matches no trainable parameter.
     """

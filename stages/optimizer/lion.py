@@ -42,7 +42,7 @@ class Lion(OptimizerSettings):
         return OptimizerPlan(
             algorithm=self.algorithm,
             hyperparameters=hyperparameters,
-            groups=self.make_groups,
+            groups=self.make_groups(),
             moments=("exp_avg",),
             counts_updates=False,
             build=functools.partial(_build, hyperparameters=hyperparameters),

@@ -83,8 +83,9 @@ class OptimizerSettings:
             power=self.power or 2.0,
         )
 
-    @property
-    def make_groups(self) -> Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]:
+    def make_groups(
+        self, *, shards: bool = False
+    ) -> Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]:
         """A model's parameters -> torch parameter groups. Raises StageError."""
         return functools.partial(
             make_groups,
@@ -92,4 +93,5 @@ class OptimizerSettings:
             weight_decay=self.weight_decay,
             decay_all=self.decay_all,
             own=self.groups,
+            shards=shards,
         )

@@ -24,7 +24,7 @@ NAMES = {parameter: name for name, parameter, *_ in NAMED}
 
 
 def told(stage: AdamW) -> list[tuple[float | None, float, list[str]]]:
-    groups = stage.make_groups(NAMED)
+    groups = stage.make_groups()(NAMED)
     return [(g.get("lr"), g["weight_decay"], [NAMES[p] for p in g["params"]]) for g in groups]
 
 
