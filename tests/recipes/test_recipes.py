@@ -67,5 +67,7 @@ def test_recipes_validate_against_the_schema_for_editors() -> None:
         [sys.executable, "-m", "pipeline", "schema"], capture_output=True, text=True, check=True
     )
     schema = json.loads(said.stdout)
+    validator = jsonschema.validators.validator_for(schema)
+    validator.check_schema(schema)
     for path in RECIPES:
-        jsonschema.validate(yaml.safe_load(path.read_text("utf-8")), schema)
+        validator(schema).validate(yaml.safe_load(path.read_text("utf-8")))
