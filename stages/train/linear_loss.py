@@ -10,6 +10,9 @@ from torch import Tensor
 
 from pipeline.artifacts import NO_TARGET
 
+PIECE = 1 << 24
+"""Elements of a product that are made at a time where they are then added in another dtype."""
+
 
 def linear_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
@@ -49,7 +52,7 @@ class _LinearLoss(torch.autograd.Function):
             if for_hidden is not None:
                 for_hidden[start : start + chunk] = narrow @ weight
             if for_weight is not None:
-                for_weight += (narrow.T @ some).float()
+                _add_product(for_weight, narrow, some)
             if for_bias is not None:
                 for_bias += slope.sum(0)
         # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
@@ -67,6 +70,16 @@ class _LinearLoss(torch.autograd.Function):
             raise RuntimeError("the loss in chunks can be differentiated once")
         scaled = [None if one is None else one.mul_(upstream.to(one.dtype)) for one in slopes]
         return *scaled, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total` += left^T right in fp32, without a second matrix of its size."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+        return
+    height = max(PIECE // total.shape[1], 1)
+    for top in range(0, len(total), height):
+        total[top : top + height] += left[:, top : top + height].T @ right
 
 
 def _slope(logits: Tensor, labels: Tensor) -> Tensor:

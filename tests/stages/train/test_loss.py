@@ -70,6 +70,26 @@ def test_in_bf16_the_loss_is_that_of_fp32_logits() -> None:
     assert float(found) == pytest.approx(float(whole), rel=1e-6)
 
 
+def test_in_bf16_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.train.linear_loss.PIECE", 16 * 7)  # seven rows at a time
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(200, 16, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, 200, (300,), generator=generator)
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        loss.backward()
+        found = [hidden.grad.clone(), weight.grad.clone()]
+        hidden.grad = weight.grad = None
+        return found
+
+    whole = gradients(F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum"))
+    chunked = gradients(linear_loss(hidden, weight, None, labels, 8))
+    for one, other in zip(chunked, whole, strict=True):
+        # as many chunks summed in bf16 would be off by several per cent
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=0.02)
+
+
 class Alone(Engine):
     """A model by itself."""
 
