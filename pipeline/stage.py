@@ -65,6 +65,18 @@ class PlanView:
             if given is not None and issubclass(given, artifact):
                 yield stage
 
+    def before(self, stage: Any, artifact: type) -> str | None:
+        """The first slot before that of `stage` which gives `artifact` or a subclass of it; None
+        without one, and when the stage is in no slot."""
+        givers = {id(giver) for giver in self.giving(artifact)}
+        found = None
+        for slot, other in self.slots.items():
+            if other is stage:
+                return found
+            if found is None and id(other) in givers:
+                found = slot
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Room:

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from pipeline.artifacts import ModelSource
+from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
 from stages.adapter.artifact import AdaptedModel
-from stages.adapter.order import too_late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,13 @@ class Lora:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if importlib.util.find_spec("peft") is None:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
-        yield from too_late(self, plan)
+        builder = plan.before(self, Engine)
+        if builder is not None:
+            yield Problem(
+                message=f"comes behind slot `{builder}`, which builds the model, and would change "
+                "nothing",
+                hint="move it up, behind the model slot",
+            )
         if self.targets == ():
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:

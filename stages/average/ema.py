@@ -43,9 +43,7 @@ class EmaAverage:
                 message="checkpoint.deepspeed does not save the average",
                 hint="use checkpoint.sharded",
             )
-        stages = list(plan.slots.values())
-        saving = [place for place, stage in enumerate(stages) if stage in plan.giving(Checkpoints)]
-        if self in stages and saving and saving[0] < stages.index(self):
+        if plan.before(self, Checkpoints) is not None:
             yield Problem(
                 message="the checkpoint slot comes before this one and would not save the average",
                 hint="put this slot between wrap and checkpoint",

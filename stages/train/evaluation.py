@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 
 from pipeline.artifacts import Data, Progress, Samples
-from pipeline.engine import Engine
+from pipeline.engine import DataShard, Engine
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.policies import EarlyStopping
@@ -19,14 +19,28 @@ def evaluate(
 ) -> float:
     """Mean loss in nats over all target tokens of `samples` (collective)."""
     engine.model.eval()
-    total = torch.zeros((), dtype=torch.float32, device=engine.device)
-    targets = sum(samples.targets(index) for index in range(len(samples)))
     with torch.no_grad(), engine.evaluating():
-        for start, end in microbatches(len(samples), engine.shard, micro_batch_size):
-            rows = [samples[index] for index in range(start, end)]
-            total += loss(collate(rows, data.pad_id, engine.device))
+        mean = mean_loss(loss, data, samples, engine.shard, engine.device, micro_batch_size)
     engine.model.train()
-    if engine.shard.count > 1:
+    return mean
+
+
+def mean_loss(
+    loss: SummedLoss,
+    data: Data,
+    samples: Samples,
+    shard: DataShard,
+    device: torch.device,
+    micro_batch_size: int,
+) -> float:
+    """The same of a model that is in the state in which it is to be measured (collective)."""
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    targets = sum(samples.targets(index) for index in range(len(samples)))
+    with torch.no_grad():
+        for start, end in microbatches(len(samples), shard, micro_batch_size):
+            rows = [samples[index] for index in range(start, end)]
+            total += loss(collate(rows, data.pad_id, device))
+    if shard.count > 1:
         torch.distributed.all_reduce(total)
     return float(total) / targets
 

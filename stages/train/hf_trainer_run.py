@@ -23,7 +23,8 @@ from pipeline.artifacts import (
 )
 from pipeline.engine import DataShard
 from pipeline.stage import Context
-from stages.train.batches import collate, microbatches
+from stages.train.batches import microbatches
+from stages.train.evaluation import mean_loss
 from stages.train.feed import Feed
 from stages.train.hf_trainer_batches import MicroBatches, micro_batch
 from stages.train.hf_trainer_record import Recorder, read_progress, whole_checkpoints
@@ -154,18 +155,11 @@ def _evaluation(
     due = step == last or (config.eval_every is not None and step % config.eval_every == 0)
     if data.heldout is None or not due:
         return None
-    samples, model = data.heldout, trainer.model_wrapped
+    model, size = trainer.model_wrapped, config.batches().microbatch_size(shard.count)
     model.eval()
-    total = torch.zeros((), dtype=torch.float32, device=ctx.dist.device)
-    size = config.batches().microbatch_size(shard.count)
-    with torch.no_grad():
-        for start, end in microbatches(len(samples), shard, size):
-            rows = [samples[index] for index in range(start, end)]
-            total += SummedLoss(model)(collate(rows, data.pad_id, ctx.dist.device))
+    mean = mean_loss(SummedLoss(model), data, data.heldout, shard, ctx.dist.device, size)
     model.train()
-    if shard.count > 1:
-        torch.distributed.all_reduce(total)
-    return float(total) / sum(samples.targets(index) for index in range(len(samples)))
+    return mean
 
 
 class _RecipeTrainer(Trainer):  # type: ignore[misc]

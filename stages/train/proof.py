@@ -33,7 +33,7 @@ HINTS = {
 def prove_packing(engine: Engine, data: Data, loss: SummedLoss) -> None:
     """A document's loss behind another one is what it is alone (collective). Nothing to do when no
     sample is packed. Raises StageError."""
-    documents = _two_documents(data)
+    documents = _two_documents(data) if data.packed else None
     if documents is None:
         return
     first, second = documents

@@ -20,7 +20,7 @@ KEY = "config"
 IMPORT = "`pipe import` translates the file for wrap.zero"
 SHARDING = {"fsdp_config", "parallelism_config"}
 """Blocks that accelerate reads for FSDP alone."""
-NARROW = {"fp16": "fp16", "bf16": "bf16"}
+NARROW = ("fp16", "bf16")
 
 
 def problems(stage: Accelerate, plan: PlanView) -> Iterator[Problem]:
@@ -96,7 +96,8 @@ def _launch(content: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
 
 
 def _precision(content: Mapping[str, Any], policy: Any) -> Iterator[Problem]:
-    asked = NARROW.get(str(content.get("mixed_precision")).lower(), "fp32")
+    said = str(content.get("mixed_precision")).lower()
+    asked = said if said in NARROW else "fp32"
     if asked != policy.compute:
         yield Problem(
             key=KEY,

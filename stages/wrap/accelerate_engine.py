@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
-from pipeline.engine import Admit, DataShard, StepReport
+from pipeline.engine import DataShard
 from pipeline.importing.files import read_config
 from pipeline.stage import Context
 from stages.wrap import accelerate_compat as compat
@@ -29,8 +28,8 @@ from stages.wrap.birth import (
     trained,
 )
 from stages.wrap.fill import fill
-from stages.wrap.fsdp_compat import sharding_facts
-from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
+from stages.wrap.fsdp_compat import reshard, sharding_facts
+from stages.wrap.gradients import make_optimizer, make_scaler
 from stages.wrap.torch_engine import TorchEngine, local_parts
 from stages.wrap.witness import attest
 
@@ -105,23 +104,8 @@ class AcceleratedEngine(TorchEngine):
         with waiting:
             yield
 
-    def backward(self, loss: Tensor) -> None:
-        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
-        return apply_step(
-            self.optimizer,
-            self.scaler,
-            lr_scale=lr_scale,
-            max_grad_norm=self.plan.max_grad_norm,
-            admit=admit,
-        )
-
     def settle(self) -> None:
-        # After a forward pass without backward (evaluation), units may still be gathered.
-        for unit in self.model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+        reshard(self.model)
 
     def facts(self) -> Mapping[str, Any]:
         self.settle()

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
-from pipeline.engine import Admit, DataShard, StepReport
+from pipeline.engine import DataShard
 from pipeline.stage import Context
 from stages.wrap.birth import (
     build_empty,
@@ -27,7 +27,7 @@ from stages.wrap.compute_cast import cast_on_use, installed_casts
 from stages.wrap.ddp_compat import hook_states, no_buffer_sync, settle_buckets
 from stages.wrap.ddp_reduce import ReduceIn, reduce_in
 from stages.wrap.fill import fill
-from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
+from stages.wrap.gradients import make_optimizer, make_scaler
 from stages.wrap.torch_engine import TorchEngine, local_parts
 from stages.wrap.witness import attest
 
@@ -115,18 +115,6 @@ class DdpEngine(TorchEngine):
         # what is averaged again at the end of the step changes nothing but rounding.
         reduce, self._to_record = last or self._to_record, False
         return contextlib.nullcontext() if reduce else self.model.no_sync()
-
-    def backward(self, loss: Tensor) -> None:
-        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
-        return apply_step(
-            self.optimizer,
-            self.scaler,
-            lr_scale=lr_scale,
-            max_grad_norm=self.plan.max_grad_norm,
-            admit=admit,
-        )
 
     def facts(self) -> Mapping[str, Any]:
         module = self.model.module

@@ -28,6 +28,14 @@ def sharding_facts(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def reshard(model: nn.Module) -> None:
+    """Give up what is gathered: after a forward pass without backward (evaluation), units may still
+    be whole."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def _groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

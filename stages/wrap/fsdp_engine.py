@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
-from pipeline.engine import Admit, DataShard, StepReport
+from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.wrap.birth import (
@@ -31,9 +31,9 @@ from stages.wrap.birth import (
     trained,
 )
 from stages.wrap.fill import fill
-from stages.wrap.fsdp_compat import sharding_facts
+from stages.wrap.fsdp_compat import reshard, sharding_facts
 from stages.wrap.fsdp_units import choose_units
-from stages.wrap.gradients import apply_step, make_optimizer, make_scaler, scaled
+from stages.wrap.gradients import make_optimizer, make_scaler
 from stages.wrap.torch_engine import TorchEngine, local_parts
 from stages.wrap.witness import attest
 
@@ -160,23 +160,8 @@ class FsdpEngine(TorchEngine):
         self.model.set_is_last_backward(last)
         yield
 
-    def backward(self, loss: Tensor) -> None:
-        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
-        return apply_step(
-            self.optimizer,
-            self.scaler,
-            lr_scale=lr_scale,
-            max_grad_norm=self.plan.max_grad_norm,
-            admit=admit,
-        )
-
     def settle(self) -> None:
-        # After a forward pass without backward (evaluation), units may still be gathered.
-        for unit in self.model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+        reshard(self.model)
 
     def facts(self) -> Mapping[str, Any]:
         self.settle()

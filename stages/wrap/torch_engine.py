@@ -1,4 +1,4 @@
-"""An engine whose whole state is a torch module and a torch optimizer."""
+"""An engine that is a torch module and a torch optimizer: its step, and its whole state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from pipeline.artifacts import OptimizerPlan
-from pipeline.engine import WEIGHT, Engine, EngineState, Fragment, LossScale, ParameterGroup
+from pipeline.engine import (
+    WEIGHT,
+    Admit,
+    Engine,
+    EngineState,
+    Fragment,
+    LossScale,
+    ParameterGroup,
+    StepReport,
+)
 from pipeline.errors import StageError
 from stages.wrap.birth import aliases, stored_tensors
 from stages.wrap.fill import Part
+from stages.wrap.gradients import apply_step, scaled
 from stages.wrap.moments import (
     flat,
     read_moments,
@@ -49,7 +59,8 @@ class _Layout(NamedTuple):
 
 
 class TorchEngine(Engine):
-    """Tells its training state parameter by parameter, sharded by rows or whole."""
+    """Steps as plain torch does, and tells its training state parameter by parameter, sharded by
+    rows or whole."""
 
     optimizer: Optimizer
     scaler: GradScaler | None
@@ -59,6 +70,18 @@ class TorchEngine(Engine):
     @abstractmethod
     def module(self) -> nn.Module:
         """The model itself, with names as in the source."""
+
+    def backward(self, loss: Tensor) -> None:
+        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+        return apply_step(
+            self.optimizer,
+            self.scaler,
+            lr_scale=lr_scale,
+            max_grad_norm=self.plan.max_grad_norm,
+            admit=admit,
+        )
 
     def state(self) -> EngineState:
         return dataclasses.replace(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.artifacts import Data, Sample, Samples
+from pipeline.artifacts import Data, Sample
 from pipeline.dist import Dist
 from pipeline.metrics import records
 from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
@@ -21,7 +21,7 @@ from stages.train import loop as loop_module
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.loss import SummedLoss
 from stages.train.policies import Anomalies
-from tests.support.runs import ToySamples, context
+from tests.support.runs import ListedSamples, ToySamples, context
 from tests.support.state import Setting, digest, make_engine, source
 
 BATCH = 4
@@ -47,28 +47,20 @@ class Poisoned:
     """Save in DeepSpeed's own format."""
 
 
-class Batches(Samples):
+class Batches(ListedSamples):
     """The chosen batches, one after another."""
 
     def __init__(self, case: Poisoned) -> None:
         pool = ToySamples(BATCH * 12, 99, 5)
-        self._samples = []
+        chosen = []
         for number in case.batches:
             samples = [pool[BATCH * number + place] for place in range(BATCH)]
             if number in case.poison:
                 last = samples[-1]
                 tokens = np.full_like(last.input_ids, case.poison[number])
                 samples[-1] = Sample(input_ids=tokens, labels=last.labels)
-            self._samples += samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
-
-    def targets(self, index: int) -> int:
-        return int((self._samples[index].labels != -100).sum())
+            chosen += samples
+        super().__init__(chosen)
 
 
 class PoisonedLoss(SummedLoss):

@@ -52,21 +52,11 @@ def context(dist: Dist, run_dir: str | Path, seed: int = 7) -> Context:
     return replace(testing.context(run_dir, seed=seed, dist=dist), log=log)
 
 
-class ToySamples(Samples):
-    """Random tokens of uneven lengths, about a third of the labels masked; some samples have
-    none."""
+class ListedSamples(Samples):
+    """Samples in memory."""
 
-    def __init__(self, size: int, vocab: int, seed: int) -> None:
-        generator = np.random.default_rng(seed)
-        self._samples = [self._make(generator, vocab, index) for index in range(size)]
-
-    @staticmethod
-    def _make(generator: Any, vocab: int, index: int) -> Sample:
-        length = int(generator.integers(3, 20))
-        tokens = generator.integers(0, vocab, length + 1)
-        labels = tokens[1:].copy()
-        labels[generator.random(length) < (1.0 if index % 7 == 3 else 0.3)] = -100
-        return Sample(input_ids=tokens[:-1].astype(np.int64), labels=labels.astype(np.int64))
+    def __init__(self, samples: list[Sample]) -> None:
+        self._samples = samples
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -76,6 +66,23 @@ class ToySamples(Samples):
 
     def targets(self, index: int) -> int:
         return int((self._samples[index].labels != -100).sum())
+
+
+class ToySamples(ListedSamples):
+    """Random tokens of uneven lengths, about a third of the labels masked; some samples have
+    none."""
+
+    def __init__(self, size: int, vocab: int, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        super().__init__([self._make(generator, vocab, index) for index in range(size)])
+
+    @staticmethod
+    def _make(generator: Any, vocab: int, index: int) -> Sample:
+        length = int(generator.integers(3, 20))
+        tokens = generator.integers(0, vocab, length + 1)
+        labels = tokens[1:].copy()
+        labels[generator.random(length) < (1.0 if index % 7 == 3 else 0.3)] = -100
+        return Sample(input_ids=tokens[:-1].astype(np.int64), labels=labels.astype(np.int64))
 
 
 def toy_data(size: int = 40, vocab: int = 101) -> Data:
@@ -88,23 +95,14 @@ def toy_data(size: int = 40, vocab: int = 101) -> Data:
     )
 
 
-class PackedToySamples(Samples):
+class PackedToySamples(ListedSamples):
     """Toy samples, one to three to a sample."""
 
     def __init__(self, documents: Samples) -> None:
         numbers = iter(range(len(documents)))
         sizes = itertools.cycle([2, 1, 3])
         groups = iter(lambda: list(itertools.islice(numbers, next(sizes))), [])
-        self._samples = [_packed([documents[number] for number in group]) for group in groups]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
-
-    def targets(self, index: int) -> int:
-        return int((self._samples[index].labels != -100).sum())
+        super().__init__([_packed([documents[number] for number in group]) for group in groups])
 
 
 def _packed(documents: list[Sample]) -> Sample:
@@ -121,5 +119,6 @@ def packed_data(size: int = 80, vocab: int = 101) -> Data:
         train=PackedToySamples(ToySamples(size, vocab, 1)),
         heldout=PackedToySamples(ToySamples(9, vocab, 2)),
         pad_id=0,
+        packed=True,
         identity={"contents": f"packed-{size}"},
     )

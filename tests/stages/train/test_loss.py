@@ -124,7 +124,7 @@ class Packed(Samples):
         return 12
 
 
-PACKED = Data(train=Packed(), heldout=None, pad_id=0, identity={})
+PACKED = Data(train=Packed(), heldout=None, pad_id=0, packed=True, identity={})
 
 
 @pytest.fixture

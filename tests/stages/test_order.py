@@ -1,0 +1,34 @@
+"""Stages that must stand before others say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.testing import plan_view
+from stages.adapter.lora import Lora
+from stages.average.ema import EmaAverage
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.wrap.ddp import Ddp
+
+LORA, EMA = Lora(), EmaAverage()
+CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "adapter before wrap": (LORA, {"adapter": LORA, "wrap": Ddp()}, []),
+    "adapter behind wrap": (
+        LORA, {"wrap": Ddp(), "checkpoint": ShardedCheckpoint(), "adapter": LORA},
+        ["comes behind slot `wrap`, which builds the model, and would change nothing"],
+    ),
+    "average before checkpoint": (EMA, {"ema": EMA, "checkpoint": ShardedCheckpoint()}, []),
+    "average behind checkpoint": (
+        EMA, {"wrap": Ddp(), "checkpoint": ShardedCheckpoint(), "ema": EMA},
+        ["the checkpoint slot comes before this one and would not save the average"],
+    ),
+    "in no slot": (EMA, {"checkpoint": ShardedCheckpoint()}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_order_of_slots(name: str) -> None:
+    stage, slots, messages = CASES[name]
+    assert [problem.message for problem in stage.check(plan_view(slots))] == messages
