@@ -155,9 +155,15 @@ class ModelSource(ABC):
         return ()
 
     @property
-    def exported(self) -> ModelSource:
-        """The model as others load it: this one, unless training has added to it."""
+    def plain(self) -> ModelSource:
+        """The same model, computing by itself: without what only training wants of its module, such
+        as compiled blocks or products in fewer bits."""
         return self
+
+    @property
+    def exported(self) -> ModelSource:
+        """The model as others load it: the plain one, unless training has added to it."""
+        return self.plain
 
     def assemble(self, trained: Weights) -> Weights:
         """The tensors of `exported`, from what a checkpoint of this model holds."""

@@ -97,6 +97,10 @@ class AdaptedSource(AdaptedModel):
     def borrowed(self) -> Collection[str]:
         return self._borrowed
 
+    @property
+    def plain(self) -> ModelSource:
+        return AdaptedSource(self.stage, self.base.plain, seed=self._seed)
+
     def weights(self) -> TensorReader:
         base = self.base.weights()
         adapted = {layer.name for layer in self.layers}

@@ -88,7 +88,7 @@ def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
     """The export as a user loads it, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    declared = outline(source)
+    declared = outline(source.exported)
     kind: Any = type(declared) if compat.is_remote_code(declared) else AutoModelForCausalLM
     places = {"device_map": "auto"} if on_gpu else {}
     try:

@@ -11,7 +11,7 @@ from pipeline.artifacts import ExportedModel, TrainedRun, Weights
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
 from stages.adapter.artifact import AdaptedModel
-from stages.export.folder import folder_problems
+from stages.export import fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,7 @@ class ExportAdapter:
     tokenizer, fixed token ids are used."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        if not self.prompt.strip():
-            yield Problem(message="must not be empty", key="prompt")
-        yield from folder_problems(self.folder)
+        yield from fields.problems(self.folder, self.prompt)
 
     def run(
         self,

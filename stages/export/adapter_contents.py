@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.artifacts import Weights, torch_dtype
+from pipeline.artifacts import TensorReader, Weights, torch_dtype
 from pipeline.errors import ExportError, StageError
 from stages.adapter.compat import import_peft, quiet
 from stages.adapter.files import ADAPTER, PREFIX, WEIGHTS, name_in_file
@@ -31,7 +31,6 @@ from stages.weights.converted import ConvertedReader
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeline.artifacts import ModelSource
     from stages.adapter.artifact import AdaptedModel
 
 USAGE = Usage(
@@ -83,7 +82,9 @@ class AdapterContents(Contents):
         ids = token_ids(self.source, self.prompt)
         values = Rounded(self._trained, torch_dtype(self._dtype))
         expected = trained_logits(self.source, values, ids)
-        found = logits(with_adapter(self.source.exported, folder), ids)
+        base = self.source.exported
+        with contextlib.closing(base.weights()) as own:
+            found = logits(with_adapter(outline(base), own, folder), ids)
         return Proof(
             prompt=ids[0].tolist(), logits=in_short(found), difference=compare(found, expected)
         )
@@ -97,11 +98,10 @@ class Rounded(CastReader, Weights):
         self.identity = trained.identity
 
 
-def with_adapter(base: ModelSource, folder: Path) -> nn.Module:
-    """The model with the adapter in `folder`, loaded by peft, in fp32; its own weights are read
-    block by block while it runs. Raises ExportError when peft does not load it."""
+def with_adapter(module: nn.Module, own: TensorReader, folder: Path) -> nn.Module:
+    """`module`, on the meta device, with the adapter in `folder`, loaded by peft, in fp32; its own
+    weights are read block by block while it runs. Raises ExportError when peft does not load it."""
     peft = import_peft()
-    module = outline(base)
     tied, names, blocks = ties(module), list(module.state_dict()), compat.block_classes(module)
     try:
         with quiet():
@@ -111,8 +111,8 @@ def with_adapter(base: ModelSource, folder: Path) -> nn.Module:
             loaded = peft.load_peft_weights(str(folder), device="cpu")
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ExportError(f"peft cannot load the adapter: {error}") from error
-    own = Values(base.weights(), tied, dict.fromkeys(names, torch.float32))
-    return by_blocks(model, _WithAdapter(model, loaded, own), blocks)
+    values = Values(own, tied, dict.fromkeys(names, torch.float32))
+    return by_blocks(model, _WithAdapter(model, loaded, values), blocks)
 
 
 class _WithAdapter(Mapping[str, "Tensor"]):

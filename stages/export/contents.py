@@ -99,7 +99,7 @@ def trained_logits(source: ModelSource, trained: Weights, ids: Tensor) -> Tensor
     in fp32, shape (1, length, vocabulary)."""
     with_source = Overlaid(trained, source)
     try:
-        return in_full_precision(source, with_source, ids)
+        return in_full_precision(source.plain, with_source, ids)
     finally:
         with_source.close_source()
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView, Room
-from stages.export.folder import folder_problems
+from stages.export import fields
 from stages.export.sizes import parse_size
 
 
@@ -42,9 +42,7 @@ class ExportSafetensors:
             parse_size(self.max_shard_size)
         except ValueError as error:
             yield Problem(message=str(error), key="max_shard_size")
-        if not self.prompt.strip():
-            yield Problem(message="must not be empty", key="prompt")
-        yield from folder_problems(self.folder)
+        yield from fields.problems(self.folder, self.prompt)
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,11 @@ class DerivedSource(ModelSource):
     @property
     def borrowed(self) -> Collection[str]:
         return self.base.borrowed
+
+    @property
+    @abstractmethod
+    def plain(self) -> ModelSource:
+        """The same on top of the plain base."""
 
     @property
     def exported(self) -> ModelSource:

@@ -113,15 +113,17 @@ class HfSource(ModelSource):
         return cast("nn.Module", model)
 
     @property
-    def exported(self) -> ModelSource:
-        plain = copy.copy(self)
-        plain._training = Training()
-        return plain
+    def plain(self) -> ModelSource:
+        if self._training == Training():
+            return self
+        same = copy.copy(self)
+        same._training = Training()
+        return same
 
     @functools.cached_property
     def _outline(self) -> nn.Module:
         """The module with parameters on the meta device (no memory), real buffers, weights tied."""
-        return outline(self)
+        return outline(self.plain)
 
     @functools.cached_property
     def _allowed(self) -> Allowed:

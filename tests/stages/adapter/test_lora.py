@@ -19,6 +19,7 @@ from stages.adapter.rows import row_blocks
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
+from stages.model.options import ActivationCheckpointing, Fp8
 from tests.support.models import context
 from tests.support.runs import TINY
 from tests.support.weights import MemoryWeights
@@ -118,6 +119,22 @@ def test_peft_loads_an_exported_adapter(name: str, tmp_path: Path) -> None:
     assert "computes what it did" in told[-1]
     total = sum(tensor.numel() for tensor in weights.tensors.values())
     assert done.total_bytes < 4 * total + 8192
+
+
+@pytest.mark.parametrize("stage", [ExportSafetensors(dtype="fp32"), ExportAdapter()])
+def test_what_training_does_to_the_module_is_no_part_of_the_proof(
+    stage: Any, tmp_path: Path
+) -> None:
+    base = base_of({**UNTIED, "hidden_size": 32, "intermediate_size": 48}, tmp_path)
+    training = HfModel(
+        path=str(base), fp8=Fp8(emulate=True), activation_checkpointing=ActivationCheckpointing()
+    )
+    source = Lora(rank=4).run(context(tmp_path), training.run(context(tmp_path)))
+    weights = trained(source)
+    done = stage.run(context(tmp_path), weights, source)
+    assert done.total_bytes
+    rounded, exact = module_with(source, weights), module_with(source.plain, weights)
+    assert (logits(rounded) - logits(exact)).abs().max() > 1e-3
 
 
 def test_the_merge_is_peft_s_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes in the field that says where an export goes."""
+"""Mistakes in the fields that all exports have."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 from pipeline.errors import Problem
 
 
-def folder_problems(name: str | None) -> Iterator[Problem]:
-    """Of the field `folder`; nothing when it is not set."""
+def problems(folder: str | None, prompt: str) -> Iterator[Problem]:
+    """Of the fields `folder` and `prompt`."""
+    if not prompt.strip():
+        yield Problem(message="must not be empty", key="prompt")
+    if folder is not None:
+        yield from _folder(Path(folder).expanduser())
+
+
+def _folder(folder: Path) -> Iterator[Problem]:
     from stages.export.target import PARTIAL, foreign
 
-    if name is None:
-        return
-    folder = Path(name).expanduser()
     if folder.name.endswith(PARTIAL):
         yield Problem(
             message=f"`{folder.name}` is what an unfinished export is called",
