@@ -129,6 +129,10 @@ class ModelSource(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated transformer blocks, in order; empty when they cannot be told."""
 
+    def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Modules that, other than by calling them, use parameters of the modules inside them."""
+        return ()
+
     @abstractmethod
     def tokenizer(self) -> Any:
         """The `transformers` tokenizer; raises StageError when the source has none."""

@@ -1,9 +1,12 @@
-"""What of peft is not its documented API, in one place; a contract test guards it."""
+"""What of peft and bitsandbytes is not their documented API, in one place; contract tests guard
+it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +26,27 @@ def import_peft() -> Any:
     finally:
         logging.disable(logging.NOTSET)
     return peft
+
+
+@functools.cache
+def bitsandbytes() -> Any:
+    """The package, without what it says of missing kernels, and without the ones that it would
+    fetch from the hub when it is imported."""
+    kernels = sys.modules.get("kernels")
+    try:
+        logging.disable(logging.WARNING)
+        sys.modules["kernels"] = None  # type: ignore[assignment]
+        import bitsandbytes
+    except ImportError as error:
+        raise StageError(
+            "quantize needs bitsandbytes", hint="pip install 'pipetrain[bitsandbytes]'"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+        del sys.modules["kernels"]
+        if kernels is not None:
+            sys.modules["kernels"] = kernels
+    return bitsandbytes
 
 
 @contextlib.contextmanager

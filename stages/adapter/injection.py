@@ -84,7 +84,10 @@ def inject(stage: Lora, model: nn.Module) -> None:
         raise StageError(f"adapter.lora: {error}", hint=_linear_hint(model)) from error
     _refuse_idle(stage, model)
     for name, parameter in parameters.items():
-        parameter.requires_grad_(any(fnmatchcase(name, one) for one in stage.train_also))
+        wanted = any(fnmatchcase(name, one) for one in stage.train_also)
+        if wanted and not parameter.is_floating_point():
+            raise StageError(f"train_also: {name} is in 4 bits, which cannot be trained")
+        parameter.requires_grad_(wanted)
     for pattern in stage.train_also:
         if not any(fnmatchcase(name, pattern) for name in parameters):
             raise StageError(

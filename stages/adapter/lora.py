@@ -40,6 +40,9 @@ class Lora:
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which linear layers get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
     the head."""
+    quantize: Literal["nf4", "fp4"] | None = None
+    """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
+    al. 2023, QLoRA). What is trained, merged and exported is the model with these weights."""
     train_also: tuple[str, ...] = ()
     """Patterns (`lm_head.*`, `*norm.weight`) of the model's own parameters that are trained as a
     whole beside the updates."""
@@ -57,6 +60,12 @@ class Lora:
                 "nothing",
                 hint="move it up, behind the model slot",
             )
+        if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
+            yield Problem(
+                key="quantize",
+                message="needs bitsandbytes",
+                hint="pip install 'pipetrain[bitsandbytes]'",
+            )
         if self.targets == ():
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:
@@ -70,6 +79,8 @@ class Lora:
                 yield Problem(key="start_from", message=f"no {name} in {folder}")
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
+        from stages.adapter.quantised import QuantisedSource
         from stages.adapter.source import AdaptedSource
 
-        return AdaptedSource(self, model, seed=ctx.seed)
+        base = model if self.quantize is None else QuantisedSource(model, self.quantize)
+        return AdaptedSource(self, base, seed=ctx.seed)

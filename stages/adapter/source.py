@@ -28,6 +28,7 @@ from stages.weights.safetensors import SafetensorsReader
 if TYPE_CHECKING:
     from torch import nn
 
+    from stages.adapter.four_bits import Kind
     from stages.adapter.lora import Lora
 
 
@@ -65,6 +66,10 @@ class AdaptedSource(AdaptedModel):
                 )
         self.base.tie(model)
 
+    def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
+        within = [model.get_submodule(layer.name) for layer in layers(model) if layer.dora]
+        return [*within, *self.base.reaching(model)]
+
     @functools.cached_property
     def layers(self) -> Sequence[Layer]:
         """What has an update."""
@@ -77,6 +82,10 @@ class AdaptedSource(AdaptedModel):
     @property
     def trained(self) -> Sequence[str]:
         return self._trained
+
+    @property
+    def quantize(self) -> Kind | None:
+        return self.stage.quantize
 
     def save_config(self, folder: Path) -> None:
         save_config(
@@ -113,7 +122,7 @@ class AdaptedSource(AdaptedModel):
 
     def _updates(self) -> TensorReader:
         if self.stage.start_from is None:
-            return FreshUpdates(self.layers, self.base.weights, seed=self._seed)
+            return FreshUpdates(self.layers, self.base.plain.weights, seed=self._seed)
         return self._saved(Path(self.stage.start_from).expanduser())
 
     def _saved(self, folder: Path) -> TensorReader:
@@ -138,5 +147,5 @@ class AdaptedSource(AdaptedModel):
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def assemble(self, trained: Weights) -> Weights:
-        merged = MergedWeights(trained, self.base.weights(), self.layers, self.fingerprint)
+        merged = MergedWeights(trained, self.base.plain.weights(), self.layers, self.fingerprint)
         return self.base.assemble(merged)

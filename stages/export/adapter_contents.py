@@ -33,23 +33,16 @@ if TYPE_CHECKING:
 
     from stages.adapter.artifact import AdaptedModel
 
-USAGE = Usage(
-    "peft",
-    """from peft import AutoPeftModelForCausalLM
-
-model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")""",
-)
-
 
 class AdapterContents(Contents):
     """`adapter_model.safetensors` and `adapter_config.json`, with the model's tokenizer."""
 
     writer = "export.adapter"
-    usage = USAGE
 
     def __init__(self, source: AdaptedModel, trained: Weights, *, dtype: str, prompt: str) -> None:
         self.source: AdaptedModel = source
         self.prompt = prompt
+        self.usage = usage(source.quantize)
         self._trained = trained
         self._dtype = dtype
 
@@ -86,8 +79,25 @@ class AdapterContents(Contents):
         with contextlib.closing(base.weights()) as own:
             found = logits(with_adapter(outline(base), own, folder), ids)
         return Proof(
-            prompt=ids[0].tolist(), logits=in_short(found), difference=compare(found, expected)
+            prompt=ids[0].tolist(),
+            logits=in_short(found),
+            difference=compare(found, expected),
+            quantize=self.source.quantize,
         )
+
+
+def usage(quantize: str | None) -> Usage:
+    """How peft loads an adapter whose model's linear layers were in these 4 bits."""
+    load = 'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto"'
+    lines = f"from peft import AutoPeftModelForCausalLM\n\nmodel = {load})"
+    if quantize is not None:
+        lines = f"""from peft import AutoPeftModelForCausalLM
+from transformers import BitsAndBytesConfig
+
+# It was trained on top of the model in {quantize}.
+config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{quantize}")
+model = {load}, quantization_config=config)"""
+    return Usage("peft", lines)
 
 
 class Rounded(CastReader, Weights):

@@ -97,9 +97,10 @@ class ModelContents(Contents):
 def trained_logits(source: ModelSource, trained: Weights, ids: Tensor) -> Tensor:
     """What the model computes with a checkpoint's values and, where it left any out, the source's;
     in fp32, shape (1, length, vocabulary)."""
-    with_source = Overlaid(trained, source)
+    plain = source.plain
+    with_source = Overlaid(trained, plain)
     try:
-        return in_full_precision(source.plain, with_source, ids)
+        return in_full_precision(plain, with_source, ids)
     finally:
         with_source.close_source()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
@@ -53,6 +53,8 @@ class Proof(_Strict):
     logits: list[Position]
     difference: float
     """Largest difference of any logit to the trained model's when the export was made."""
+    quantize: Literal["nf4", "fp4"] | None = None
+    """Of an adapter: in which 4 bits the linear layers of its model were."""
 
 
 class Manifest(_Strict):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline.errors import ExportError
 from stages.adapter.compat import import_peft, quiet
 from stages.adapter.files import CONFIG
+from stages.adapter.four_bit_linear import round_layers
 from stages.export.logits import logits
 from stages.export.proof import recognise
 from stages.export.verify import prove_whole
 from stages.model import compat
+
+if TYPE_CHECKING:
+    from stages.adapter.four_bits import Kind
 
 
 def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool) -> None:
@@ -26,13 +30,14 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     if base is None or not (Path(base) / "config.json").is_file():
         tell(f"not run: its model is not here ({base or 'a random initialisation'})")
         return
-    model = _loaded(base, folder, trust_remote_code=trust_remote_code)
+    model = _loaded(base, folder, proof.quantize, trust_remote_code=trust_remote_code)
     told = logits(model, torch.tensor([proof.prompt]))
     difference = recognise(told, proof.logits, torch.float32)
-    tell(f"with {base} it computes what it did (largest difference {difference:.2g})")
+    bits = f" in {proof.quantize}" if proof.quantize else ""
+    tell(f"with {base}{bits} it computes what it did (largest difference {difference:.2g})")
 
 
-def _loaded(base: str, folder: Path, *, trust_remote_code: bool) -> Any:
+def _loaded(base: str, folder: Path, quantize: Kind | None, *, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     peft = import_peft()
@@ -44,6 +49,8 @@ def _loaded(base: str, folder: Path, *, trust_remote_code: bool) -> Any:
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
             )
+            if quantize is not None:
+                round_layers(model, quantize)
             return peft.PeftModel.from_pretrained(model, str(folder))
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         hint = "--trust-remote-code" if "trust_remote_code" in str(error) else ""

@@ -32,6 +32,9 @@ class DerivedSource(ModelSource):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self.base.blocks(model)
 
+    def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.reaching(model)
+
     def tokenizer(self) -> Any:
         return self.base.tokenizer()
 

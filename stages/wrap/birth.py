@@ -13,12 +13,17 @@ from stages.model.outline import outline
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
     """The model with parameters on the meta device in the master dtype, those that are borrowed in
-    the compute dtype, and real buffers."""
+    the compute dtype, and real buffers.
+
+    Bytes are held as if they were of that dtype, so that engines, which send and gather tensors of
+    one dtype together, do not change them.
+    """
     module = outline(model)
     borrowed = set(model.borrowed)
     for name, parameter in module.named_parameters():
-        dtype = precision.compute if name in borrowed else precision.master
-        parameter.data = parameter.data.to(torch_dtype(dtype))
+        dtype = torch_dtype(precision.compute if name in borrowed else precision.master)
+        bits = parameter.dtype == torch.uint8
+        parameter.data = parameter.data.view(dtype) if bits else parameter.data.to(dtype)
     module.train()
     return module
 

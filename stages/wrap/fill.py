@@ -62,7 +62,10 @@ def _read(parts: Iterable[Part], reader: TensorReader, ctx: Context) -> None:
     watch = Throughput(ctx.log, "loading weights")
     before = reader.bytes_read
     for part in parts:
-        reader.read_into(part.name, part.start, part.target)
+        start, target = part.start, part.target
+        if reader.spec(part.name).dtype == torch.uint8:  # bytes, whatever they are held in
+            start, target = start * target.itemsize, target.view(torch.uint8)
+        reader.read_into(part.name, start, target)
         watch.advance(reader.bytes_read - before)
         before = reader.bytes_read
     if reader.bytes_read:

@@ -65,6 +65,14 @@ FEATURES = {
     "8-bit products (emulated)": Feature(model={"fp8": {"emulate": True}}, rounds=True),
     "LoRA": Feature(adapter=LORA),
     "DoRA": Feature(adapter={**LORA, "dora": True}),
+    "QLoRA": Feature(adapter={**LORA, "quantize": "nf4"}),
+    "DoRA, checkpointing": Feature(
+        adapter={**LORA, "dora": True}, model={"activation_checkpointing": {}}
+    ),
+    "QLoRA, DoRA, checkpointing, compiled": Feature(
+        adapter={**LORA, "quantize": "nf4", "dora": True},
+        model={"activation_checkpointing": {}, "compile": BLOCKS},
+    ),
     "LoRA, packing, checkpointing, chunks": Feature(
         adapter=LORA, packed=True, train=CHUNK, model={"activation_checkpointing": {}}
     ),

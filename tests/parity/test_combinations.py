@@ -79,6 +79,7 @@ def plain_loop(adapter: str, packed: bool, rounded: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
         source = tiny_source(ctx, lora, fields, **SIZES)
+        source = source if rounded else source.plain
         data = packed_data() if packed else toy_data()
         together = CUT if rounded else None
         return reference(source, data, seed=SEED, steps=STEPS, batch=BATCH, together=together)

@@ -32,6 +32,9 @@ def partitioned(
     with deepspeed.zero.Init(config_dict_or_path=dict(config)):
         module = model.build()
     model.tie(module)
+    for owner in model.reaching(module):
+        for parameter in owner.parameters():
+            deepspeed.zero.register_external_parameter(owner, parameter)
     module.train()
     _redeclare_buffers(module, birth.build_empty(model, precision), dist.device)
     return module

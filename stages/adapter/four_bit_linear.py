@@ -1,0 +1,85 @@
+"""Linear layers whose weight is packed in 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stages.adapter.compat import bitsandbytes
+from stages.adapter.four_bits import packed_bytes, rounded, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.adapter.four_bits import Kind
+
+
+class FourBitLinear(nn.Linear):
+    """Multiplies by a weight that is unpacked for each product, in the dtype of the input. It gets
+    no gradient."""
+
+    def __init__(self, like: nn.Linear, kind: Kind) -> None:
+        nn.Module.__init__(self)
+        bitsandbytes()
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.kind: Kind = kind
+        size = packed_bytes(like.in_features * like.out_features)
+        held = torch.empty(size, dtype=torch.uint8, device=like.weight.device)
+        self.packed = nn.Parameter(held, requires_grad=False)
+        self.bias = like.bias
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight itself, shape (out_features, in_features), in the dtype in which its bytes are
+        held, or fp32; nothing while its bytes are partitioned."""
+        if not self.packed.numel():
+            return self.packed
+        dtype = self.packed.dtype if self.packed.is_floating_point() else torch.float32
+        return unpack(self.packed, (self.out_features, self.in_features), self.kind, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        product: Tensor = _Product.apply(input, self.packed, shape, self.kind)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, keeping the packed weight for backward instead of the unpacked one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: Kind) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape, ctx.kind = shape, kind
+        return F.linear(x, unpack(packed, shape, kind, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack(packed, ctx.shape, ctx.kind, grad.dtype), None, None, None
+
+
+def suited(model: Any) -> Iterator[str]:
+    """Names of the linear layers that are packed: all but the head, whose errors show most."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module is not head:
+            yield name
+
+
+def pack_layers(model: nn.Module, kind: Kind) -> None:
+    """Put packed layers, not yet filled, in place of those that are suited."""
+    for name in list(suited(model)):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(name)
+        setattr(model.get_submodule(owner), leaf, FourBitLinear(module, kind))  # type: ignore[arg-type]
+
+
+def round_layers(model: nn.Module, kind: Kind) -> None:
+    """Give the layers that are suited the fp32 values that their weights have in 4 bits."""
+    for name in suited(model):
+        weight: Tensor = model.get_submodule(name).weight  # type: ignore[assignment]
+        weight.data = rounded(weight.data.reshape(-1), kind).view(weight.shape)
