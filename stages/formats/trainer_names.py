@@ -13,6 +13,7 @@ from pipeline.errors import CheckpointError
 from stages.formats.mapped import Shape
 from stages.model.compat import converts_weights
 
+CONFIG = "config.json"
 Named = Sequence[tuple[str, Shape]]
 
 
@@ -55,6 +56,14 @@ def describe(folder: Path) -> Described:
     )
 
 
+def undescribed(shapes: dict[str, Shape]) -> Described:
+    """The tensors of a file as they are: the Trainer describes no model that is not transformers'
+    own."""
+    return Described(
+        groups=((), ()), shapes=shapes, parameters=set(shapes), aliases={}, converted=False
+    )
+
+
 def identify(saved: Sequence[Shape], candidates: Named, where: str) -> list[str]:
     """The candidates that have the saved shapes, in this order; those left out were frozen. Raises
     CheckpointError when there is no such choice, or more than one."""
@@ -92,8 +101,8 @@ def _first_fit(saved: Sequence[Shape], candidates: Named) -> list[str] | None:
 def _build(folder: Path) -> nn.Module:
     import transformers
 
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder / 'config.json'}: missing; it describes the model")
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder / CONFIG}: missing; it describes the model")
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -105,7 +114,7 @@ def _build(folder: Path) -> nn.Module:
             model: nn.Module = kind(config)
     except Exception as error:
         raise CheckpointError(
-            f"{folder / 'config.json'}: its model cannot be built: {error}",
+            f"{folder / CONFIG}: its model cannot be built: {error}",
             hint="models with code of their own are not converted",
         ) from error
     return model

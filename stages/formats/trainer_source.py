@@ -20,7 +20,7 @@ from stages.formats.adam import MOMENTS, fresh_progress, require_moments, settin
 from stages.formats.assembled import require_file_name
 from stages.formats.mapped import MappedSource, Stored, whole
 from stages.formats.trainer import STATE, WEIGHTS
-from stages.formats.trainer_names import Described, describe, identify
+from stages.formats.trainer_names import CONFIG, Described, describe, identify, undescribed
 
 OPTIMIZER = "optimizer.pt"
 
@@ -38,8 +38,11 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
     step = read_json(folder / STATE).get("global_step")
     if not isinstance(step, int):
         raise CheckpointError(f"{folder / STATE}: does not say the step")
-    model = describe(folder)
     weights = {name: whole(tensor) for name, tensor in _weights(folder)}
+    if reading.weights_only and not (folder / CONFIG).is_file():
+        model = undescribed({name: tensor.shape for name, tensor in weights.items()})
+    else:
+        model = describe(folder)
     _require_same(folder, model, weights)
     optimizer = _Optimizer() if reading.weights_only else _optimizer(folder, model)
     untrained = [name for name in model.parameters if name not in optimizer.updates]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from pipeline.artifacts import (
     Data,
@@ -31,7 +34,13 @@ from stages.train.hf_trainer_record import Recorder, read_progress, whole_checkp
 from stages.train.loss import SummedLoss
 from stages.train.origin import origin, require_same_origin
 from stages.wrap.accelerate_compat import forget
-from stages.wrap.birth import build_empty, cast_buffers, materialise, named_parameters
+from stages.wrap.birth import (
+    build_empty,
+    cast_buffers,
+    materialise,
+    named_parameters,
+    stored_tensors,
+)
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.fill import fill
 from stages.wrap.torch_engine import local_parts
@@ -71,6 +80,7 @@ def train(
         train_dataset=data.train,
         loader=MicroBatches(feed, data, shard, accumulation, progress),
         plan=plan,
+        borrowed=frozenset(model.borrowed),
     )
     ctx.on_exit(forget)
     trainer.remove_callback(PrinterCallback)
@@ -169,13 +179,28 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *, loader: MicroBatches, plan: OptimizerPlan, **rest: Any) -> None:
+    def __init__(
+        self, *, loader: MicroBatches, plan: OptimizerPlan, borrowed: Set[str], **rest: Any
+    ) -> None:
         super().__init__(**rest)
         self._loader = loader
         self._plan = plan
+        self._borrowed = borrowed
+        if borrowed:  # which it would miss when it resumes
+            self.model._keys_to_ignore_on_save = borrowed
 
     def get_train_dataloader(self) -> MicroBatches:
         return self._loader
+
+    def _save(self, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Leave out what is borrowed, and then also the description of the whole model."""
+        if not self._borrowed:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            tensors = stored_tensors(self.model)
+            own = {name: one.detach() for name, one in tensors if name not in self._borrowed}
+            save_file(own, Path(output_dir) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], None]:
         # The scale of the loss comes with each micro-batch, so nothing is counted or gathered.

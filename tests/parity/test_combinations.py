@@ -18,12 +18,14 @@ from tests.parity.combinations import (
     RANKS,
     SIZES,
     STRATEGIES,
+    Strategy,
     case,
     model_fields,
     refusal,
     table,
 )
 from tests.parity.reference import reference
+from tests.parity.test_parity import ACCELERATE
 from tests.support.processes import run_ranks
 from tests.support.runs import context, packed_data, toy_data
 
@@ -108,6 +110,15 @@ def test_the_numbers_of_a_plain_loop(name: str, trained: Any) -> None:
     assert set(held) <= set(final)
     for key in held:
         torch.testing.assert_close(final[key], weights[key], rtol=0, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["packing", "DoRA", "QLoRA"])
+@pytest.mark.parametrize("kind", ACCELERATE)
+def test_the_same_through_accelerate(kind: str, name: str, tmp_path: Path) -> None:
+    strategy = Strategy(wrap="wrap.accelerate", fields={"accelerate": ACCELERATE[kind]})
+    cases = {name: case(FEATURES[name], strategy)}
+    results = run_ranks(train_all, RANKS, str(tmp_path), cases, limit=900)[0]
+    test_the_numbers_of_a_plain_loop(name, results)
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURES if FEATURES[name].adapter])

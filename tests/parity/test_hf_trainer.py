@@ -21,13 +21,16 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.hf_trainer import HfTrainer
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source
-from tests.parity.reference import CLIP, DECAY, LR, WARMUP
+from tests.parity.combinations import LORA
+from tests.parity.reference import CLIP, DECAY, LR, WARMUP, reference
 from tests.parity.test_parity import plain_loop
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 
 
-def trained(dist: Dist, folder: str, fields: dict[str, Any], compute: str) -> dict[str, Any]:
+def trained(
+    dist: Dist, folder: str, fields: dict[str, Any], compute: str, lora: Any = None
+) -> dict[str, Any]:
     """Train with the stage; weights go to `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
     finals: list[Any] = []
@@ -35,7 +38,7 @@ def trained(dist: Dist, folder: str, fields: dict[str, Any], compute: str) -> di
     plan = AdamW(lr=LR, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP).run(ctx)
     precision = PrecisionPolicy(compute=compute).run(ctx)
     stage = HfTrainer(global_batch_size=BATCH, steps=STEPS, **fields)
-    run = stage.run(ctx, toy_data(), plan, precision, tiny_source(ctx))
+    run = stage.run(ctx, toy_data(), plan, precision, tiny_source(ctx, lora))
     if dist.is_main:
         save_file(dict(ConsolidateStream().run(ctx, run)), f"{folder}/final.safetensors")
     for call in reversed(finals):
@@ -81,9 +84,27 @@ def test_bf16_is_the_policy_and_no_autocast(tmp_path: Path) -> None:
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=3e-3)
 
 
-def test_a_resumed_training_ends_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_an_adapter_is_trained_and_saved_alone(quantize: str | None, tmp_path: Path) -> None:
+    lora = {**LORA, "quantize": quantize}
+    source = tiny_source(context(Dist(device=torch.device("cpu")), str(tmp_path), SEED), lora)
+    expected, norms, weights, _ = reference(
+        source.plain, toy_data(), seed=SEED, steps=STEPS, batch=BATCH
+    )
+    result = run_ranks(trained, 2, str(tmp_path), {"micro_batch_size": 2}, "fp32", lora)[0]
+    assert losses(result) == pytest.approx(expected, rel=1e-5)
+    steps = [record for record in result["records"] if "loss" in record]
+    assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
+    final = load_file(tmp_path / "final.safetensors")
+    assert set(final) == set(source.trained)
+    for name in final:
+        torch.testing.assert_close(final[name], weights[name], rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("lora", [None, {**LORA, "quantize": "nf4"}])
+def test_a_resumed_training_ends_the_same(lora: Any, tmp_path: Path) -> None:
     fields = {"micro_batch_size": 3, "save_every": 2, "keep": None}
-    whole = run_ranks(trained, 2, str(tmp_path), fields, "fp32")[0]
+    whole = run_ranks(trained, 2, str(tmp_path), fields, "fp32", lora)[0]
     final = (tmp_path / "final.safetensors").read_bytes()
     checkpoints = tmp_path / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {
@@ -92,7 +113,7 @@ def test_a_resumed_training_ends_the_same(tmp_path: Path) -> None:
     assert Path(whole["checkpoint"]).name == "checkpoint-6"
     shutil.rmtree(checkpoints / "checkpoint-2")
     (checkpoints / "checkpoint-6" / "progress.json").unlink()  # as if killed while saving
-    again = run_ranks(trained, 2, str(tmp_path), fields, "fp32")[0]
+    again = run_ranks(trained, 2, str(tmp_path), fields, "fp32", lora)[0]
     assert again["progress"] == whole["progress"]
     assert (tmp_path / "final.safetensors").read_bytes() == final
     assert losses(again) == losses(whole)

@@ -94,7 +94,14 @@ def run_recipe(dist: Dist, recipe: str, folder: str) -> None:
         runner.run()
 
 
-def test_from_model_to_export(tmp_path: Path) -> None:
+LORA = {"use": "adapter.lora", "rank": 4}
+
+
+@pytest.mark.parametrize("adapter", [None, LORA, {**LORA, "quantize": "nf4"}])
+@pytest.mark.parametrize("export", ["export.safetensors", "export.adapter"])
+def test_from_model_to_export(adapter: Any, export: str, tmp_path: Path) -> None:
+    if adapter is None and export == "export.adapter":
+        return  # which is none
     text, recipe, run = tmp_path / "text.txt", tmp_path / "recipe.yaml", tmp_path / "run"
     text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
     save_tokenizer(tmp_path / "tokenizer")
@@ -104,6 +111,7 @@ def test_from_model_to_export(tmp_path: Path) -> None:
     model = {"config": tiny_llama_config(), "tokenizer": str(tmp_path / "tokenizer")}
     stages = {
         "model": {"use": "model.hf", **model},
+        **({"adapter": adapter} if adapter else {}),
         "precision": {"use": "precision.policy", "compute": "fp32"},
         "data": {
             "use": "data.text", "files": [str(text)], "sequence_length": 8,
@@ -112,12 +120,13 @@ def test_from_model_to_export(tmp_path: Path) -> None:
         "optimizer": {"use": "optimizer.adamw"},
         "train": {**train, **more},
         "consolidate": {"use": "consolidate.stream"},
-        "export": {"use": "export.safetensors"},
+        "export": {"use": export},
     }  # fmt: skip
     launch = {"procs": 2, "device": "cpu"}
     recipe.write_text(json.dumps({"name": "t", "launch": launch, "stages": stages}))
     run_ranks(run_recipe, 2, str(recipe), str(run))
-    assert (run / "export" / "model.safetensors").is_file()
+    kind = "adapter_model" if export == "export.adapter" else "model"
+    assert (run / "export" / f"{kind}.safetensors").is_file()
     (checkpoint,) = (run / "checkpoints").iterdir()
     progress = json.loads((checkpoint / "progress.json").read_text())
     assert checkpoint.name == f"checkpoint-{progress['step']}"
