@@ -27,8 +27,9 @@ class FourBitLinear(nn.Linear):
         bitsandbytes()
         self.in_features, self.out_features = like.in_features, like.out_features
         self.kind: Kind = kind
-        size = packed_bytes(like.in_features * like.out_features)
-        held = torch.empty(size, dtype=torch.uint8, device=like.weight.device)
+        elements = like.in_features * like.out_features
+        self.stands_for = {"packed": elements}
+        held = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=like.weight.device)
         self.packed = nn.Parameter(held, requires_grad=False)
         self.bias = like.bias
 

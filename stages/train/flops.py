@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.engine import Engine
+from stages.model.names import stands_for
 
 PEAKS = {
     "B200": 2250e12,
@@ -116,11 +117,13 @@ def _multiplied(engine: Engine, model: Any) -> float:
     state = engine.state()
     embedding = _input_embedding(model)
     aliases = {*state.aliases, *state.aliases.values()}
+    known = stands_for(model)
     total = 0.0
     for name in (*state.updates, *state.frozen):
         shared = embedding in aliases
         if name in state.shapes and (name != embedding or shared):
-            total += (6.0 if name in state.updates else 4.0) * math.prod(state.shapes[name])
+            elements = known.get(name) or math.prod(state.shapes[name])
+            total += (6.0 if name in state.updates else 4.0) * elements
     return total
 
 

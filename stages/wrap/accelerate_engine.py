@@ -25,6 +25,7 @@ from stages.wrap.birth import (
     expected_buffers,
     materialise,
     named_parameters,
+    parameter_count,
     trained,
 )
 from stages.wrap.fill import fill
@@ -123,7 +124,7 @@ class AcceleratedEngine(TorchEngine):
             "reduce": master,
             **self._sharding(master),
             "buffers": dtype_names(self.module.buffers()),
-            "parameters": sum(p.numel() for p in parameters),
+            "parameters": parameter_count(self.module),
             "trained_parameters": sum(p.numel() for p in trained(self.module)),
             "loss_scaling": self.scaler is not None,
         }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_name, torch_dtype
+from stages.model.names import stands_for
 from stages.model.outline import outline
 
 
@@ -91,6 +92,15 @@ def materialise(module: nn.Module, device: torch.device, *, buffer_device: torch
 def trained(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters that the optimizer updates."""
     return (parameter for parameter in module.parameters() if parameter.requires_grad)
+
+
+def parameter_count(
+    module: nn.Module, elements: Callable[[nn.Parameter], int] = nn.Parameter.numel
+) -> int:
+    """Elements of the model's weights, tied ones once, in whatever form they are held."""
+    known = stands_for(module)
+    named = module.named_parameters()
+    return sum(known.get(name) or elements(parameter) for name, parameter in named)
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:

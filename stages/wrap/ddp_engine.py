@@ -21,6 +21,7 @@ from stages.wrap.birth import (
     expected_buffers,
     materialise,
     named_parameters,
+    parameter_count,
     trained,
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
@@ -131,7 +132,7 @@ class DdpEngine(TorchEngine):
             "compute": sorted(casts) or master,
             "reduce": [dtype_name(state.dtype) for state in reductions] or master,
             "buffers": dtype_names(module.buffers()),
-            "parameters": sum(p.numel() for p in module.parameters()),
+            "parameters": parameter_count(module),
             "trained_parameters": sum(p.numel() for p in trained(module)),
             "loss_scaling": self.scaler is not None,
         }

@@ -28,6 +28,7 @@ from stages.wrap.birth import (
     expected_buffers,
     materialise,
     named_parameters,
+    parameter_count,
     trained,
 )
 from stages.wrap.fill import fill
@@ -176,7 +177,7 @@ class FsdpEngine(TorchEngine):
             "device": parameters[0].device.type,
             "master": dtype_names(trained(self.model)),
             "buffers": dtype_names(self.model.buffers()),
-            "parameters": sum(p.numel() for p in parameters),
+            "parameters": parameter_count(self.model),
             "trained_parameters": sum(p.numel() for p in trained(self.model)),
             "sharded_parameters": sum(p.to_local().numel() for p in parameters),  # type: ignore[attr-defined]
             "loss_scaling": self.scaler is not None,

@@ -31,6 +31,14 @@ def expected() -> tuple[list[float], list[float]]:
     return found[:2]
 
 
+def elements() -> int:
+    """Of all weights, with none in 4 bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
+        module = tiny_source(ctx, LORA).build()
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_half_precision(
     name: str, expected: tuple[list[float], list[float]], tmp_path: Path
@@ -42,6 +50,7 @@ def test_half_precision(
         "lora": QLORA, "compute": "bf16",
     }  # fmt: skip
     result = run_ranks(train_case, RANKS, str(tmp_path), given)[0]
+    assert result["facts"]["parameters"] == elements()
     steps = [record for record in result["records"] if "loss" in record]
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=3e-4)
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=3e-3)

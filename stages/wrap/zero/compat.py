@@ -161,14 +161,10 @@ def reduce_dtype(engine: Any) -> torch.dtype:
     return own or dtype
 
 
-def parameter_elements(module: torch.nn.Module) -> tuple[int, int]:
-    """(elements of all parameters, those whose storage this rank keeps between steps)."""
-    total = kept = 0
-    for parameter in module.parameters():
-        shard = getattr(parameter, "ds_tensor", None)
-        total += getattr(parameter, "ds_numel", parameter.numel())
-        kept += parameter.numel() if shard is None else shard.numel()
-    return total, kept
+def kept_elements(module: torch.nn.Module) -> int:
+    """Elements of parameters whose storage this rank keeps between steps."""
+    held = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())
+    return sum(tensor.numel() for tensor in held)
 
 
 def inner_optimizers(engine: Any) -> Iterator[Any]:

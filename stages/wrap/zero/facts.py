@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from stages.wrap.birth import dtype_names, trained
+from stages.wrap.birth import dtype_names, parameter_count, trained
 from stages.wrap.zero import compat
 
 PADDING = 64
@@ -18,7 +18,7 @@ def facts(live: Any) -> dict[str, Any]:
     """Read off the engine, its optimizers and its tensors; nothing is taken from a configuration
     when an object can tell."""
     optimizer = live.optimizer
-    total, kept = compat.parameter_elements(live.module)
+    kept = compat.kept_elements(live.module)
     masters = compat.master_elements(optimizer)
     offload_optimizer, offload_param = compat.offload_devices(optimizer)
     return {
@@ -39,7 +39,7 @@ def facts(live: Any) -> dict[str, Any]:
         "max_grad_norm": optimizer.clip_grad or None,
         "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
         "loss_scaling": compat.loss_scaler(live) is not None,
-        "parameters": total,
+        "parameters": parameter_count(live.module, _elements),
         "trained_parameters": sum(_elements(p) for p in trained(live.module)),
         "kept_parameters": kept,
         "kept_masters": masters,

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.dist import Dist
 from pipeline.engine import EngineState
+from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.model.outline import outline
 from stages.train.flops import Cost, Utilisation, known_cost, known_peak, utilisation
@@ -27,9 +28,12 @@ MATRICES = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 
 VECTORS = (2 * 32 + 1) * 4096
 
 
-def engine(config: dict[str, Any], tmp_path: Any, frozen: str = "-") -> Any:
+def engine(
+    config: dict[str, Any], tmp_path: Any, frozen: str = "-", lora: Lora | None = None
+) -> Any:
     """What of an engine the cost is computed from; the model is on the meta device."""
-    model = outline(HfModel(config=config, init="random").run(context(tmp_path)))
+    source = HfModel(config=config, init="random").run(context(tmp_path))
+    model = outline(source if lora is None else lora.run(context(tmp_path), source))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tied = config["tie_word_embeddings"]
     state = EngineState(
@@ -61,6 +65,12 @@ def test_tied_embeddings_are_multiplied_by_and_frozen_parameters_get_no_gradient
     assert frozen is not None
     mlp = 32 * 3 * 4096 * 14336
     assert frozen.multiplied == 6.0 * (MATRICES + VECTORS - mlp) + 4.0 * mlp
+
+
+def test_weights_in_four_bits_are_multiplied_by_as_whole_ones(tmp_path: Any) -> None:
+    lora = [Lora(quantize=kind) for kind in (None, "nf4")]
+    plain, packed = (known_cost(engine(LLAMA_8B, tmp_path, lora=one)) for one in lora)
+    assert packed == plain
 
 
 def test_of_a_mixture_of_experts_it_is_not_known(tmp_path: Any) -> None:
