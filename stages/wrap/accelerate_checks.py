@@ -12,12 +12,12 @@ from pipeline.importing.files import read_config
 from pipeline.stage import PlanView
 from stages.importing.accelerate_keys import ACCELERATE_ALL
 from stages.importing.account import Account
+from stages.wrap.accelerate_handed import HandedOn
 
 if TYPE_CHECKING:
     from stages.wrap.accelerate import Accelerate
 
 KEY = "config"
-IMPORT = "`pipe import` translates the file for wrap.zero"
 SHARDING = {"fsdp_config", "parallelism_config"}
 """Blocks that accelerate reads for FSDP alone."""
 NARROW = ("fp16", "bf16")
@@ -36,9 +36,12 @@ def problems(stage: Accelerate, plan: PlanView) -> Iterator[Problem]:
             key=KEY, message=f"{path} is no accelerate configuration: no distributed_type"
         )
         return
+    yield from _launch(content, plan)
+    if is_handed_on(content):
+        yield from HandedOn(path, KEY).problems(plan)
+        return
     yield from _refused(path.name, content)
     yield from _strategy(content, plan)
-    yield from _launch(content, plan)
     for policy in plan.giving(Precision):
         yield from _precision(content, policy)
 
@@ -46,6 +49,11 @@ def problems(stage: Accelerate, plan: PlanView) -> Iterator[Problem]:
 def is_sharded(content: Mapping[str, Any]) -> bool:
     """Whether the file asks for FSDP."""
     return str(content.get("distributed_type")).upper() == "FSDP"
+
+
+def is_handed_on(content: Mapping[str, Any]) -> bool:
+    """Whether accelerate would only hand its settings on."""
+    return str(content.get("distributed_type")).upper() == "DEEPSPEED"
 
 
 def _refused(file: str, content: Mapping[str, Any]) -> Iterator[Problem]:
@@ -64,10 +72,7 @@ def _refused(file: str, content: Mapping[str, Any]) -> Iterator[Problem]:
 def _strategy(content: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
     kind = str(content["distributed_type"]).upper()
     block = content.get("fsdp_config")
-    if kind == "DEEPSPEED":
-        message = "accelerate only hands DeepSpeed's configuration on, and wrap.zero decides it"
-        yield Problem(key=KEY, message=message, hint=IMPORT)
-    elif kind == "FSDP":
+    if kind == "FSDP":
         version = block.get("fsdp_version", 1) if isinstance(block, Mapping) else 1
         if str(version) != "2":
             yield Problem(
