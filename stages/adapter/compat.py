@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import sys
 import warnings
@@ -16,15 +17,10 @@ from pipeline.errors import StageError
 
 def import_peft() -> Any:
     """peft, without what it says about optional packages when it is first imported."""
-    try:
-        logging.disable(logging.WARNING)
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        bitsandbytes()  # which peft would import, with all that comes with it
+    with _imported("adapter.lora", "peft", "adapter"):
         import peft
-    except ImportError as error:
-        raise StageError(
-            "adapter.lora needs peft", hint="pip install 'pipetrain[adapter]'"
-        ) from error
-    finally:
-        logging.disable(logging.NOTSET)
     return peft
 
 
@@ -33,20 +29,28 @@ def bitsandbytes() -> Any:
     """The package, without what it says of missing kernels, and without the ones that it would
     fetch from the hub when it is imported."""
     kernels = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
-        logging.disable(logging.WARNING)
-        sys.modules["kernels"] = None  # type: ignore[assignment]
-        import bitsandbytes
-    except ImportError as error:
-        raise StageError(
-            "quantize needs bitsandbytes", hint="pip install 'pipetrain[bitsandbytes]'"
-        ) from error
+        with _imported("quantize", "bitsandbytes", "bitsandbytes"):
+            import bitsandbytes
     finally:
-        logging.disable(logging.NOTSET)
         del sys.modules["kernels"]
         if kernels is not None:
             sys.modules["kernels"] = kernels
     return bitsandbytes
+
+
+@contextlib.contextmanager
+def _imported(what: str, package: str, extra: str) -> Iterator[None]:
+    """Warnings that a package logs while it is imported are not shown."""
+    try:
+        logging.disable(logging.WARNING)
+        yield
+    except ImportError as error:
+        hint = f"pip install 'pipetrain[{extra}]'"
+        raise StageError(f"{what} needs {package}", hint=hint) from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 @contextlib.contextmanager

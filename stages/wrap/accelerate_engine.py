@@ -21,12 +21,9 @@ from stages.wrap.accelerate_checks import is_sharded
 from stages.wrap.birth import (
     build_empty,
     cast_buffers,
-    dtype_names,
     expected_buffers,
     materialise,
     named_parameters,
-    parameter_count,
-    trained,
 )
 from stages.wrap.fill import fill
 from stages.wrap.fsdp_compat import reshard, sharding_facts
@@ -110,23 +107,16 @@ class AcceleratedEngine(TorchEngine):
 
     def facts(self) -> Mapping[str, Any]:
         self.settle()
-        parameters = list(self.module.parameters())
-        master = dtype_names(trained(self.module))
+        common = self.common_facts()
+        master = common["master"]
         return {
             "engine": self._kind(),
             "accelerate": str(self._accelerator.distributed_type.value),
-            "model": type(self.module).__name__,
-            "optimizer": type(self.optimizer).__name__,
+            **common,
             "world_size": self._accelerator.num_processes,
-            "device": parameters[0].device.type,
-            "master": master,
             "compute": master,
             "reduce": master,
             **self._sharding(master),
-            "buffers": dtype_names(self.module.buffers()),
-            "parameters": parameter_count(self.module),
-            "trained_parameters": sum(p.numel() for p in trained(self.module)),
-            "loss_scaling": self.scaler is not None,
         }
 
     def _kind(self) -> str:

@@ -17,12 +17,9 @@ from pipeline.stage import Context
 from stages.wrap.birth import (
     build_empty,
     cast_buffers,
-    dtype_names,
     expected_buffers,
     materialise,
     named_parameters,
-    parameter_count,
-    trained,
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
 from stages.wrap.ddp_compat import hook_states, no_buffer_sync, settle_buckets
@@ -121,18 +118,11 @@ class DdpEngine(TorchEngine):
         module = self.model.module
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
         casts = {dtype_name(cast.dtype) for cast in installed_casts(module)}
-        master = dtype_names(trained(module))
+        common = self.common_facts()
         return {
             "engine": type(self.model).__name__,
-            "model": type(module).__name__,
-            "optimizer": type(self.optimizer).__name__,
+            **common,
             "world_size": self.model.process_group.size(),
-            "device": next(module.parameters()).device.type,
-            "master": master,
-            "compute": sorted(casts) or master,
-            "reduce": [dtype_name(state.dtype) for state in reductions] or master,
-            "buffers": dtype_names(module.buffers()),
-            "parameters": parameter_count(module),
-            "trained_parameters": sum(p.numel() for p in trained(module)),
-            "loss_scaling": self.scaler is not None,
+            "compute": sorted(casts) or common["master"],
+            "reduce": [dtype_name(state.dtype) for state in reductions] or common["master"],
         }

@@ -24,12 +24,9 @@ from pipeline.stage import Context
 from stages.wrap.birth import (
     build_empty,
     cast_buffers,
-    dtype_names,
     expected_buffers,
     materialise,
     named_parameters,
-    parameter_count,
-    trained,
 )
 from stages.wrap.fill import fill
 from stages.wrap.fsdp_compat import reshard, sharding_facts
@@ -166,19 +163,11 @@ class FsdpEngine(TorchEngine):
 
     def facts(self) -> Mapping[str, Any]:
         self.settle()
-        parameters = list(self.model.parameters())
         return {
             "engine": "fully_shard" if isinstance(self.model, FSDPModule) else "none",
-            "model": type(self.model).__name__,
-            "optimizer": type(self.optimizer).__name__,
+            **self.common_facts(),
             "world_size": self._mesh.size(),
             "mesh": dict(zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True)),
             **sharding_facts(self.model),
-            "device": parameters[0].device.type,
-            "master": dtype_names(trained(self.model)),
-            "buffers": dtype_names(self.model.buffers()),
-            "parameters": parameter_count(self.model),
-            "trained_parameters": sum(p.numel() for p in trained(self.model)),
-            "sharded_parameters": sum(p.to_local().numel() for p in parameters),  # type: ignore[attr-defined]
-            "loss_scaling": self.scaler is not None,
+            "sharded_parameters": sum(p.to_local().numel() for p in self.model.parameters()),  # type: ignore[attr-defined]
         }

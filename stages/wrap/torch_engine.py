@@ -25,7 +25,7 @@ from pipeline.engine import (
     StepReport,
 )
 from pipeline.errors import StageError
-from stages.wrap.birth import aliases, stored_tensors
+from stages.wrap.birth import aliases, dtype_names, parameter_count, stored_tensors
 from stages.wrap.fill import Part
 from stages.wrap.gradients import apply_step, scaled
 from stages.wrap.moments import (
@@ -70,6 +70,21 @@ class TorchEngine(Engine):
     @abstractmethod
     def module(self) -> nn.Module:
         """The model itself, with names as in the source."""
+
+    def common_facts(self) -> dict[str, Any]:
+        """What `facts` says of every such engine. Not of shards that are gathered."""
+        parameters = list(self.module.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return {
+            "model": type(self.module).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "device": parameters[0].device.type,
+            "master": dtype_names(trained),
+            "buffers": dtype_names(self.module.buffers()),
+            "parameters": parameter_count(self.module),
+            "trained_parameters": sum(parameter.numel() for parameter in trained),
+            "loss_scaling": self.scaler is not None,
+        }
 
     def backward(self, loss: Tensor) -> None:
         scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]

@@ -213,15 +213,18 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     assert len({source.base.fingerprint for source in made}) == 3
 
 
-def test_no_code_is_fetched_when_bitsandbytes_is_imported() -> None:
+@pytest.mark.parametrize("function", ["bitsandbytes", "import_peft"])
+def test_no_code_is_fetched_when_bitsandbytes_is_imported(function: str) -> None:
     """Even where `kernels` is installed, which it would ask for one."""
-    program = """
-import sys, types
+    program = f"""
+import importlib.machinery, sys, types
 kernels = types.ModuleType("kernels")
+kernels.__spec__ = importlib.machinery.ModuleSpec("kernels", None)
 kernels.get_kernel = lambda *a, **k: sys.exit("asked for a kernel")
 sys.modules["kernels"] = kernels
-from stages.adapter.compat import bitsandbytes
-bitsandbytes()
+from stages.adapter.compat import {function}
+{function}()
+assert "bitsandbytes" in sys.modules
 assert sys.modules["kernels"] is kernels
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

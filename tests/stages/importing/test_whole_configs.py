@@ -6,7 +6,6 @@ What only GPUs have, and what a tiny model is too small for, is adapted on the c
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +15,12 @@ from click.testing import CliRunner
 
 from pipeline.cli import main
 from pipeline.dist import Dist
-from pipeline.journal import Journal
 from pipeline.metrics import records
-from pipeline.plan import plan_file
-from pipeline.runner import Runner
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, refused
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks
-from tests.support.runs import context
+from tests.support.recipes import run_recipe
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -108,13 +104,7 @@ def run_recipes(dist: Dist, jobs: list[tuple[str, list[str], str]]) -> list[list
     """Whole recipes on this rank, one after the other; what the steps of each logged."""
     logged = []
     for recipe, adapted, folder in jobs:
-        plan = plan_file(recipe, adapted, procs=dist.world_size)
-        ctx = context(dist, folder, plan.recipe.seed)
-        with contextlib.ExitStack() as stack:
-            ctx.on_exit = stack.callback
-            runner = Runner(plan, ctx, Journal(Path(folder) / "journal.jsonl"))
-            stack.callback(runner.close)
-            runner.run()
+        run_recipe(dist, recipe, folder, adapted)
         logged.append(list(records(Path(folder) / "metrics.jsonl")))
     return logged
 

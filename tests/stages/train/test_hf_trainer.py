@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.dist import Dist
-from pipeline.journal import Journal
-from pipeline.plan import plan_file
-from pipeline.runner import Runner
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.precision.policy import PrecisionPolicy
@@ -21,7 +16,7 @@ from stages.train.hf_trainer_checks import FREE
 from stages.wrap.ddp import Ddp
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks
-from tests.support.runs import context
+from tests.support.recipes import run_recipe
 
 FIELDS = {"global_batch_size": 8, "steps": 4}
 
@@ -82,16 +77,6 @@ def test_other_slots() -> None:
         f"arguments: the Trainer does not use the wrap slot ({advice})",
         f"arguments: the Trainer does not use the checkpoint slot ({advice})",
     ]
-
-
-def run_recipe(dist: Dist, recipe: str, folder: str) -> None:
-    plan = plan_file(recipe, procs=dist.world_size)
-    ctx = context(dist, folder, plan.recipe.seed)
-    with contextlib.ExitStack() as stack:
-        ctx.on_exit = stack.callback
-        runner = Runner(plan, ctx, Journal(Path(folder) / "journal.jsonl"))
-        stack.callback(runner.close)
-        runner.run()
 
 
 LORA = {"use": "adapter.lora", "rank": 4}

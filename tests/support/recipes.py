@@ -1,0 +1,24 @@
+"""Run whole recipes inside a test's own processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.dist import Dist
+from pipeline.journal import Journal
+from pipeline.plan import plan_file
+from pipeline.runner import Runner
+from tests.support.runs import context
+
+
+def run_recipe(dist: Dist, recipe: str, folder: str, overrides: Sequence[str] = ()) -> None:
+    """All stages of the recipe on this rank; `folder` is the run's."""
+    plan = plan_file(recipe, list(overrides), procs=dist.world_size)
+    ctx = context(dist, folder, plan.recipe.seed)
+    with contextlib.ExitStack() as stack:
+        ctx.on_exit = stack.callback
+        runner = Runner(plan, ctx, Journal(Path(folder) / "journal.jsonl"))
+        stack.callback(runner.close)
+        runner.run()
