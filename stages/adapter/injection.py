@@ -153,9 +153,13 @@ def _refuse_idle(stage: Lora, model: nn.Module) -> None:
 
 
 def _linear_hint(model: nn.Module) -> str:
+    """Ends of the names of linear layers, also of those that have updates already."""
+    import torch
+
     ends = {
-        name.rpartition(".")[2].removesuffix("base_layer") or name.split(".")[-2]
+        name.removesuffix(".base_layer").rpartition(".")[2]
         for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and "lora_" not in name
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+        if "lora_" not in name
     }
     return "linear layers are called " + ", ".join(sorted(ends)[:SHOWN])
