@@ -26,9 +26,28 @@ SCHEDULES = {
     "constant": "flat",
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
+    "polynomial": "polynomial",
+    "inverse_sqrt": "inverse_sqrt",
 }
 """`flat` is constant from the first step on, whatever the warm-up says."""
-KERNELS = {"adamw_torch": "foreach", "adamw_torch_fused": "fused"}
+_EIGHT_BITS = {"use": "optimizer.adamw", "moments": "8bit"}
+_LION = {"use": "optimizer.lion"}
+OPTIMIZERS: dict[str, dict[str, str]] = {
+    "adamw_torch": {"use": "optimizer.adamw", "kernel": "foreach"},
+    "adamw_torch_fused": {"use": "optimizer.adamw", "kernel": "fused"},
+    "adamw_torch_4bit": {"use": "optimizer.adamw", "moments": "4bit"},
+    "adamw_torch_8bit": _EIGHT_BITS,
+    "adamw_8bit": _EIGHT_BITS,
+    "adamw_bnb_8bit": _EIGHT_BITS,
+    "paged_adamw_8bit": _EIGHT_BITS,
+    "paged_adamw_32bit": {"use": "optimizer.adamw"},
+    "lion_32bit": _LION,
+    "paged_lion_32bit": _LION,
+}
+"""Fields of the optimizer slot."""
+_PAGED = (
+    "is not paged: wrap.zero's offload_optimizer and wrap.fsdp's cpu_offload keep it on the host"
+)
 _OPTIMIZERS = "choose another optimizer stage (`pipe stages`)"
 _SCHEDULES = "use linear, cosine or constant_with_warmup"
 STEPS = {"no": "no", "steps": "steps", "epoch": "epoch"}
@@ -65,6 +84,11 @@ def _warmup(value: Any) -> Verdict:
     if 0 < steps < 1:
         return Verdict(outcome="translated", fact="warmup_ratio", value=steps)
     return says("warmup_steps", read.whole)(value)
+
+
+def _optim(value: Any) -> Verdict:
+    paged = str(value).lower().startswith("paged")
+    return says("optim", read.choice(OPTIMIZERS, _OPTIMIZERS), _PAGED if paged else "")(value)
 
 
 def _every(fact: str) -> Rule:
@@ -105,10 +129,12 @@ TRAINER: Table = {
     "lr_scheduler_kwargs": {
         "min_lr_rate": says("final_lr_ratio", read.number),
         "min_lr": says("final_lr", read.number),
+        "lr_end": says("final_lr", read.number),
+        "power": says("power", read.number),
         "num_cycles": only(0.5, why="is half a cosine", otherwise="a schedule is half a cosine"),
     },
     "warmup_steps": _warmup,
-    "optim": says("kernel", read.choice(KERNELS, _OPTIMIZERS)),
+    "optim": _optim,
     "optim_args": never("the optimizer slot has its own fields"),
     "optim_target_modules": never("one rule updates all parameters", _OPTIMIZERS),
     "weight_decay": says("weight_decay", read.number),

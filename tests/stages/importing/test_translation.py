@@ -350,3 +350,68 @@ def test_what_saves_memory_and_time_is_translated() -> None:
     }  # fmt: skip
     assert slot(translated(sharding), "model")["activation_checkpointing"] == {}
     assert "hub_token" in refused(translated({**arguments, "hub_token": "hf_secret"}))
+
+
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        ({"optim": "adamw_torch"}, {"use": "optimizer.adamw", "kernel": "foreach"}),
+        ({"optim": "adamw_8bit"}, {"use": "optimizer.adamw", "moments": "8bit"}),
+        ({"optim": "PAGED_ADAMW_8BIT"}, {"use": "optimizer.adamw", "moments": "8bit"}),
+        ({"optim": "adamw_torch_4bit"}, {"use": "optimizer.adamw", "moments": "4bit"}),
+        (
+            {"optim": "lion_32bit", "adam_epsilon": 1e-6},
+            {"use": "optimizer.lion", "betas": [0.9, 0.999]},
+        ),
+        (
+            {"optim": "lion_32bit", "adam_beta2": 0.98},
+            {"use": "optimizer.lion", "betas": [0.9, 0.98]},
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "learning_rate": 1e-3},
+            {"schedule": "polynomial", "power": 1.0, "final_lr_ratio": 1e-4},
+        ),
+        (
+            {
+                "lr_scheduler_type": "polynomial", "learning_rate": 1e-3,
+                "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-4},
+            },
+            {"schedule": "polynomial", "power": 2.0, "final_lr_ratio": 0.1},
+        ),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 10},
+            {"schedule": "inverse_sqrt", "warmup_steps": 10},
+        ),
+    ],
+)  # fmt: skip
+def test_rules_and_schedules(said: dict[str, Any], fields: dict[str, Any]) -> None:
+    made = translated({"output_dir": "x", **said})
+    assert not refused(made)
+    optimizer = slot(made, "optimizer")
+    for name, value in fields.items():
+        assert optimizer[name] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert "eps" not in optimizer
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"optim": "adafactor"}, "'adafactor' is none of those that a recipe has"),
+        (
+            {"lr_scheduler_type": "inverse_sqrt"},
+            "without warm-up it begins as behind 10,000 steps",
+        ),
+    ],
+)
+def test_rules_and_schedules_that_there_are_not(said: dict[str, Any], why: str) -> None:
+    made = translated({"output_dir": "x", **said})
+    (found,) = refused(made).values()
+    assert found.startswith(why)
+    assert "schedule" not in slot(made, "optimizer") or "optim" in said
+
+
+def test_deepspeed_s_optimizer_wins() -> None:
+    engine = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    made = translated({"output_dir": "x", "optim": "lion_32bit"}, engine)
+    assert refused(made) == {"optim": "DeepSpeed's optimizer wins, as it does in transformers"}
+    assert slot(made, "optimizer")["use"] == "optimizer.adamw"
