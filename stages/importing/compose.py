@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.importing.translator import Request
 from stages.importing.account import Account
+from stages.importing.compose_adapter import adapter
 from stages.importing.compose_optimizer import optimizer
 from stages.importing.compose_sources import data, model
 from stages.importing.compose_train import checkpoint, publish, train
@@ -21,6 +22,7 @@ def compose(account: Account, request: Request, name: str) -> Draft:
     draft = Draft(account)
     _head(draft, name)
     model(draft, request)
+    adapter(draft)
     _precision(draft)
     data(draft, request)
     optimizer(draft)

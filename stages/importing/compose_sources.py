@@ -69,14 +69,19 @@ def data(draft: Draft, request: Request) -> None:
     account = draft.account
     files = [str(Path(each).expanduser().absolute()) for each in request.data]
     given = files or ([account.value("data")] if account.given("data") else [])
-    draft.slot("data", _stage(given))
-    if given:
+    on_hub = not given and account.given("dataset")
+    draft.slot("data", _hub_stage(draft) if on_hub else _stage(given))
+    if on_hub:
+        _from_hub(draft)
+    elif given:
         draft.put("data.files", given, "data")
         if files:
             account.dismiss("data", "--data says it")
     else:
         draft.lacks("data.files", "text files, or use: data.chat for conversations")
     draft.copy("sequence_length", "data.sequence_length")
+    for name in ("dataset", "dataset.config", "dataset.split", "dataset.heldout"):
+        account.dismiss(name, "files are given")
     if draft.slots["data"]["use"] == "data.text":
         account.dismiss("packing", "data.text fills every sample")
     else:
@@ -86,6 +91,27 @@ def data(draft: Draft, request: Request) -> None:
         account.dismiss("heldout_fraction", "there are files to evaluate on")
     else:
         draft.copy("heldout_fraction", "data.heldout_fraction", lambda share: min(share, 0.5))
+
+
+def _hub_stage(draft: Draft) -> str:
+    """By whose script it is: transformers' for plain text has blocks, TRL's has rows."""
+    keys = {entry.key for entry in draft.account.of("sequence_length")}
+    return "data.text" if "block_size" in keys else "data.chat"
+
+
+def _from_hub(draft: Draft) -> None:
+    account = draft.account
+    note = "the branch, as before; better the commit in `revision`"
+    what = {"dataset": account.value("dataset"), "config": account.value("dataset.config")}
+    source = {name: value for name, value in what.items() if value is not None}
+    for key, fact, default in (
+        ("sources", "dataset.split", "train"),
+        ("heldout_sources", "dataset.heldout", None),
+    ):
+        split = account.value(fact, default)
+        if split is not None:
+            one = {**source, "split": split, "allow_floating_revision": True}
+            draft.put(f"data.{key}", [one], "dataset", "dataset.config", fact, note=note)
 
 
 def _stage(files: list[str]) -> str:

@@ -135,7 +135,7 @@ OLDER: Table = {
 }
 """Names of earlier versions, which files still hold."""
 
-_files = "data are files here"
+_four_bits = covered("follows from precision.compute")
 SCRIPT: Table = {
     "model_name_or_path": says("model", read.text),
     "model_revision": says("revision", read.text),
@@ -152,10 +152,14 @@ SCRIPT: Table = {
         says("sequence_length", read.positive),
         *("block_size", "max_seq_length", "max_length", "model_max_length"),
     ),
+    "dataset_name": says("dataset", read.text),
+    "dataset_config": says("dataset.config", read.text),
+    "dataset_config_name": says("dataset.config", read.text),
+    "dataset_train_split": says("dataset.split", read.text),
+    "dataset_test_split": says("dataset.heldout", read.text),
     **_all(
-        never(_files, "give them with --data"),
-        *("dataset_name", "dataset_config_name", "dataset_config", "dataset_mixture"),
-        *("dataset_mixer", "dataset_splits", "dataset_train_split", "dataset_test_split"),
+        never("mixtures are said otherwise", "write data.sources, each with its weight"),
+        *("dataset_mixture", "dataset_mixer", "dataset_splits"),
     ),
     **_all(
         covered("the data slot tokenises, once, and keeps the tokens"),
@@ -170,9 +174,33 @@ SCRIPT: Table = {
         ),
         *("torch_dtype", "dtype"),
     ),
+    "use_peft": switched("adapter"),
+    "lora_r": says("adapter.rank", read.positive),
+    "lora_alpha": says("adapter.alpha", read.number),
+    "lora_dropout": says("adapter.dropout", read.number),
+    "lora_target_modules": says("adapter.targets", read.names),
+    "lora_modules_to_save": says("adapter.modules", read.names),
+    "lora_target_parameters": never("linear layers get updates", "leave it out"),
+    "lora_task_type": only(
+        "CAUSAL_LM", why="is so", otherwise="a causal language model is trained", blocks=True
+    ),
+    "use_rslora": switched("adapter.rslora"),
+    "use_dora": switched("adapter.dora"),
+    "load_in_4bit": switched("adapter.four_bits"),
+    "load_in_8bit": only(
+        False, why="is off", otherwise="weights are held whole or in 4 bits",
+        hint="set load_in_4bit",
+    ),
+    "bnb_4bit_quant_type": says("adapter.kind", read.choice({"nf4": "nf4", "fp4": "fp4"})),
+    "use_bnb_nested_quant": only(
+        False, why="is off", otherwise="scales stay fp32, which is half a bit a weight",
+        hint="set it false",
+    ),
+    "bnb_4bit_quant_storage": covered("strategies shard bytes as they are"),
+    "bnb_4bit_compute_dtype": _four_bits,
     "chat_template": never("the tokenizer has it", "save it with the tokenizer"),
     "packing": switched("packing"),
-    "streaming": never(_files, "leave it out"),
+    "streaming": never("tokens are kept on disk", "use data.stream for more than a disk holds"),
     **_all(
         never("all samples are taken", "make smaller files"),
         *("max_train_samples", "max_eval_samples"),

@@ -415,3 +415,68 @@ def test_deepspeed_s_optimizer_wins() -> None:
     made = translated({"output_dir": "x", "optim": "lion_32bit"}, engine)
     assert refused(made) == {"optim": "DeepSpeed's optimizer wins, as it does in transformers"}
     assert slot(made, "optimizer")["use"] == "optimizer.adamw"
+
+
+SFT = {"output_dir": "x", "use_peft": True, "lora_target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        ({}, {"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": "all-linear"}),
+        (
+            {
+                "lora_r": 8, "lora_alpha": 4, "lora_dropout": 0, "use_rslora": True,
+                "lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["lm_head"],
+            },
+            {
+                "rank": 8, "alpha": 4, "dropout": 0, "scaling": "rslora",
+                "targets": ["q_proj", "v_proj"], "train_also": ["*lm_head.*"],
+            },
+        ),
+        (
+            {"load_in_4bit": True, "use_dora": True},
+            {"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": "all-linear", "dora": True,
+             "quantize": "nf4"},
+        ),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "lora_dropout": 0.0},
+            {"rank": 16, "alpha": 32.0, "dropout": 0.0, "targets": "all-linear",
+             "quantize": "fp4"},
+        ),
+    ],
+)  # fmt: skip
+def test_adapters(said: dict[str, Any], fields: dict[str, Any]) -> None:
+    made = translated({**SFT, **said})
+    assert not refused(made)
+    assert slot(made, "adapter") == {"use": "adapter.lora", **fields}
+    assert list(made.recipe["stages"])[:3] == ["model", "adapter", "precision"]  # type: ignore[index]
+
+
+def test_layers_that_peft_would_have_chosen_have_to_be_said() -> None:
+    made = translated({"output_dir": "x", "use_peft": True})
+    assert "adapter.targets" in made.missing
+
+
+def test_without_an_adapter() -> None:
+    made = translated({"output_dir": "x", "lora_r": 8, "load_in_4bit": True})
+    assert refused(made) == {"load_in_4bit": "weights that are trained are not held in 4 bits"}
+    assert fate(made, "lora_r").outcome == "default"
+    assert "adapter" not in made.recipe["stages"]  # type: ignore[index]
+
+
+def test_data_sets_on_the_hub() -> None:
+    rows = {"dataset_name": "owner/chats", "dataset_config": "en", "dataset_test_split": "test"}
+    made = translated({"output_dir": "x", **rows})
+    assert not refused(made)
+    source = {"dataset": "owner/chats", "config": "en", "allow_floating_revision": True}
+    assert slot(made, "data") == {
+        "use": "data.chat",
+        "sources": [{**source, "split": "train"}],
+        "heldout_sources": [{**source, "split": "test"}],
+    }
+    text = translated({"output_dir": "x", "dataset_name": "owner/books", "block_size": 512})
+    assert slot(text, "data")["use"] == "data.text"
+    local = translated({"output_dir": "x", **rows}, data=["a.txt"])
+    assert "sources" not in slot(local, "data")
+    assert not refused(local)
