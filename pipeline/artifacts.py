@@ -149,7 +149,13 @@ class ModelSource(ABC):
 
     @property
     def location(self) -> str | None:
-        """What others load it from: a folder, a file or a hub id; None when it is random."""
+        """What others load it from: a folder or a hub id; None when it is nowhere as it is, being
+        random or changed, or stored in a form that they do not load by itself."""
+        return None
+
+    @property
+    def revision(self) -> str | None:
+        """Commit of `location`, if that is a hub id."""
         return None
 
     @property

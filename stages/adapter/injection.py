@@ -75,7 +75,7 @@ def inject(stage: Lora, model: nn.Module) -> None:
     what it trains beside them. Raises StageError for names that the model has not."""
     peft = import_peft()
     parameters = dict(model.named_parameters())
-    config = peft_config(stage)
+    config = peft_config(stage, linear_layers(model) if stage.targets == "all-linear" else None)
     config.init_lora_weights = False  # what is drawn here is overwritten
     try:
         with quiet(), uninitialised():
@@ -83,10 +83,16 @@ def inject(stage: Lora, model: nn.Module) -> None:
     except ValueError as error:
         raise StageError(f"adapter.lora: {error}", hint=_linear_hint(model)) from error
     _refuse_idle(stage, model)
+    updated = {layer.weight for layer in layers(model)}
     for name, parameter in parameters.items():
         wanted = any(fnmatchcase(name, one) for one in stage.train_also)
         if wanted and not parameter.is_floating_point():
             raise StageError(f"train_also: {name} is in 4 bits, which cannot be trained")
+        if wanted and name in updated:
+            raise StageError(
+                f"train_also: {name} is trained through its update",
+                hint="leave the layer out of `targets` to train its weight as a whole",
+            )
         parameter.requires_grad_(wanted)
     for pattern in stage.train_also:
         if not any(fnmatchcase(name, pattern) for name in parameters):
@@ -98,6 +104,23 @@ def inject(stage: Lora, model: nn.Module) -> None:
         if isinstance(module, peft.tuners.lora.LoraLayer):
             # It would follow a dtype that the strategy is about to change.
             module.cast_input_dtype_enabled = False
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Names of all but the head. What only looks like one, such as a router or experts that are one
+    tensor, is none. Raises StageError when there is none."""
+    head = model.get_output_embeddings()
+    found = [name for name, module in model.named_modules() if _is_linear(module)]
+    found = [name for name in found if model.get_submodule(name) is not head]
+    if not found:
+        raise StageError(f"adapter.lora: {type(model).__name__} has no linear layers")
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    import torch
+
+    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def layers(model: nn.Module) -> list[Layer]:
@@ -154,12 +177,9 @@ def _refuse_idle(stage: Lora, model: nn.Module) -> None:
 
 def _linear_hint(model: nn.Module) -> str:
     """Ends of the names of linear layers, also of those that have updates already."""
-    import torch
-
     ends = {
         name.removesuffix(".base_layer").rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
-        if "lora_" not in name
+        if _is_linear(module) and "lora_" not in name
     }
     return "linear layers are called " + ", ".join(sorted(ends)[:SHOWN])

@@ -48,7 +48,7 @@ class Lora:
     whole beside the updates."""
     start_from: str | None = None
     """Folder with an adapter that was saved by this program or by peft, to go on from. It must have
-    this rank and these targets."""
+    these settings, and should have been trained on weights in the same precision."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if importlib.util.find_spec("peft") is None:
@@ -73,14 +73,20 @@ class Lora:
 
     def _start_problems(self, folder: Path) -> Iterator[Problem]:
         from stages.adapter.files import CONFIG, WEIGHTS
+        from stages.adapter.saved import differences
 
-        for name in (CONFIG, WEIGHTS):
-            if not (folder / name).is_file():
-                yield Problem(key="start_from", message=f"no {name} in {folder}")
+        missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+        for name in missing:
+            yield Problem(key="start_from", message=f"no {name} in {folder}")
+        if not missing:
+            for message, hint in differences(self, folder / CONFIG):
+                yield Problem(key="start_from", message=message, hint=hint)
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
         from stages.adapter.quantised import QuantisedSource
         from stages.adapter.source import AdaptedSource
 
         base = model if self.quantize is None else QuantisedSource(model, self.quantize)
-        return AdaptedSource(self, base, seed=ctx.seed)
+        source = AdaptedSource(self, base, seed=ctx.seed)
+        source.tell(ctx.log)
+        return source

@@ -29,7 +29,11 @@ class MergedWeights(Weights):
         self.identity = hashlib.sha256(f"{trained.identity} {settings}".encode()).hexdigest()
         self._trained = trained
         updates = {name for one in layers for name in (one.down, one.up, one.magnitude)}
-        whole = [renamed(name, name) for name in trained.names() if name not in updates]
+        whole = [
+            renamed(name, name.replace(".base_layer.", "."))
+            for name in trained.names()
+            if name not in updates
+        ]
         self._plain = JoinedReader(ConvertedReader(trained, whole), base)
         self._base = base
         self._layers = {layer.weight: layer for layer in layers}

@@ -26,13 +26,14 @@ def save_config(
     layers: Sequence[Layer],
     trained: Collection[str],
     base: str | None,
+    revision: str | None,
 ) -> None:
     """Write adapter_config.json; `model` has its adapter, `base` is where it was loaded from.
 
     Raises StageError when parameters were trained that peft cannot keep in an adapter.
     """
     config = peft_config(stage, short_names(model, layers))
-    config.base_model_name_or_path = base
+    config.base_model_name_or_path, config.revision = base, revision
     config.inference_mode = True
     config.fan_in_fan_out = any(layer.transposed for layer in layers)
     updates = {name for one in layers for name in (one.down, one.up, one.magnitude)}

@@ -18,7 +18,7 @@ from stages.adapter.fresh import FreshUpdates
 from stages.adapter.injection import Layer, inject, layers
 from stages.adapter.merged import MergedWeights
 from stages.adapter.saving import save_config
-from stages.model.names import listed, ties
+from stages.model.names import listed, stands_for, ties
 from stages.model.outline import outline
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
@@ -26,6 +26,8 @@ from stages.weights.joined import JoinedReader
 from stages.weights.safetensors import SafetensorsReader
 
 if TYPE_CHECKING:
+    from logging import Logger
+
     from torch import nn
 
     from stages.adapter.four_bits import Kind
@@ -87,6 +89,24 @@ class AdaptedSource(AdaptedModel):
     def quantize(self) -> Kind | None:
         return self.stage.quantize
 
+    def tell(self, log: Logger) -> None:
+        """Say what is trained and what is held how. Raises StageError for names that the model has
+        not."""
+        known = stands_for(self.outline)
+        sizes = {n: known.get(n) or p.numel() for n, p in self.outline.named_parameters()}
+        trained = sum(sizes[name] for name in self.trained)
+        log.info(
+            "%d layers get updates; %s parameters are trained", len(self.layers), f"{trained:,}"
+        )
+        if known:
+            share = sum(known.values()) / (sum(sizes.values()) - trained)
+            say = log.info if share > 0.5 else log.warning
+            say(
+                "%.0f %% of the model's weights are held in 4 bits: those of linear layers but the "
+                "head, not embeddings, nor experts that are one tensor",
+                100 * share,
+            )
+
     def save_config(self, folder: Path) -> None:
         save_config(
             self.stage,
@@ -95,6 +115,7 @@ class AdaptedSource(AdaptedModel):
             layers=self.layers,
             trained=self.trained,
             base=self.location,
+            revision=self.revision,
         )
 
     @functools.cached_property
@@ -138,6 +159,14 @@ class AdaptedSource(AdaptedModel):
                 + "; ".join(parts),
                 hint="targets, dora and train_also must be those that it was trained with",
             )
+        shapes = {name: tuple(one.shape) for name, one in self.outline.named_parameters()}
+        for stored, name in wanted.items():
+            found = reader.spec(stored).shape
+            if found != shapes[name]:
+                raise StageError(
+                    f"the adapter in {folder} is not of this model and these settings: {name} has "
+                    f"shape {list(found)} instead of {list(shapes[name])}"
+                )
         return ConvertedReader(reader, [renamed(old, new) for old, new in wanted.items()])
 
     @property

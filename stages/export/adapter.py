@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.artifacts import ExportedModel, TrainedRun, Weights
+from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
 from stages.adapter.artifact import AdaptedModel
@@ -33,6 +33,14 @@ class ExportAdapter:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from fields.problems(self.folder, self.prompt)
+        for model in plan.giving(ModelSource):
+            for name in ("vocab_size", "new_weights"):
+                if getattr(model, name, None):
+                    yield Problem(
+                        message=f"the model slot's {name} makes another model, which others do not "
+                        "have to put the adapter on",
+                        hint="use export.safetensors",
+                    )
 
     def run(
         self,

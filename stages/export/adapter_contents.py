@@ -42,7 +42,7 @@ class AdapterContents(Contents):
     def __init__(self, source: AdaptedModel, trained: Weights, *, dtype: str, prompt: str) -> None:
         self.source: AdaptedModel = source
         self.prompt = prompt
-        self.usage = usage(source.quantize)
+        self.usage = usage(source)
         self._trained = trained
         self._dtype = dtype
 
@@ -86,18 +86,30 @@ class AdapterContents(Contents):
         )
 
 
-def usage(quantize: str | None) -> Usage:
-    """How peft loads an adapter whose model's linear layers were in these 4 bits."""
-    load = 'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto"'
-    lines = f"from peft import AutoPeftModelForCausalLM\n\nmodel = {load})"
-    if quantize is not None:
-        lines = f"""from peft import AutoPeftModelForCausalLM
-from transformers import BitsAndBytesConfig
-
-# It was trained on top of the model in {quantize}.
-config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{quantize}")
-model = {load}, quantization_config=config)"""
-    return Usage("peft", lines)
+def usage(source: AdaptedModel) -> Usage:
+    """How peft loads the adapter."""
+    lines, more = [], 'dtype="auto"'
+    if source.quantize is not None:
+        lines += [
+            "from transformers import BitsAndBytesConfig",
+            "",
+            f"# It was trained on top of the model in {source.quantize}.",
+            "config = BitsAndBytesConfig("
+            f'load_in_4bit=True, bnb_4bit_quant_type="{source.quantize}")',
+            "",
+        ]
+        more += ", quantization_config=config"
+    if source.location is not None:
+        load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {more})'
+        lines += ["from peft import AutoPeftModelForCausalLM", "", f"model = {load}"]
+    else:
+        lines += [
+            "from peft import PeftModel",
+            "",
+            f"base = ...  # {source.name}, loaded with {more}",
+            'model = PeftModel.from_pretrained(base, "path/to/this/folder")',
+        ]
+    return Usage("peft", "\n".join(lines))
 
 
 class Rounded(CastReader, Weights):
@@ -122,7 +134,9 @@ def with_adapter(module: nn.Module, own: TensorReader, folder: Path) -> nn.Modul
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ExportError(f"peft cannot load the adapter: {error}") from error
     values = Values(own, tied, dict.fromkeys(names, torch.float32))
-    return by_blocks(model, _WithAdapter(model, loaded, values), blocks)
+    layers = (one for one in model.modules() if isinstance(one, peft.tuners.lora.LoraLayer))
+    together = {*blocks, *(type(layer).__name__ for layer in layers)}
+    return by_blocks(model, _WithAdapter(model, loaded, values), together)
 
 
 class _WithAdapter(Mapping[str, "Tensor"]):

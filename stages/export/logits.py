@@ -80,7 +80,8 @@ def reference(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: values[name] for name in tensors.names() if name not in parameters}
     model.load_state_dict(buffers, strict=False, assign=True)
-    return by_blocks(model, values, compat.block_classes(model))
+    reaching = (type(module).__name__ for module in source.reaching(model))
+    return by_blocks(model, values, {*compat.block_classes(model), *reaching})
 
 
 def by_blocks(model: nn.Module, values: Mapping[str, Tensor], blocks: Collection[str]) -> nn.Module:

@@ -28,7 +28,7 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     proof = prove_whole(folder, tell)
     base = json.loads((folder / CONFIG).read_text("utf-8")).get("base_model_name_or_path")
     if base is None or not (Path(base) / "config.json").is_file():
-        tell(f"not run: its model is not here ({base or 'a random initialisation'})")
+        tell(f"not run: its model is not here ({base})" if base else "not run: it names no model")
         return
     model = _loaded(base, folder, proof.quantize, trust_remote_code=trust_remote_code)
     told = logits(model, torch.tensor([proof.prompt]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stages.importing import read
+from stages.importing.account import Account
 from stages.importing.deepspeed_dtype_keys import BF16, FP16
 from stages.importing.rules import (
     Rule,
@@ -176,3 +177,26 @@ DEEPSPEED: Table = {
         )
     },
 }  # fmt: skip
+
+
+def assume_engine(account: Account, *, alone: bool) -> None:
+    """What DeepSpeed 0.19 does where its configuration says nothing; `alone`: without the Trainer,
+    whose arguments fill in some of it."""
+    missing: dict[str, tuple[Any, str]] = {}
+    own = "DeepSpeed's default"
+    if alone:
+        missing["max_grad_norm"] = 0.0, own
+    if account.given("optimizer"):
+        missing["decay_all"] = True, "DeepSpeed decays every parameter"
+        missing["weight_decay"] = 0.0, own
+        if alone and not account.given("deepspeed.schedule"):
+            missing["schedule"] = "flat", "DeepSpeed has no schedule unless told"
+    if account.given("deepspeed.schedule"):
+        missing["warmup_steps"] = 1000, own
+        if account.value("deepspeed.schedule") == "cosine":
+            missing["final_lr_ratio"] = 1e-4, own
+    if account.value("compute") == "fp16":
+        missing["fp16.interval"] = 1000, own
+    for fact, (value, why) in missing.items():
+        if not account.given(fact):
+            account.assume(fact, value, why)

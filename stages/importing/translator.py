@@ -12,7 +12,7 @@ from pipeline.importing.translator import ConfigFile, Request, Translation, Tran
 from stages.importing.accelerate_keys import ACCELERATE_ALL
 from stages.importing.account import Account
 from stages.importing.compose import compose, recipe
-from stages.importing.deepspeed_keys import DEEPSPEED
+from stages.importing.deepspeed_keys import DEEPSPEED, assume_engine
 from stages.importing.fsdp_keys import FSDP_PREFIXED
 from stages.importing.rules import Table, Verdict
 from stages.importing.trainer_keys import DEFAULTS
@@ -54,11 +54,8 @@ class HuggingFace(Translator):
             for file in files:
                 if self.kind(file.content) == kind:
                     reading.take(file, kind)
-        if DEEPSPEED_KIND in reading.kinds and TRAINER_KIND not in reading.kinds:
-            if not account.given("max_grad_norm"):
-                account.assume("max_grad_norm", 0.0, "DeepSpeed's default")
-            if account.given("optimizer"):
-                account.assume("decay_all", True, "DeepSpeed decays every parameter")
+        if DEEPSPEED_KIND in reading.kinds:
+            assume_engine(account, alone=TRAINER_KIND not in reading.kinds)
         draft = compose(account, request, files[0].path.stem)
         fates = account.fates()
         blocked = any(fate.blocks for fate in fates)

@@ -51,6 +51,10 @@ class DerivedSource(ModelSource):
         return self.base.location
 
     @property
+    def revision(self) -> str | None:
+        return self.base.revision
+
+    @property
     def borrowed(self) -> Collection[str]:
         return self.base.borrowed
 

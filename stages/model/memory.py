@@ -93,4 +93,11 @@ def _attention() -> set[Any]:
 
 def _products() -> set[Any]:
     aten = torch.ops.aten
-    return {aten.mm.default, aten.addmm.default, aten.bmm.default}
+    return {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._grouped_mm.default,
+        aten._scaled_mm.default,
+    }

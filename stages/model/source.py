@@ -23,7 +23,7 @@ from stages.model.gguf import open_gguf
 from stages.model.memory import checkpoint_blocks, compile_blocks
 from stages.model.names import ties
 from stages.model.outline import outline
-from stages.model.paths import Files, has_tokenizer, is_local
+from stages.model.paths import COMMIT, Files, has_tokenizer, is_local
 from stages.model.random_reader import RandomReader
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
@@ -47,7 +47,14 @@ class Training:
     kernels: str | None = None
 
     def prepare(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Change a module and its blocks in place."""
+        """Change a module and its blocks in place. Raises StageError when blocks are asked for that
+        there are not."""
+        if not blocks and (self.checkpointing is not None or self.compile is not None):
+            raise StageError(
+                f"{type(model).__name__}'s blocks cannot be told, so none can be computed again or "
+                "compiled",
+                hint="leave out activation_checkpointing and compile",
+            )
         if self.kernels is not None:
             use_liger(model)
         if self.fp8 is not None:
@@ -216,9 +223,17 @@ class HfSource(ModelSource):
 
     @property
     def location(self) -> str | None:
-        if self._random or self._files is None:
+        changed = self._random or self._resized or bool(self._declared.new)
+        if changed or self._files is None or self._files.gguf:
             return None
         return self.name if not is_local(self.name) else str(self._files)
+
+    @property
+    def revision(self) -> str | None:
+        if self.location is None or is_local(self.name) or self._files is None:
+            return None
+        commit = self._files.folder.name  # of the hub's cache
+        return commit if COMMIT.fullmatch(commit) else None
 
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         model = self._outline

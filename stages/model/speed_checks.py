@@ -18,6 +18,13 @@ FLASH = "flash_attention_"
 def speed_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     """Mistakes in the fields about attention, kernels and fp8."""
     yield from _attention(stage.attention, plan)
+    keep = stage.activation_checkpointing and stage.activation_checkpointing.keep
+    if keep == "attention" and stage.attention == "eager":
+        yield Problem(
+            key="activation_checkpointing.keep",
+            message="eager attention is no single operation whose result could be kept",
+            hint="set attention: sdpa, or keep: matmuls",
+        )
     if stage.kernels is not None:
         yield from _needs(plan, "kernels", "Liger", "liger_kernel", "liger-kernel")
     if stage.fp8 is not None:

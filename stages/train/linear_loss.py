@@ -27,6 +27,12 @@ def linear_loss(
     Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
     weight summed over chunks in fp32.
     """
+    if not torch.is_grad_enabled():  # which a Function is not told
+        hidden, weight, bias = (
+            hidden.detach(),
+            weight.detach(),
+            None if bias is None else bias.detach(),
+        )
     summed: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, chunk)  # type: ignore[no-untyped-call]
     return summed
 

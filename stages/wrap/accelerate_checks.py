@@ -80,6 +80,13 @@ def _strategy(content: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
                 message="FSDP1 joins parameters into flat ones, which no checkpoint tells apart",
                 hint="set fsdp_version: 2 (`accelerate to-fsdp2` converts the file)",
             )
+        if isinstance(block, Mapping) and block.get("fsdp_activation_checkpointing"):
+            yield Problem(
+                key=KEY,
+                message="accelerate's fsdp_activation_checkpointing renames parameters, so that "
+                "nothing else reads the checkpoints",
+                hint="set it false there, and activation_checkpointing: {} in the model slot",
+            )
         if plan.device == "cpu":
             message = "accelerate shards on GPUs only; on the CPU it would replicate"
             yield Problem(key=KEY, message=message, hint="use wrap.fsdp there")

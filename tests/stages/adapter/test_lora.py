@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.errors import StageError
-from pipeline.testing import assert_conforms
+from pipeline.testing import assert_conforms, plan_view
 from stages.adapter.lora import Lora
 from stages.adapter.rows import row_blocks
 from stages.export.adapter import ExportAdapter
@@ -208,6 +208,10 @@ MISTAKES = {
     "one of two": ({"targets": ("q_proj", "kproj")}, "no linear layer's name ends in 'kproj'"),
     "no linear layer": ({"targets": ("embed_tokens",)}, "is a Embedding, which is no linear layer"),
     "no such parameter": ({"train_also": ("head",)}, "'head' matches no parameter"),
+    "an update's own weight": (
+        {"train_also": ("*.q_proj.weight",)},
+        "q_proj.weight is trained through its update",
+    ),
     "tied": ({"targets": ("lm_head",)}, "lm_head shares its weight with another module"),
 }
 
@@ -215,10 +219,82 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(name: str, tmp_path: Path) -> None:
     fields, words = MISTAKES[name]
-    source = adapted(tmp_path, TINY, **fields)
     with pytest.raises(StageError) as caught:
-        source.weights()
+        adapted(tmp_path, TINY, **fields)
     assert words in f"{caught.value}"
+
+
+SAVED = {"rank": 4, "alpha": 8.0, "targets": ("q_proj",)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, []),
+        ({"rank": 2}, ["was trained with rank: 4, this is 2 (set rank: 4)"]),
+        (
+            {"alpha": 16.0, "scaling": "rslora"},
+            [
+                "was trained with alpha: 8.0, this is 16.0 (set alpha: 8.0)",
+                "was trained with scaling: standard, this is rslora (set scaling: standard)",
+            ],
+        ),
+        ({"dora": True}, ["was trained with dora: False, this is True (set dora: False)"]),
+    ],
+)
+def test_an_adapter_goes_on_with_its_own_settings(
+    fields: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    source = adapted(tmp_path, TINY, **SAVED)
+    done = ExportAdapter().run(context(tmp_path), trained(source), source)
+    stage = Lora(**{**SAVED, **fields, "start_from": str(done.folder)})
+    found = [problem for problem in stage.check(plan_view({})) if problem.key == "start_from"]
+    assert [f"{problem.message} ({problem.hint})" for problem in found] == said
+
+
+def test_an_adapter_of_another_shape_is_no_start(tmp_path: Path) -> None:
+    source = adapted(tmp_path, TINY, **SAVED)
+    done = ExportAdapter().run(context(tmp_path), trained(source), source)
+    other = adapted(tmp_path, {**TINY, "hidden_size": 16}, **SAVED, start_from=str(done.folder))
+    with pytest.raises(StageError, match=r"has shape \[4, 24\] instead of \[4, 16\]"):
+        other.weights()
+
+
+QWEN = {**UNTIED, "model_type": "qwen2"}
+OUTSIDE = {"model_type": "opt", "vocab_size": 101, "hidden_size": 24, "ffn_dim": 32,
+           "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 16,
+           "max_position_embeddings": 64}  # fmt: skip
+MIXTRAL = {**UNTIED, "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48,
+           "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        pytest.param(QWEN, {"train_also": ("*.bias",)}, id="biases of adapted layers"),
+        pytest.param(OUTSIDE, {"dora": True}, id="dora outside of blocks"),
+        pytest.param(MIXTRAL, {"dora": True}, id="beside experts"),
+    ],
+)
+def test_other_architectures(
+    config: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    source = adapted(tmp_path, config, rank=2, **fields)
+    weights = trained(source)
+    done = ExportSafetensors(dtype="fp32").run(context(tmp_path), weights, source)
+    merged = AutoModelForCausalLM.from_pretrained(done.folder).eval()
+    expected = logits(module_with(source, weights))
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
+    if "train_also" not in fields:
+        alone = ExportAdapter(folder=str(tmp_path / "alone"))
+        alone.run(context(tmp_path), weights, source)
+
+
+@pytest.mark.parametrize("field", [{"vocab_size": 128}, {"new_weights": ("lm_head.*",)}])
+def test_an_adapter_belongs_to_a_model_that_others_have(field: dict[str, Any]) -> None:
+    plan = plan_view({"model": HfModel(path="./model", **field)})
+    (problem,) = ExportAdapter().check(plan)
+    assert f"{next(iter(field))} makes another model" in problem.message
 
 
 def test_an_adapter_cannot_hold_a_module_in_part(tmp_path: Path) -> None:

@@ -480,3 +480,23 @@ def test_data_sets_on_the_hub() -> None:
     local = translated({"output_dir": "x", **rows}, data=["a.txt"])
     assert "sources" not in slot(local, "data")
     assert not refused(local)
+
+
+def test_what_deepspeed_does_unless_told() -> None:
+    engine = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "fp16": {"enabled": True}}
+    made = translated(engine)
+    optimizer = slot(made, "optimizer")
+    assert optimizer["schedule"] == "constant"
+    assert (optimizer["weight_decay"], optimizer["decay_all"]) == (0.0, True)
+    assert slot(made, "precision")["loss_scale_growth_interval"] == 1000
+    for kind, more in (("WarmupLR", {}), ("WarmupCosineLR", {"final_lr_ratio": 1e-4})):
+        scheduled = slot(translated({**engine, "scheduler": {"type": kind}}), "optimizer")
+        assert scheduled["warmup_steps"] == 1000
+        assert scheduled.get("final_lr_ratio") == more.get("final_lr_ratio")
+
+
+def test_deepspeed_s_optimizer_decays_everything_under_the_trainer_too() -> None:
+    engine = {"optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}}}
+    optimizer = slot(translated({"output_dir": "x", "weight_decay": 0.1}, engine), "optimizer")
+    assert (optimizer["weight_decay"], optimizer["decay_all"]) == (0.1, True)
+    assert optimizer["schedule"] == "linear"

@@ -62,7 +62,7 @@ CASES = {
     "zero2 auto": Case(("engines/stage2_auto.json",)),
     "zero3": Case(("engines/stage3_numbers.json",)),
     "zero3 offload": Case(("engines/stage3_offload.json",)),
-    "script": Case(("trainer/script.yaml",), NO_EPOCHS, ("dataset_name",)),
+    "script": Case(("trainer/script.yaml",), NO_EPOCHS),
     "arguments": Case(("trainer/arguments.json",), NO_EPOCHS),
     "sharded arguments": Case(("trainer/sharded_arguments.json",)),
     "arguments that name a file": Case(("trainer/names_an_engine.json",)),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import StageError
 from pipeline.testing import plan_view, problems
@@ -89,6 +90,60 @@ def test_what_is_saved_for_backward(offload: bool) -> None:
     assert any(tensor is x or tensor.data_ptr() == x.data_ptr() for tensor in saved) != offload
     out.sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"activation_checkpointing": ActivationCheckpointing()}, {"compile": Compile()}],
+)
+def test_a_model_without_blocks_is_refused(fields: dict[str, Any], tmp_path: Any) -> None:
+    config = {"model_type": "ctrl", "n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 16,
+              "vocab_size": 50}  # fmt: skip
+    source(tmp_path, config).build()
+    with pytest.raises(StageError, match="CTRLLMHeadModel's blocks cannot be told"):
+        source(tmp_path, config, **fields).build()
+
+
+def test_eager_attention_cannot_be_kept() -> None:
+    keep = {"activation_checkpointing": {"keep": "attention"}, "config": SIZED}
+    (problem,) = problems(HfModel, {**keep, "attention": "eager"}, plan=plan_view({}))
+    assert problem.message.startswith("eager attention is no single operation")
+    assert not problems(HfModel, keep, plan=plan_view({}))
+
+
+@pytest.mark.parametrize(("keep", "again"), [("nothing", 2), ("matmuls", 1)])
+def test_products_of_experts_are_kept(keep: Any, again: int) -> None:
+    block = Experts()
+    checkpoint_blocks([block], ActivationCheckpointing(keep=keep))
+    with Counted() as counted:
+        block(torch.randn(4, 16, requires_grad=True)).sum().backward()
+    forward = 1
+    assert counted.products == forward * again + 2  # and the gradients of both
+
+
+class Experts(torch.nn.Module):
+    """Two experts whose weights are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([2, 4], dtype=torch.int32)
+        product: torch.Tensor = torch._grouped_mm(x, self.weight, offs=ends)
+        return product.relu()
+
+
+class Counted(TorchDispatchMode):
+    """Counts grouped products."""
+
+    products = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.products += function is torch.ops.aten._grouped_mm.default
+        return function(*args, **(kwargs or {}))
 
 
 def test_liger_without_triton_is_a_clear_error(tmp_path: Any) -> None:

@@ -59,6 +59,20 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_without_gradients_no_product_is_made_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("stages.train.linear_loss._add_product", lambda *_: made.append(1))
+    hidden, weight = torch.randn(24, 8), torch.nn.Parameter(torch.randn(50, 8))
+    labels = torch.randint(0, 50, (24,))
+    with torch.no_grad():
+        found = linear_loss(hidden, weight, None, labels, 4)
+    assert not made
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+    torch.testing.assert_close(found, expected)
+    linear_loss(hidden, weight, None, labels, 4)
+    assert len(made) == 6
+
+
 def test_in_bf16_the_loss_is_that_of_fp32_logits() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 16, generator=generator).bfloat16()

@@ -69,6 +69,16 @@ def test_what_is_right(content: object, settings: dict[str, Any], tmp_path: Path
             "fsdp_version: 2 (`accelerate to-fsdp2` converts the file))",
         ),
         (
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": {**FSDP, "fsdp_activation_checkpointing": True},
+            },
+            {},
+            "accelerate's fsdp_activation_checkpointing renames parameters, so that nothing else "
+            "reads the checkpoints (set it false there, and activation_checkpointing: {} in the "
+            "model slot)",
+        ),
+        (
             {"distributed_type": "FSDP", "fsdp_config": FSDP}, {"device": "cpu"},
             "accelerate shards on GPUs only; on the CPU it would replicate (use wrap.fsdp there)",
         ),
