@@ -326,6 +326,37 @@ def test_a_line_of_100_mb(ctx: Context, source: FakeSource, tmp_path: Path) -> N
     assert rows.LARGEST_LINE == 64 << 20
 
 
+@pytest.mark.parametrize(
+    ("form", "keys"),
+    [
+        ("messages", "`messages`"),
+        ("sharegpt", "`conversations`"),
+        ("prompt/completion", "`prompt` and `completion`"),
+        ("alpaca", "`instruction` and `output`"),
+        ("text", "`text`"),
+        ("input_ids", "`input_ids`"),
+    ],
+)
+def test_a_row_that_is_not_of_the_form_that_was_set(
+    ctx: Context, source: FakeSource, tmp_path: Path, form: Any, keys: str
+) -> None:
+    half = {key.strip("`"): None for key in keys.split(" and ")} | {"prompt": "x", "output": "y"}
+    file = written(tmp_path / "a.jsonl", [half])
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form=form)
+    assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
+        f"a.jsonl:1: has ['output', 'prompt'], which is no row of form {form!r} "
+        f"(such a row has {keys}; without `form` the keys tell)"
+    )
+
+
+def test_lines_of_text_are_no_messages(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.txt", b"hello\n")
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form="messages")
+    assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(
+        "a.txt:1: has ['text'], which is no row of form 'messages'"
+    )
+
+
 def test_parquet_tables(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
     file, cache = tmp_path / "a.parquet", str(tmp_path / "cache")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), file)
