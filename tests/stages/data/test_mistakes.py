@@ -368,6 +368,32 @@ def test_parquet_tables(ctx: Context, source: FakeSource, tmp_path: Path) -> Non
     assert error_of(tmp_path, lambda: chat.run(ctx, source)).startswith("a.parquet:1: has ['body']")
 
 
+NOT_UTF8 = pyarrow.Array.from_buffers(
+    pyarrow.string(), 2, pyarrow.array([b"ab", b"\xff"], pyarrow.binary()).buffers()
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (pyarrow.array([0, 1 << 62], pyarrow.timestamp("us")), "date value out of range"),
+        (pyarrow.array([0, (1 << 31) - 1], pyarrow.int32()).cast(pyarrow.date32()), "days="),
+        (NOT_UTF8, "'utf-8' codec can't decode byte 0xff in position 0"),
+    ],
+    ids=["timestamp", "date", "UTF-8"],
+)
+def test_values_of_a_table_that_python_has_none_for(
+    ctx: Context, source: FakeSource, tmp_path: Path, values: Any, words: str
+) -> None:
+    file = tmp_path / "a.parquet"
+    good = pyarrow.nulls(1024, values.type)
+    columns = {"text": ["x"] * 1026, "x": pyarrow.chunked_array([good, values])}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"))
+    told = error_of(tmp_path, lambda: stage.run(ctx, source))
+    assert told.startswith(f"a.parquet: column 'x' cannot be read in rows 1025 to 1026: {words}")
+
+
 def test_the_mistake_that_comes_first_is_told(
     ctx: Context, source: FakeSource, tmp_path: Path
 ) -> None:
