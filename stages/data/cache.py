@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -151,6 +152,7 @@ def _complete(final: Path) -> Counts | None:
 def _sweep(folder: Path) -> None:
     """Remove what killed builds left behind; a live one has written to its files today."""
     for partial in folder.glob("*.partial"):
-        written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
-        if time.time() - max(written) > _ABANDONED_AFTER:
-            shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # its process has finished it meanwhile
+            written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
+            if time.time() - max(written) > _ABANDONED_AFTER:
+                shutil.rmtree(partial, ignore_errors=True)

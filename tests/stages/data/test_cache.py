@@ -119,6 +119,30 @@ def test_what_a_killed_build_left_is_swept_after_a_day(
     assert fresh.exists()
 
 
+@pytest.mark.parametrize("gone", ["the folder", "a file"])
+def test_what_another_process_finishes_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    live = tmp_path / "live.partial"
+    live.mkdir()
+    (live / "data").write_text("x")
+    listed = Path.iterdir
+
+    def finished_meanwhile(self: Path) -> Any:
+        found = list(listed(self))
+        if self == live:
+            (live / "data").unlink()
+            if gone == "the folder":
+                live.rmdir()
+        return iter(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", finished_meanwhile)
+        assert cache._ensure(tmp_path, "key", lambda folder: _written(folder, "own")) is False
+    assert (tmp_path / "key" / "data").read_text() == "own"
+    assert live.exists() == (gone == "a file")
+
+
 def test_another_run_that_was_faster_wins(tmp_path: Path) -> None:
     def slow(partial: Path) -> cache.Counts:
         cache._ensure(tmp_path, "key", lambda folder: _written(folder, "first"))
