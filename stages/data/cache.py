@@ -70,7 +70,7 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
     """The entry of a key, built if need be; collective.
 
     Rank 0 computes the key and builds; then one process of every node that does not see rank 0's
-    folder builds its own.
+    folder builds its own. Raises StageError when that node's key is another.
     """
     key, reused = "", True
     with ctx.dist.main_first() as main:
@@ -79,12 +79,26 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
             reused = _ensure(folder, key, build)
     key = ctx.dist.share(key if main else None)
     if not main and ctx.dist.local_rank == 0:
-        reused = _ensure(folder, key, build)
+        reused = _ensure(folder, key, _of_the_same(key, make_key, build))
     ctx.dist.barrier()
     counts = _complete(folder / key)
     if counts is None:
         raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
     return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
+
+
+def _of_the_same(key: str, make_key: Callable[[], str], build: Build) -> Build:
+    """`build`, where what it reads has this key."""
+
+    def checked(partial: Path) -> Counts:
+        if make_key() != key:
+            raise StageError(
+                "this machine's data or tokenizer are not those of the first machine",
+                hint="copy the same files to every machine, or share them",
+            )
+        return build(partial)
+
+    return checked
 
 
 def local_entry(folder: Path, key: str, build: Build) -> Entry:
