@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipeline.stage import Context
 
-FORMAT = 2
+FORMAT = 3
 """Raise it with every change in what is written; entries of another format are not found."""
 META = "meta.json"
 _ABANDONED_AFTER = 24 * 3600.0

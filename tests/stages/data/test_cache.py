@@ -83,7 +83,8 @@ def test_a_damaged_entry_is_built_again(
         case "no meta":
             meta.unlink()
         case _:
-            meta.write_text(meta.read_text().replace('"format": 2', '"format": 1'))
+            current = f'"format": {cache.FORMAT}'
+            meta.write_text(meta.read_text().replace(current, '"format": 1'))
     assert stage.run(ctx, source).train[0].labels.tolist() == ids("bcdef")
     assert len(builds) == 2
 
