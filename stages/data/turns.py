@@ -50,7 +50,7 @@ class ConversationEncoder:
         turns = self._trained_turns(item)
         if self._has_markers(item):
             return Encoded(ids=tokens.ids, trained=self._marked(item, text, tokens, turns))
-        spans = [self._span(item, text, index) for index in turns]
+        spans = [self._turn(item, text, index) for index in turns]
         kept = [self._without_tail(text, tokens, span) for span in spans]
         return Encoded(ids=tokens.ids, trained=tokens.inside(kept))
 
@@ -71,11 +71,15 @@ class ConversationEncoder:
         turns = turns[-1:] if self.loss == "last" else turns
         return [index for index in turns if index not in item.silent]
 
-    def _span(self, item: Conversation, text: str, index: int) -> Span:
-        """The characters of one turn."""
-        assistant = item.messages[index]["role"] == "assistant"
-        if index == 0 and assistant:
+    def _turn(self, item: Conversation, text: str, index: int) -> Span:
+        """The characters of an assistant's turn that is trained on."""
+        if index == 0:
             raise item.row.error("begins with an assistant message, which answers nothing")
+        return self._span(item, text, index)
+
+    def _span(self, item: Conversation, text: str, index: int) -> Span:
+        """The characters that one message is rendered as; the first one's begin with the text."""
+        assistant = item.messages[index]["role"] == "assistant"
         start, end = "", text
         if index:
             start = self._render(item, item.messages[:index], prompt=assistant)
@@ -110,7 +114,7 @@ class ConversationEncoder:
         marked = self._own_mask(item)
         everything = turns == _assistant(item)
         try:
-            spans = [self._span(item, text, index) for index in turns]
+            spans = [self._turn(item, text, index) for index in turns]
         except DataError:
             if everything and marked.any():
                 return marked  # nothing to check against: an earlier turn is rendered otherwise now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from pipeline.errors import DataError, StageError
 from pipeline.stage import Context
 from pipeline.testing import plan_view
-from stages.data import rows
+from stages.data import messages, rows
 from stages.data.chat import ChatData
 from stages.data.selection import Source
 from stages.data.text import TextData
@@ -143,6 +144,18 @@ CHAT = {
     ),
     "template arguments that are no object": second(
         {**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is not an object"
+    ),
+    "template arguments that are transformers' own": second(
+        {**GOOD, "chat_template_kwargs": {"mood": 1, "tokenize": True, "return_dict": True}},
+        "`chat_template_kwargs` has 'return_dict', which is no variable of the template (leave it",
+    ),
+    "a clock in the row": second(
+        {**GOOD, "chat_template_kwargs": {"strftime_now": "now"}},
+        "`chat_template_kwargs` has 'strftime_now', which is no variable of the template",
+    ),
+    "history that is no list": Case(
+        [{"instruction": "x", "output": "y", "history": 5}],
+        "a.jsonl:1: `history` is a number, not a list of pairs of texts",
     ),
     "train is a number": second(
         {"messages": [USER, {**ASSISTANT, "train": 0}]},
@@ -306,6 +319,11 @@ def test_rows(ctx: Context, tmp_path: Path, case: Case) -> None:
     source = FakeSource(eos=None) if case.template == "no eos" else FakeSource(case.template)
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), **case.fields)
     assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(case.error)
+
+
+def test_every_argument_of_transformers_is_reserved() -> None:
+    arguments = inspect.signature(FakeSource().fast.apply_chat_template).parameters
+    assert set(arguments) - {"tools", "documents", "kwargs"} <= messages.RESERVED
 
 
 @pytest.mark.parametrize("case", TEXT.values(), ids=TEXT.keys())
