@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.errors import DataError
 from stages.data.encoding import Encoded, Span, TextTokenizer, TextTokens
 from stages.data.items import Conversation
+from stages.data.today import with_today
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +35,8 @@ class ConversationEncoder:
 
     tokens: TextTokenizer
     loss: Loss
+    today: str
+    """The date that the template is told, YYYY-MM-DD."""
 
     def __call__(self, item: Conversation) -> Encoded:
         """Raises DataError when the row cannot be rendered or its turns cannot be told."""
@@ -59,7 +62,11 @@ class ConversationEncoder:
     ) -> str:
         try:
             text = self.tokens.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt, **item.extra
+                list(messages),
+                chat_template=with_today(self._template(item), self.today),
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **item.extra,
             )
         except Exception as error:  # a template is a program of its own and may raise anything
             raise item.row.error(f"the chat template refuses it: {error}") from error
@@ -102,10 +109,11 @@ class ConversationEncoder:
         behind = int(tokens.bounds[special][-1, 1])
         return (start, behind) if not text[behind:end].strip() else span
 
+    def _template(self, item: Conversation) -> str:
+        return str(self.tokens.tokenizer.get_chat_template(None, item.extra.get("tools")))
+
     def _has_markers(self, item: Conversation) -> bool:
-        tokenizer = self.tokens.tokenizer
-        template = tokenizer.get_chat_template(None, item.extra.get("tools"))
-        return _MARKERS.search(template) is not None
+        return _MARKERS.search(self._template(item)) is not None
 
     def _marked(
         self, item: Conversation, text: str, tokens: TextTokens, turns: list[int]
@@ -136,6 +144,7 @@ class ConversationEncoder:
     def _own_mask(self, item: Conversation) -> NDArray[np.bool_]:
         encoded = self.tokens.tokenizer.apply_chat_template(
             list(item.messages),
+            chat_template=with_today(self._template(item), self.today),
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
