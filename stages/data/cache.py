@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,17 @@ def cache_folder(given: str | None) -> Path:
     return Path(given).expanduser() if given else default_folder()
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the system refuses in a cache folder becomes a StageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StageError(
+            f"cannot write the cache in {folder}: {error}", hint="set `cache` to another folder"
+        ) from error
+
+
 def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
     """The entry of a key, built if need be; collective.
 
@@ -112,7 +123,7 @@ def _ensure(folder: Path, key: str, build: Build) -> bool:
     final = folder / key
     if _complete(final) is not None:
         return True
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
@@ -121,10 +132,6 @@ def _ensure(folder: Path, key: str, build: Build) -> bool:
             _publish(partial, final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise StageError(
-            f"cannot write the cache in {folder}: {error}", hint="set `cache` to another folder"
-        ) from error
     return False
 
 
