@@ -108,21 +108,21 @@ class TokenWriter:
     announcer: Announcer
 
     def write(self, folder: Path, documents: Iterable[str]) -> Counts:
-        """Write `tokens.bin`, and `starts.bin` with the place of each document's first token.
-        Returns `documents`, `tokens` and `largest` (id)."""
+        """Write `tokens.bin`, and `starts.bin` with the place of the first token of each document
+        that has one. Returns `documents`, `tokens` and `largest` (id)."""
         counts = {"documents": 0, "tokens": 0, "largest": 0}
         encoded = parallel.each(self._ids, batches(documents, self.batch_documents), self.workers)
         with (folder / TOKENS).open("wb") as tokens, (folder / STARTS).open("wb") as starts:
             for _, (ids, lengths) in encoded:
                 ids.tofile(tokens)
-                (counts["tokens"] + np.cumsum([0, *lengths[:-1]])).astype("<i8").tofile(starts)
+                (counts["tokens"] + _begins(lengths)).astype("<i8").tofile(starts)
                 counts["documents"] += len(lengths)
                 counts["tokens"] += len(ids)
                 counts["largest"] = max(counts["largest"], int(ids.max(initial=0)))
                 self.announcer.tell(counts["documents"], counts["tokens"])
         return counts
 
-    def _ids(self, batch: list[str]) -> tuple[NDArray[Any], list[int]]:
+    def _ids(self, batch: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The documents' ids, one behind the other, and how many each has."""
         encoded = self.tokenizer(
             batch,
@@ -131,8 +131,15 @@ class TokenWriter:
             return_token_type_ids=False,
             verbose=False,  # no warning that a document is longer than the model's context
         )
-        parts = [np.array([*self.prefix, *ids, *self.suffix]) for ids in encoded["input_ids"]]
-        return np.concatenate(parts).astype(self.dtype), [len(part) for part in parts]
+        parts = [
+            np.array([*self.prefix, *ids, *self.suffix], self.dtype) for ids in encoded["input_ids"]
+        ]
+        return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+
+
+def _begins(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where documents begin, but for those without a token; shape (documents with one,)."""
+    return (np.cumsum(lengths) - lengths)[lengths > 0]
 
 
 def batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:

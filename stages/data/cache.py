@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipeline.stage import Context
 
-FORMAT = 2
+FORMAT = 3
 """Raise it with every change in what is written; entries of another format are not found."""
 META = "meta.json"
 _ABANDONED_AFTER = 24 * 3600.0
@@ -65,11 +66,22 @@ def cache_folder(given: str | None) -> Path:
     return Path(given).expanduser() if given else default_folder()
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the system refuses in a cache folder becomes a StageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StageError(
+            f"cannot write the cache in {folder}: {error}", hint="set `cache` to another folder"
+        ) from error
+
+
 def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
     """The entry of a key, built if need be; collective.
 
     Rank 0 computes the key and builds; then one process of every node that does not see rank 0's
-    folder builds its own.
+    folder builds its own. Raises StageError when that node's key is another.
     """
     key, reused = "", True
     with ctx.dist.main_first() as main:
@@ -78,12 +90,26 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
             reused = _ensure(folder, key, build)
     key = ctx.dist.share(key if main else None)
     if not main and ctx.dist.local_rank == 0:
-        reused = _ensure(folder, key, build)
+        reused = _ensure(folder, key, _of_the_same(key, make_key, build))
     ctx.dist.barrier()
     counts = _complete(folder / key)
     if counts is None:
         raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
     return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
+
+
+def _of_the_same(key: str, make_key: Callable[[], str], build: Build) -> Build:
+    """`build`, where what it reads has this key."""
+
+    def checked(partial: Path) -> Counts:
+        if make_key() != key:
+            raise StageError(
+                "this machine's data or tokenizer are not those of the first machine",
+                hint="copy the same files to every machine, or share them",
+            )
+        return build(partial)
+
+    return checked
 
 
 def local_entry(folder: Path, key: str, build: Build) -> Entry:
@@ -97,7 +123,7 @@ def _ensure(folder: Path, key: str, build: Build) -> bool:
     final = folder / key
     if _complete(final) is not None:
         return True
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
@@ -106,10 +132,6 @@ def _ensure(folder: Path, key: str, build: Build) -> bool:
             _publish(partial, final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise StageError(
-            f"cannot write the cache in {folder}: {error}", hint="set `cache` to another folder"
-        ) from error
     return False
 
 
@@ -151,6 +173,7 @@ def _complete(final: Path) -> Counts | None:
 def _sweep(folder: Path) -> None:
     """Remove what killed builds left behind; a live one has written to its files today."""
     for partial in folder.glob("*.partial"):
-        written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
-        if time.time() - max(written) > _ABANDONED_AFTER:
-            shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # its process has finished it meanwhile
+            written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
+            if time.time() - max(written) > _ABANDONED_AFTER:
+                shutil.rmtree(partial, ignore_errors=True)

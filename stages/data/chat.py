@@ -12,6 +12,7 @@ from pipeline.artifacts import Data, ModelSource
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
 from stages.data.selection import Selection, problems
+from stages.data.today import is_date
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class ChatData(Selection):
     """Whether a text prompt and its completion are a user's and an assistant's turn of the chat
     template. False joins them as they are (Alpaca's with Alpaca's prompt), with the tokenizer's end
     token behind the completion; messages always take the template."""
+    today: str = "2024-07-26"
+    """The date (YYYY-MM-DD) that a template is told which asks for today's, so that rows become the
+    same tokens on every day. The default is the one that Llama 3.1's template falls back on."""
     loss: Literal["completion", "assistant", "last", "all"] = "completion"
     """Tokens that are trained on: what the assistant says behind the row's prompt (in rows without
     one, all that it says); all that the assistant says; only its last turn, which suits templates
@@ -54,7 +58,12 @@ class ChatData(Selection):
     cut for it, and none sees another or predicts its beginning."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """What is wrong with the files and sources, as far as that shows without reading them."""
+        """What is wrong with the date, the files and the sources, as far as that shows without
+        reading them."""
+        if not is_date(self.today):
+            yield Problem(
+                message=f"{self.today!r} is no date", key="today", hint="write it as YYYY-MM-DD"
+            )
         yield from problems(self)
 
     def run(self, ctx: Context, model: ModelSource) -> Data:

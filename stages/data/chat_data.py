@@ -70,6 +70,7 @@ def _settings(stage: ChatData) -> dict[str, Any]:
     return {
         "form": stage.form,
         "template": stage.template,
+        "today": stage.today,
         "loss": stage.loss,
         "special_tokens": stage.special_tokens,
         "sequence_length": stage.sequence_length,
@@ -165,7 +166,7 @@ class _Work:
             ),
             encode=Encoder(
                 tokens,
-                ConversationEncoder(tokens, stage.loss),
+                ConversationEncoder(tokens, stage.loss, stage.today),
                 special_tokens=stage.special_tokens,
                 whole=stage.loss == "all",
             ),

@@ -57,7 +57,13 @@ FORMS: Mapping[FormName, Form] = {
         ("input_ids",), lambda reader, row: tokenised.item(row, reader.vocab_size)
     ),
 }  # fmt: skip
-_KNOWN = "; ".join(" and ".join(f"`{key}`" for key in form.keys) for form in FORMS.values())
+
+
+def _keys(form: Form) -> str:
+    return " and ".join(f"`{key}`" for key in form.keys)
+
+
+_KNOWN = "; ".join(map(_keys, FORMS.values()))
 
 
 @dataclass(kw_only=True)
@@ -69,12 +75,13 @@ class FormFinder:
     counts: Counter[str] = field(default_factory=Counter)
 
     def rows(self, parts: Iterable[Part], reading: Reading) -> Iterator[tuple[FormName, Row]]:
-        """Every row with its form. Raises DataError for a row without a form, one of another form
-        than the first of its file, and a file without rows."""
+        """Every row with its form. Raises DataError for a row without a form or without the keys of
+        the one that is given, one of another form than the first of its file, and a file without
+        rows."""
         for part in parts:
             first: FormName | None = None
             for row in part.rows(reading):
-                form = self.form or _form(row)
+                form = _required(row, self.form) if self.form else _form(row)
                 first = first or form
                 if form != first:
                     raise row.error(f"a row of form {form!r} in a file of {first!r} rows")
@@ -84,8 +91,23 @@ class FormFinder:
                 raise Row(file=part.name, number=1, value=None).error("no row in this file")
 
 
+def _has(row: Row) -> set[str]:
+    return {key for key, value in row.value.items() if value is not None}
+
+
+def _required(row: Row, form: FormName) -> FormName:
+    """The form that was given. Raises the row's error when it lacks a key of that form."""
+    has = _has(row)
+    if not has.issuperset(FORMS[form].keys):
+        raise row.error(
+            f"has {sorted(has)}, which is no row of form {form!r}",
+            hint=f"such a row has {_keys(FORMS[form])}; without `form` the keys tell",
+        )
+    return form
+
+
 def _form(row: Row) -> FormName:
-    has = {key for key, value in row.value.items() if value is not None}
+    has = _has(row)
     fits = [name for name, form in FORMS.items() if has.issuperset(form.keys)]
     if len(fits) == 1:
         return fits[0]

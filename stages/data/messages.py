@@ -12,6 +12,12 @@ from stages.data.rows import Row, kind, require_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEMPLATE_KEYS = ("tools", "documents")
+RESERVED = frozenset({
+    "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
+})  # fmt: skip
+"""Names that `apply_chat_template` or its template has a meaning for: no row sets them."""
 
 
 def item(row: Row, roles: Sequence[str]) -> Conversation:
@@ -129,4 +135,9 @@ def _extra(row: Row) -> dict[str, Any]:
     more = row.value.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
         raise row.error("`chat_template_kwargs` is not an object")
+    for key in sorted(RESERVED.intersection(more)):
+        raise row.error(
+            f"`chat_template_kwargs` has {key!r}, which is no variable of the template",
+            hint="leave it out of the row",
+        )
     return {**more, **extra}

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.data.items import Completion, Conversation
 from stages.data.messages import checked, conversation
-from stages.data.rows import Row, require_text
+from stages.data.rows import Row, kind, require_text
 from stages.data.sharegpt import system
 
 _WITH_INPUT = (
@@ -65,7 +65,10 @@ def text(row: Row) -> Completion:
 
 def _history(row: Row) -> Iterator[dict[str, Any]]:
     """Earlier turns: pairs of what the user and the assistant said."""
-    for index, pair in enumerate(row.value.get("history") or ()):
+    history = row.value.get("history") or []
+    if not isinstance(history, list):
+        raise row.error(f"`history` is {kind(history)}, not a list of pairs of texts")
+    for index, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
             raise row.error(f"`history[{index}]` is no pair of texts")
         for role, said in zip(("user", "assistant"), pair, strict=True):

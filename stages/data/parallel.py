@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections import deque
@@ -63,7 +64,8 @@ def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Ite
     stopped: list[StageError] = []
     try:
         for batch in _until(stopped, batches):
-            under_way.append((batch, pool.submit(_call, batch)))
+            with _killed():
+                under_way.append((batch, pool.submit(_call, batch)))
             if len(under_way) >= count * _AHEAD:
                 yield _finished(*under_way.popleft())
         while under_way:  # what is wrong in an earlier batch comes before what stopped `batches`
@@ -83,8 +85,15 @@ def _until(stopped: list[StageError], batches: Iterator[T]) -> Iterator[T]:
 
 
 def _finished(batch: T, future: Future[R]) -> tuple[T, R]:
-    try:
+    with _killed():
         return batch, future.result()
+
+
+@contextlib.contextmanager
+def _killed() -> Iterator[None]:
+    """A pool that lost a process says so wherever it is asked next."""
+    try:
+        yield
     except BrokenProcessPool as error:
         raise StageError(
             "a process that tokenises was killed",

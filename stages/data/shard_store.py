@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import StageError
 from stages.data.blocks import TokenBlocks, windows
-from stages.data.cache import Counts, Entry, digest, local_entry
+from stages.data.cache import Counts, Entry, digest, local_entry, writing
 from stages.data.ledger import Known, Ledger
 from stages.data.shards import Shard, fetched, sha256
 
@@ -61,7 +61,8 @@ class ShardStore:
         self._guard = threading.Lock()
         self._ahead = ThreadPoolExecutor(1, "pipe-shards")
         self._closed = False
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def count(self, number: int) -> int:
         """How many blocks a shard has. Reads the shard if it has never been read."""
@@ -115,7 +116,7 @@ class ShardStore:
 
     def _build(self, shard: Shard, folder: Path) -> Counts:
         with fetched(shard, self._folder) as path:
-            (folder / _DIGEST).write_text(sha256(path), "ascii")
+            (folder / _DIGEST).write_text(sha256(shard, path), "ascii")
             try:
                 return self._tokeniser.build(path, folder, lambda: self._closed)
             except StageError as error:
@@ -137,6 +138,8 @@ class ShardStore:
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
         """One process and thread at a time; the system frees the lock of one that was killed."""
-        with (self._folder / f"{key}.lock").open("w") as file:
+        with writing(self._folder):
+            file = (self._folder / f"{key}.lock").open("w")
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

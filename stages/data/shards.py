@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.errors import StageError, in_words
+from pipeline.errors import DataError, StageError, in_words
 from stages.data import files
 
 
@@ -98,10 +98,14 @@ def fetched(shard: Shard, scratch: Path) -> Iterator[Path]:
         yield path
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(shard: Shard, path: Path) -> str:
+    """Hex digest of the shard's content, which is in the file `path`. Raises DataError when that
+    cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", file=shard.address) from error
 
 
 def _words(error: Exception) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts import Data, ModelSource, Sample, Samples
-from pipeline.errors import StageError
+from pipeline.errors import StageError, system_errors_as
 from stages.data import shards, tokenizers
 from stages.data.blocks import TokenBlocks
 from stages.data.cache import Counts, Entry, cache_folder, digest
@@ -140,7 +140,8 @@ def _store(
 def _build(documents: Documents, path: Path, folder: Path, stop: Callable[[], bool]) -> Counts:
     """Tokenise one shard."""
     began = time.monotonic()
-    reading = Reading(total=path.stat().st_size)
+    with system_errors_as(StageError):
+        reading = Reading(total=path.stat().st_size)
     log = documents.ctx.log
     writer = documents.writer(Announcer(log=log, reading=reading, unit="documents"))
     counts = writer.write(folder, _until(stop, documents.reader().read([FilePart(path)], reading)))

@@ -12,7 +12,8 @@ from stages.data.rows import Row
 
 
 def parquet_rows(path: Path, reading: Reading, columns: list[str] | None) -> Iterator[Row]:
-    """The rows of a Parquet file, or its `columns`. Raises DataError when it cannot be read."""
+    """The rows of a Parquet file, or its `columns`. Raises DataError when it cannot be read, or
+    holds a value that Python has none for."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -28,11 +29,34 @@ def parquet_rows(path: Path, reading: Reading, columns: list[str] | None) -> Ite
             count = max(table.metadata.num_rows, 1)
             reading.enter(size, lambda: size * number // count)
             for batch in table.iter_batches(batch_size=1024, columns=columns):
-                for value in batch.to_pylist():
+                for value in _values(path, batch, number):
                     number += 1
                     yield Row(file=path, number=number, value=filled(value))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"unreadable Parquet file: {error}", file=path, row=number + 1) from error
+
+
+def _values(path: Path, batch: Any, before: int) -> Iterator[dict[str, Any]]:
+    """The rows of a batch, which has `before` rows before it."""
+    columns = [
+        _column(path, name, column, before)
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(batch.schema.names, values, strict=True))
+
+
+def _column(path: Path, name: str, column: Any, before: int) -> list[Any]:
+    try:
+        values: list[Any] = column.to_pylist()
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date out of range
+        place = f"rows {before + 1} to {before + len(column)}"
+        raise DataError(
+            f"column {name!r} cannot be read in {place}: {error}",
+            file=path,
+            hint="correct the values, or leave the column out of the file",
+        ) from error
+    return values
 
 
 def _require_columns(path: Path, known: list[str], columns: list[str] | None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.errors import DataError
 from stages.data.encoding import Encoded, Span, TextTokenizer, TextTokens
 from stages.data.items import Conversation
+from stages.data.today import with_today
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +35,8 @@ class ConversationEncoder:
 
     tokens: TextTokenizer
     loss: Loss
+    today: str
+    """The date that the template is told, YYYY-MM-DD."""
 
     def __call__(self, item: Conversation) -> Encoded:
         """Raises DataError when the row cannot be rendered or its turns cannot be told."""
@@ -50,7 +53,7 @@ class ConversationEncoder:
         turns = self._trained_turns(item)
         if self._has_markers(item):
             return Encoded(ids=tokens.ids, trained=self._marked(item, text, tokens, turns))
-        spans = [self._span(item, text, index) for index in turns]
+        spans = [self._turn(item, text, index) for index in turns]
         kept = [self._without_tail(text, tokens, span) for span in spans]
         return Encoded(ids=tokens.ids, trained=tokens.inside(kept))
 
@@ -59,7 +62,11 @@ class ConversationEncoder:
     ) -> str:
         try:
             text = self.tokens.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt, **item.extra
+                list(messages),
+                chat_template=with_today(self._template(item), self.today),
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **item.extra,
             )
         except Exception as error:  # a template is a program of its own and may raise anything
             raise item.row.error(f"the chat template refuses it: {error}") from error
@@ -71,11 +78,15 @@ class ConversationEncoder:
         turns = turns[-1:] if self.loss == "last" else turns
         return [index for index in turns if index not in item.silent]
 
-    def _span(self, item: Conversation, text: str, index: int) -> Span:
-        """The characters of one turn."""
-        assistant = item.messages[index]["role"] == "assistant"
-        if index == 0 and assistant:
+    def _turn(self, item: Conversation, text: str, index: int) -> Span:
+        """The characters of an assistant's turn that is trained on."""
+        if index == 0:
             raise item.row.error("begins with an assistant message, which answers nothing")
+        return self._span(item, text, index)
+
+    def _span(self, item: Conversation, text: str, index: int) -> Span:
+        """The characters that one message is rendered as; the first one's begin with the text."""
+        assistant = item.messages[index]["role"] == "assistant"
         start, end = "", text
         if index:
             start = self._render(item, item.messages[:index], prompt=assistant)
@@ -98,10 +109,11 @@ class ConversationEncoder:
         behind = int(tokens.bounds[special][-1, 1])
         return (start, behind) if not text[behind:end].strip() else span
 
+    def _template(self, item: Conversation) -> str:
+        return str(self.tokens.tokenizer.get_chat_template(None, item.extra.get("tools")))
+
     def _has_markers(self, item: Conversation) -> bool:
-        tokenizer = self.tokens.tokenizer
-        template = tokenizer.get_chat_template(None, item.extra.get("tools"))
-        return _MARKERS.search(template) is not None
+        return _MARKERS.search(self._template(item)) is not None
 
     def _marked(
         self, item: Conversation, text: str, tokens: TextTokens, turns: list[int]
@@ -110,7 +122,7 @@ class ConversationEncoder:
         marked = self._own_mask(item)
         everything = turns == _assistant(item)
         try:
-            spans = [self._span(item, text, index) for index in turns]
+            spans = [self._turn(item, text, index) for index in turns]
         except DataError:
             if everything and marked.any():
                 return marked  # nothing to check against: an earlier turn is rendered otherwise now
@@ -132,6 +144,7 @@ class ConversationEncoder:
     def _own_mask(self, item: Conversation) -> NDArray[np.bool_]:
         encoded = self.tokens.tokenizer.apply_chat_template(
             list(item.messages),
+            chat_template=with_today(self._template(item), self.today),
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},

@@ -14,6 +14,8 @@ from stages.data import cache
 from stages.data.blocks import TokenWriter
 from stages.data.text import TextData
 from tests.stages.data.fakes import FakeSource, ids
+from tests.support.processes import run_ranks
+from tests.support.runs import context
 
 
 @pytest.fixture
@@ -81,7 +83,8 @@ def test_a_damaged_entry_is_built_again(
         case "no meta":
             meta.unlink()
         case _:
-            meta.write_text(meta.read_text().replace('"format": 2', '"format": 1'))
+            current = f'"format": {cache.FORMAT}'
+            meta.write_text(meta.read_text().replace(current, '"format": 1'))
     assert stage.run(ctx, source).train[0].labels.tolist() == ids("bcdef")
     assert len(builds) == 2
 
@@ -119,6 +122,30 @@ def test_what_a_killed_build_left_is_swept_after_a_day(
     assert fresh.exists()
 
 
+@pytest.mark.parametrize("gone", ["the folder", "a file"])
+def test_what_another_process_finishes_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    live = tmp_path / "live.partial"
+    live.mkdir()
+    (live / "data").write_text("x")
+    listed = Path.iterdir
+
+    def finished_meanwhile(self: Path) -> Any:
+        found = list(listed(self))
+        if self == live:
+            (live / "data").unlink()
+            if gone == "the folder":
+                live.rmdir()
+        return iter(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", finished_meanwhile)
+        assert cache._ensure(tmp_path, "key", lambda folder: _written(folder, "own")) is False
+    assert (tmp_path / "key" / "data").read_text() == "own"
+    assert live.exists() == (gone == "a file")
+
+
 def test_another_run_that_was_faster_wins(tmp_path: Path) -> None:
     def slow(partial: Path) -> cache.Counts:
         cache._ensure(tmp_path, "key", lambda folder: _written(folder, "first"))
@@ -137,6 +164,42 @@ def _written(folder: Path, content: str) -> cache.Counts:
 def test_a_folder_that_cannot_be_written(ctx: Context, source: FakeSource, stage: TextData) -> None:
     with pytest.raises(StageError, match=r"cannot write the cache.*set `cache`"):
         dataclasses.replace(stage, cache="/proc/no").run(ctx, source)
+
+
+def first_rank_of_a_machine(dist: Any, machines: str) -> Any:
+    """A rank with a disk of its own."""
+    machine = Path(machines) / str(dist.rank)
+    stage = TextData(
+        files=str(machine / "a.txt"), append_eos=False, cache=str(machine / "cache"), workers=1
+    )
+    ctx = context(dataclasses.replace(dist, local_rank=0), machine)
+    try:
+        return stage.run(ctx, FakeSource()).train[0].labels.tolist()
+    except StageError as error:
+        dist.barrier()  # the other waits for the entry
+        return str(error)
+
+
+def on_two_machines(tmp_path: Path, *contents: str) -> list[Any]:
+    for rank, content in enumerate(contents):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "a.txt").write_text(content)
+    return run_ranks(first_rank_of_a_machine, 2, str(tmp_path))
+
+
+def test_machines_without_a_common_disk_build_the_same(tmp_path: Path) -> None:
+    assert on_two_machines(tmp_path, "abc", "abc") == [ids("bc"), ids("bc")]
+    assert [len(list((tmp_path / rank / "cache").iterdir())) for rank in "01"] == [1, 1]
+
+
+def test_a_machine_with_other_data_builds_nothing(tmp_path: Path) -> None:
+    first, second = on_two_machines(tmp_path, "abc", "xyz")
+    assert first == ids("bc")
+    assert second == (
+        "this machine's data or tokenizer are not those of the first machine (copy the same files "
+        "to every machine, or share them)"
+    )
+    assert not list((tmp_path / "1" / "cache").iterdir())
 
 
 def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

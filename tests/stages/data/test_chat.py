@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from pipeline.artifacts import NO_TARGET, Sample
 from pipeline.errors import DataError, StageError
 from pipeline.stage import Context
+from pipeline.testing import plan_view
 from stages.data.chat import ChatData
+from stages.data.today import with_today
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 
 END, START, STOP = SPECIAL["<|end|>"], SPECIAL["<|s|>"], SPECIAL["<|e|>"]
@@ -197,6 +200,45 @@ def test_the_cache_knows_the_template_and_the_settings(
     again = stage.run(ctx, FakeSource())
     assert again.fingerprint == prints[0]
     assert trained(again.train[0]) == [*ids("b"), STOP, *ids("d"), STOP]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_template_is_told_the_date_that_is_set(ctx: Context, chat: Any, template: str) -> None:
+    source = FakeSource("\n  {{ strftime_now('%d %b %Y, 100%%d') }}" + template)
+    stage = chat({"messages": HELLO})
+    sample = only(ctx, source, stage)
+    conversation = [*turn("user", "A"), *turn("assistant", "b")][:-1]
+    assert sample.input_ids.tolist() == [*ids("\n  26 Jul 2024, 100%d"), *conversation]
+    assert trained(sample) == [*ids("b"), STOP]
+    other = dataclasses.replace(stage, today="2031-01-02")
+    assert only(ctx, source, other).input_ids.tolist()[:14] == ids("\n  02 Jan 2031")
+    assert other.run(ctx, source).fingerprint != stage.run(ctx, source).fingerprint
+
+
+@pytest.mark.parametrize("bad", ["tomorrow", "2024-02-30", "20240726", "26 Jul 2024"])
+def test_what_is_no_date(chat: Any, bad: str) -> None:
+    (problem,) = chat(today=bad).check(plan_view())
+    assert str(problem) == f"today: {bad!r} is no date (write it as YYYY-MM-DD)"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    before=st.text(" \n-x", max_size=4),
+    date=st.datetimes(datetime.datetime(1970, 1, 1), datetime.datetime(2099, 1, 1)),
+)
+def test_the_template_renders_as_if_it_were_that_day(before: str, date: Any) -> None:
+    asked = ["%d %b %Y", "%-d/%-m/%y %A", "100%% %%d %j", "%H:%M:%S %p %F"]
+    template = before + "{% for m in messages %}{{ strftime_now(m.content) }};{% endfor %}"
+    plain = template.replace("strftime_now(m.content)", "m.content")
+    day = date.replace(hour=0, minute=0, second=0, microsecond=0)
+    fast = FakeSource().fast
+
+    def rendered(template: str, contents: list[str]) -> str:
+        said = [message("user", content) for content in contents]
+        return str(fast.apply_chat_template(said, chat_template=template, tokenize=False))
+
+    told = rendered(with_today(template, f"{day:%Y-%m-%d}"), asked)
+    assert told == rendered(plain, [day.strftime(each) for each in asked])
 
 
 def test_parquet_rows(ctx: Context, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from pipeline.errors import DataError, StageError
 from pipeline.stage import Context
 from pipeline.testing import plan_view
-from stages.data import rows
+from stages.data import messages, rows
 from stages.data.chat import ChatData
 from stages.data.selection import Source
 from stages.data.text import TextData
@@ -143,6 +144,18 @@ CHAT = {
     ),
     "template arguments that are no object": second(
         {**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is not an object"
+    ),
+    "template arguments that are transformers' own": second(
+        {**GOOD, "chat_template_kwargs": {"mood": 1, "tokenize": True, "return_dict": True}},
+        "`chat_template_kwargs` has 'return_dict', which is no variable of the template (leave it",
+    ),
+    "a clock in the row": second(
+        {**GOOD, "chat_template_kwargs": {"strftime_now": "now"}},
+        "`chat_template_kwargs` has 'strftime_now', which is no variable of the template",
+    ),
+    "history that is no list": Case(
+        [{"instruction": "x", "output": "y", "history": 5}],
+        "a.jsonl:1: `history` is a number, not a list of pairs of texts",
     ),
     "train is a number": second(
         {"messages": [USER, {**ASSISTANT, "train": 0}]},
@@ -308,6 +321,11 @@ def test_rows(ctx: Context, tmp_path: Path, case: Case) -> None:
     assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(case.error)
 
 
+def test_every_argument_of_transformers_is_reserved() -> None:
+    arguments = inspect.signature(FakeSource().fast.apply_chat_template).parameters
+    assert set(arguments) - {"tools", "documents", "kwargs"} <= messages.RESERVED
+
+
 @pytest.mark.parametrize("case", TEXT.values(), ids=TEXT.keys())
 def test_documents(ctx: Context, source: FakeSource, tmp_path: Path, case: Case) -> None:
     file = written(tmp_path / case.file, case.content)
@@ -326,6 +344,37 @@ def test_a_line_of_100_mb(ctx: Context, source: FakeSource, tmp_path: Path) -> N
     assert rows.LARGEST_LINE == 64 << 20
 
 
+@pytest.mark.parametrize(
+    ("form", "keys"),
+    [
+        ("messages", "`messages`"),
+        ("sharegpt", "`conversations`"),
+        ("prompt/completion", "`prompt` and `completion`"),
+        ("alpaca", "`instruction` and `output`"),
+        ("text", "`text`"),
+        ("input_ids", "`input_ids`"),
+    ],
+)
+def test_a_row_that_is_not_of_the_form_that_was_set(
+    ctx: Context, source: FakeSource, tmp_path: Path, form: Any, keys: str
+) -> None:
+    half = {key.strip("`"): None for key in keys.split(" and ")} | {"prompt": "x", "output": "y"}
+    file = written(tmp_path / "a.jsonl", [half])
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form=form)
+    assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
+        f"a.jsonl:1: has ['output', 'prompt'], which is no row of form {form!r} "
+        f"(such a row has {keys}; without `form` the keys tell)"
+    )
+
+
+def test_lines_of_text_are_no_messages(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.txt", b"hello\n")
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form="messages")
+    assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(
+        "a.txt:1: has ['text'], which is no row of form 'messages'"
+    )
+
+
 def test_parquet_tables(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
     file, cache = tmp_path / "a.parquet", str(tmp_path / "cache")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), file)
@@ -335,6 +384,32 @@ def test_parquet_tables(ctx: Context, source: FakeSource, tmp_path: Path) -> Non
     )
     chat = ChatData(files=str(file), cache=cache)
     assert error_of(tmp_path, lambda: chat.run(ctx, source)).startswith("a.parquet:1: has ['body']")
+
+
+NOT_UTF8 = pyarrow.Array.from_buffers(
+    pyarrow.string(), 2, pyarrow.array([b"ab", b"\xff"], pyarrow.binary()).buffers()
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (pyarrow.array([0, 1 << 62], pyarrow.timestamp("us")), "date value out of range"),
+        (pyarrow.array([0, (1 << 31) - 1], pyarrow.int32()).cast(pyarrow.date32()), "days="),
+        (NOT_UTF8, "'utf-8' codec can't decode byte 0xff in position 0"),
+    ],
+    ids=["timestamp", "date", "UTF-8"],
+)
+def test_values_of_a_table_that_python_has_none_for(
+    ctx: Context, source: FakeSource, tmp_path: Path, values: Any, words: str
+) -> None:
+    file = tmp_path / "a.parquet"
+    good = pyarrow.nulls(1024, values.type)
+    columns = {"text": ["x"] * 1026, "x": pyarrow.chunked_array([good, values])}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    stage = ChatData(files=str(file), cache=str(tmp_path / "cache"))
+    told = error_of(tmp_path, lambda: stage.run(ctx, source))
+    assert told.startswith(f"a.parquet: column 'x' cannot be read in rows 1025 to 1026: {words}")
 
 
 def test_the_mistake_that_comes_first_is_told(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from pipeline.artifacts import NO_TARGET, Samples
 from pipeline.dist import Dist
@@ -185,6 +186,25 @@ def test_documents_of_a_stream_apart(ctx: Context, source: FakeSource, tmp_path:
     assert data.fingerprint != dataclasses.replace(stage, documents_apart=False).run(
         ctx, source
     ).fingerprint  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_a_document_without_a_token_is_no_border(
+    ctx: Context, source: FakeSource, tmp_path: Path, batch: int
+) -> None:
+    source.fast.backend_tokenizer.normalizer = normalizers.Replace("x", "")
+    stage = text_stage(
+        tmp_path, ["x", "ab", "x", "xx", "cd", "x"], sequence_length=3, documents_apart=True,
+        append_eos=False, batch_documents=batch,
+    )  # fmt: skip
+    samples = stage.run(ctx, source).train
+    assert len(samples) == 1
+    sample = samples[0]
+    assert sample.input_ids.tolist() == ids("abc")
+    assert sample.labels.tolist() == [*ids("b"), NO_TARGET, *ids("d")]
+    assert sample.positions is not None
+    assert sample.positions.tolist() == [0, 1, 0]
+    assert samples.targets(0) == 2
 
 
 @given(

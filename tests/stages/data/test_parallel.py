@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ def test_a_killed_process_is_no_hang() -> None:
 
     with pytest.raises(StageError, match=r"was killed \(if memory was short, set fewer `workers`"):
         list(parallel.each(die, range(20), 2))
+
+
+def test_a_process_that_ends_while_a_slow_source_is_read() -> None:
+    """The pool is known to be broken before the next batch is handed to it."""
+
+    def slow() -> Iterator[int]:
+        yield from range(3)
+        time.sleep(0.5)
+        yield 3
+
+    def leave(number: int) -> int:
+        if number == 2:
+            os._exit(1)
+        return number
+
+    with pytest.raises(StageError, match="a process that tokenises was killed"):
+        list(parallel.each(leave, slow(), 2))
 
 
 def files_of(cache: Path) -> dict[str, bytes]:

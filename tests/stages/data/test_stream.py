@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -281,6 +282,31 @@ def test_a_shard_that_has_changed(ctx: Context, folder: Path) -> None:
     again, _ = opened(stream(folder), ctx)
     with pytest.raises(StageError, match=r"3\.jsonl\.gz is not the file that this run has read"):
         taken(again, 0, 70)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_shard_that_cannot_be_read(ctx: Context, folder: Path, *, is_folder: bool) -> None:
+    data, _ = opened(stream(folder), ctx)
+    for path in folder.iterdir():
+        path.unlink()
+        if is_folder:
+            path.mkdir()
+    words = "Is a directory" if is_folder else "No such file or directory"
+    first = SampleOrder(SEED, 8).indices(0, 1)[0]
+    with pytest.raises(StageError) as caught:
+        taken(data, 0, 1)
+    assert str(caught.value) == f"{folder}/{first}.jsonl.gz: cannot be read: {words}"
+
+
+def test_a_cache_that_cannot_be_written(ctx: Context, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused = r"^cannot write the cache in .*stream-.* \(set `cache` to another folder\)"
+    with pytest.raises(StageError, match=refused):
+        opened(stream(folder, cache=str(tmp_path / "file" / "cache")), ctx)
+    data, _ = opened(stream(folder), ctx)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(StageError, match=refused):
+        taken(data, 0, 1)
 
 
 def test_identity(ctx: Context, folder: Path) -> None:
