@@ -52,7 +52,7 @@ def prove_head(engine: Engine, data: Data, loss: SummedLoss) -> None:
     batch = collate([sample], data.pad_id, engine.device)
     with _measuring(engine):
         whole, chunked = float(loss.in_full(batch)), float(loss(batch))
-    _require_close("loss_chunk_size: this model does more with its logits than take their loss",
+    _require_close("loss_chunk_size: the loss in chunks is not that of all logits",
                    chunked, whole, _tolerance(engine))  # fmt: skip
 
 
