@@ -23,7 +23,7 @@ from stages.train.batches import collate
 from stages.train.head import LossHead
 from stages.train.linear_loss import linear_loss
 from stages.train.loss import SummedLoss
-from stages.train.proof import prove_head, prove_packing
+from stages.train.proof import LOOKED_AT, prove_head, prove_packing
 from stages.wrap.ddp import Ddp
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
@@ -135,6 +135,7 @@ class Packed(Samples):
 
 
 PACKED = Data(train=Packed(), heldout=None, pad_id=0, packed=True, identity={})
+SAMPLES = [PACKED.train[index] for index in range(len(PACKED.train))]
 
 
 @pytest.fixture
@@ -161,8 +162,8 @@ def test_outside_of_the_loss_the_head_gives_logits(model: Any) -> None:
 
 
 def test_what_holds_is_proven(model: Any) -> None:
-    prove_packing(Alone(model), PACKED, SummedLoss(model))
-    prove_head(Alone(model), PACKED, SummedLoss(model, chunk=4))
+    prove_packing(Alone(model), PACKED, SAMPLES, SummedLoss(model))
+    prove_head(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
     assert model.training
 
 
@@ -177,7 +178,7 @@ def test_documents_that_see_each_other_are_found(
         lambda **given: whole(**given, attention_mask=torch.ones_like(given["input_ids"])),
     )
     with pytest.raises(StageError, match="packing: a document sees the one before it"):
-        prove_packing(Alone(model), PACKED, loss)
+        prove_packing(Alone(model), PACKED, SAMPLES, loss)
 
 
 def test_positions_that_do_not_begin_anew_are_found(
@@ -196,7 +197,7 @@ def test_positions_that_do_not_begin_anew_are_found(
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", elsewhere)
     with pytest.raises(StageError, match="packed sample is not its loss alone"):
-        prove_packing(Alone(model), PACKED, loss)
+        prove_packing(Alone(model), PACKED, SAMPLES, loss)
 
 
 def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
@@ -214,7 +215,37 @@ def test_a_loss_in_chunks_that_is_another_is_found(
 ) -> None:
     monkeypatch.setattr("stages.train.head.linear_loss", lambda *_: torch.tensor(7.0))
     with pytest.raises(StageError, match="in chunks is not that of all logits: 7 instead of 4"):
-        prove_head(Alone(model), PACKED, SummedLoss(model, chunk=4))
+        prove_head(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
+
+
+BLANK = Sample(input_ids=np.arange(9), labels=np.full(9, -100))
+
+
+def behind(before: int) -> Sample:
+    """A sample with one target, and so many tokens before it."""
+    labels = np.full(before + 3, -100)
+    labels[before] = 5
+    return Sample(input_ids=np.arange(before + 3) % 64, labels=labels)
+
+
+def test_the_head_is_proven_on_a_target_wherever_it_is(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+    monkeypatch.setattr(
+        SummedLoss, "in_full", lambda _, batch: looked_at.append(batch) or torch.tensor(0.0)
+    )
+    with pytest.raises(StageError, match="not that of all logits"):
+        prove_head(Alone(model), PACKED, [BLANK, behind(300)], SummedLoss(model, chunk=4))
+    (batch,) = looked_at
+    assert batch.labels.shape == (1, 67)
+    assert batch.labels[0, 64] == 5
+
+
+def test_without_a_target_in_the_first_samples_nothing_is_proven(model: Any) -> None:
+    read = iter([BLANK] * LOOKED_AT + [behind(1)])
+    prove_head(Alone(model), PACKED, read, SummedLoss(model, chunk=4))
+    assert next(read).labels[1] == 5  # and it reads no further
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
