@@ -356,6 +356,18 @@ class Progress:
     origin: dict[str, Any] = field(default_factory=dict)
     """What the position means something for: model, tokenizer, data, seed, order, global batch."""
 
+    def taken_over(self) -> Progress:
+        """That of a new run which starts from here: as far on, in the data too, and nothing of what
+        evaluations and anomalies meant to this one."""
+        return Progress(
+            step=self.step,
+            samples=self.samples,
+            tokens=self.tokens,
+            skipped=self.skipped,
+            recent_losses=list(self.recent_losses),
+            origin=self.origin,
+        )
+
 
 class Checkpoints(ABC):
     """Where, when and in which format a run saves its training state and resumes from it."""

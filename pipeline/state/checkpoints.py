@@ -161,7 +161,8 @@ class StateCheckpoints(Checkpoints):
         if self._start_from is None:
             return None
         store, name = locate(self._agreed_start(self._start_from))
-        return Restoration(self._ctx, self._engine, store, self._borrowed).named(name, admit)
+        other = Restoration(self._ctx, self._engine, store, self._borrowed).named(name, admit)
+        return other.taken_over()
 
     def close(self) -> None:
         """End the writer, and give the snapshot's memory back. After a failure, a save that is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 
+_ASKS = "strftime_now"
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _BARE = "deHIjmMSUWy"
 """Those that may have no zeros before them, written `%-d`."""
@@ -13,6 +14,8 @@ def with_today(template: str, today: str) -> str:
     """A chat template whose `strftime_now` tells of midnight on `today` (YYYY-MM-DD), by a macro of
     that name: functions cannot be handed to a template, and a macro goes before transformers' own.
     """
+    if _ASKS not in template:
+        return template
     now = datetime.datetime.fromisoformat(today)
     directives = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _BARE]
     filled = "".join(f'|replace("{each}", "{now.strftime(each)}")' for each in directives)

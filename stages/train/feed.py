@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.artifacts import Data, Progress
+from pipeline.artifacts import Data, Progress, Sample
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.order import Order
@@ -72,6 +73,12 @@ class Feed:
             self._data.train.targets(int(index))
             for index in self._order.indices(position, self.count(position))
         )
+
+    def samples(self, position: int) -> Iterator[Sample]:
+        """The samples from `position` on, one after another, without end."""
+        for place in itertools.count(position):
+            (index,) = self._order.indices(place, 1).tolist()
+            yield self._data.train[index]
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool]]:
         """This rank's micro-batches of the step at `position`, each with whether it is the last.

@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.errors import StageError
 from stages.train.linear_loss import linear_loss
+
+HINT = "leave out loss_chunk_size"
 
 
 class LossHead:
@@ -22,6 +25,8 @@ class LossHead:
         self._forward = head.forward
         self._chunk = chunk
         self._labels: Tensor | None = None
+        self._given: Tensor | None = None
+        self._version = 0
 
     @contextlib.contextmanager
     def taking(self, labels: Tensor) -> Iterator[None]:
@@ -30,14 +35,37 @@ class LossHead:
         try:
             yield
         finally:
-            self._labels = None
+            self._labels = self._given = None
+
+    def require_given(self, output: Tensor) -> None:
+        """`output`, what the model returns as logits, is the loss that this head gave, and nothing
+        was computed with it. Inside of `taking`; raises StageError."""
+        if not self._gave(output):
+            raise StageError(
+                "loss_chunk_size: this model computes something with its logits (caps or scales "
+                "them, say), so their loss cannot stand for them",
+                hint=HINT,
+            )
+
+    def _gave(self, output: Tensor) -> bool:
+        given = self._given
+        if given is None or (output.shape, output.dtype) != (given.shape, given.dtype):
+            return False
+        # Wrappers hand on another tensor with the same memory (ZeRO-3), or a copy (DDP with a
+        # static graph). Comparing values waits for the device, so it is for copies alone.
+        if output.data_ptr() == given.data_ptr():
+            return given._version == self._version
+        return bool(output.view(torch.int32) == given.view(torch.int32))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self._labels is None:
             return self._forward(hidden)
         flat = hidden.reshape(-1, hidden.shape[-1])
         head = self._head
-        return linear_loss(flat, head.weight, head.bias, self._labels.reshape(-1), self._chunk)
+        labels = self._labels.reshape(-1)
+        self._given = linear_loss(flat, head.weight, head.bias, labels, self._chunk)
+        self._version = self._given._version
+        return self._given
 
 
 def install(model: nn.Module, chunk: int) -> LossHead:
@@ -49,7 +77,7 @@ def install(model: nn.Module, chunk: int) -> LossHead:
     if type(head).forward is not nn.Linear.forward:
         raise StageError(
             f"loss_chunk_size: the model's head is a {type(head).__name__}, no plain linear layer",
-            hint="leave out loss_chunk_size",
+            hint=HINT,
         )
     replaced = LossHead(head, chunk)
     head.forward = replaced

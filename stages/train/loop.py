@@ -98,9 +98,7 @@ class Training:
 
     def run(self, recovery: Recovery) -> None:
         """Train to the last step, or to where early stopping ends it, and save (collective)."""
-        prove_packing(self._engine, self._data, self._loss)
-        if self._config.loss_chunk_size is not None:
-            prove_head(self._engine, self._data, self._loss)
+        self._prove()
         self._begin()
         while self._goes_on():
             done, anomaly = train_step(
@@ -118,6 +116,13 @@ class Training:
         if self._data.heldout and self._evaluated < self._progress.step and self._trained:
             self._evaluate(self._data.heldout)  # the last batch of all was left out
         self._save()
+
+    def _prove(self) -> None:
+        """What the recipe's savings take for granted, on what is trained on next."""
+        engine, data, position = self._engine, self._data, self._progress.samples
+        prove_packing(engine, data, self._feed.samples(position), self._loss)
+        if self._config.loss_chunk_size is not None:
+            prove_head(engine, data, self._feed.samples(position), self._loss)
 
     def _begin(self) -> None:
         progress, heldout = self._progress, self._data.heldout

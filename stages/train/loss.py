@@ -19,6 +19,9 @@ class SummedLoss:
     With `chunk`, logits of so many tokens are in memory at a time. No attention mask is passed:
     padding is on the right, fast causal attention stays available, and with a mask, or a cache,
     transformers would overlook where packed documents begin.
+
+    Calls raise StageError where chunks are of no use: for a model that computes something with its
+    logits.
     """
 
     def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
@@ -29,7 +32,9 @@ class SummedLoss:
         if self._head is None:
             return self.in_full(batch)
         with self._head.taking(batch.labels):
-            return self._logits(batch)
+            loss = self._logits(batch)
+            self._head.require_given(loss)
+            return loss
 
     def in_full(self, batch: MicroBatch) -> Tensor:
         """The same with all logits at once."""

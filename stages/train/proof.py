@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 
 LOOKED_AT = 256
-"""Samples among which one with two documents is looked for."""
+"""Samples among which one that can be used is looked for."""
 LONGEST = 128
-"""Tokens of each document that are used."""
+"""Tokens of each document, or sample, that are used."""
 LEAK = 1e-5
 """Relative change of a document's loss, when the one before it changes, that is rounding."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
@@ -30,10 +30,10 @@ HINTS = {
 }
 
 
-def prove_packing(engine: Engine, data: Data, loss: SummedLoss) -> None:
-    """A document's loss behind another one is what it is alone (collective). Nothing to do when no
-    sample is packed. Raises StageError."""
-    documents = _two_documents(data) if data.packed else None
+def prove_packing(engine: Engine, data: Data, samples: Iterable[Sample], loss: SummedLoss) -> None:
+    """A document's loss behind another one is what it is alone (collective). Nothing to do when
+    none of the first `samples` is packed. Raises StageError."""
+    documents = _two_documents(samples) if data.packed else None
     if documents is None:
         return
     first, second = documents
@@ -46,23 +46,32 @@ def prove_packing(engine: Engine, data: Data, loss: SummedLoss) -> None:
                    behind, alone, _tolerance(engine))  # fmt: skip
 
 
-def prove_head(engine: Engine, data: Data, loss: SummedLoss) -> None:
-    """The loss in chunks is that of all logits at once (collective). Raises StageError."""
-    sample = _cut(next(s for s in _samples(data) if (s.labels[:LONGEST] != NO_TARGET).any()))
+def prove_head(engine: Engine, data: Data, samples: Iterable[Sample], loss: SummedLoss) -> None:
+    """The loss in chunks is that of all logits at once (collective). Nothing to do when none of the
+    first `samples` has a target. Raises StageError."""
+    sample = _with_target(samples)
+    if sample is None:
+        return
     batch = collate([sample], data.pad_id, engine.device)
     with _measuring(engine):
         whole, chunked = float(loss.in_full(batch)), float(loss(batch))
-    _require_close("loss_chunk_size: this model does more with its logits than take their loss",
+    _require_close("loss_chunk_size: the loss in chunks is not that of all logits",
                    chunked, whole, _tolerance(engine))  # fmt: skip
 
 
-def _samples(data: Data) -> Iterator[Sample]:
-    return (data.train[index] for index in range(len(data.train)))
+def _with_target(samples: Iterable[Sample]) -> Sample | None:
+    """The tokens around a sample's first target."""
+    for sample in itertools.islice(samples, LOOKED_AT):
+        targets = np.flatnonzero(sample.labels != NO_TARGET)
+        if targets.size:
+            start = max(int(targets[0]) - LONGEST // 2, 0)
+            return _part(sample, start, start + LONGEST)
+    return None
 
 
-def _two_documents(data: Data) -> tuple[Sample, Sample] | None:
+def _two_documents(samples: Iterable[Sample]) -> tuple[Sample, Sample] | None:
     """The first two of a sample, the second with targets, both cut."""
-    for sample in itertools.islice(_samples(data), LOOKED_AT):
+    for sample in itertools.islice(samples, LOOKED_AT):
         if sample.positions is None:
             continue
         starts = [*np.flatnonzero(sample.positions == 0).tolist(), len(sample.input_ids)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -16,21 +17,26 @@ import pytest
 import torch
 
 from pipeline.artifacts import Data
+from pipeline.dist import Dist
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
+from pipeline.metrics import records
 from pipeline.order import SampleOrder
 from pipeline.stage import Context
 from pipeline.testing import plan_view
+from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data import shard_store
 from stages.data.stream import StreamData
 from stages.data.stream_order import StreamOrder, located
 from stages.data.text import TextData
+from stages.optimizer.adamw import AdamW
 from stages.train import feed as feed_module
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.processes import run_ranks
 from tests.support.runs import context
+from tests.support.state import Setting, make_engine, source
 
 LENGTH, WINDOW, SEED = 4, 3, 11
 END = SPECIAL["<|end|>"]
@@ -182,6 +188,29 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
         sample = data.train[index]
         assert sample.positions is not None
         assert data.train.targets(index) == int((sample.labels >= 0).sum())
+
+
+def train(dist: Dist, run: str, corpus: str, apart: bool, chunk: int | None) -> list[float]:
+    """Two steps of a tiny model on a stream; their losses."""
+    ctx = context(dist, run)
+    setting = Setting(wrap="ddp", model={"vocab_size": 259})
+    plan = AdamW().run(ctx)
+    engine = make_engine(ctx, setting, plan)
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    data, closes = opened(stream(Path(corpus), documents_apart=apart), ctx)
+    loop = TrainCausalLm(global_batch_size=2, steps=2, log_every=1, loss_chunk_size=chunk)
+    loop.run(ctx, engine, data, plan, checkpoints, source(ctx, setting))
+    for close in [checkpoints.close, engine.close, *closes]:
+        close()
+    return [line["loss"] for line in records(ctx.run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(("apart", "chunk"), [(True, None), (False, 3)])
+def test_a_stream_is_trained_on(
+    apart: bool, chunk: int | None, folder: Path, tmp_path: Path
+) -> None:
+    losses = run_ranks(train, 1, str(tmp_path / "run"), str(folder), apart, chunk)[0]
+    assert losses == pytest.approx([math.log(259)] * 2, rel=0.1)
 
 
 def test_the_feed_of_any_number_of_ranks(

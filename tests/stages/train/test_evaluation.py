@@ -75,13 +75,15 @@ def test_perplexity_beyond_a_float_is_infinite() -> None:
     assert perplexity(1000.0) == math.inf
 
 
-def train(dist: Dist, folder: str, fields: dict[str, Any]) -> dict[str, Any]:
+def train(
+    dist: Dist, folder: str, fields: dict[str, Any], start_from: str | None = None
+) -> dict[str, Any]:
     """12 steps that soon overshoot, evaluated every 3, from what is in the folder."""
     ctx = context(dist, folder)
     setting = Setting(wrap="ddp")
     plan = AdamW(lr=0.05, schedule="constant", warmup_steps=0).run(ctx)
     engine = make_engine(ctx, setting, plan)
-    checkpoints = ShardedCheckpoint(every=6, keep_best=1).run(ctx, engine)
+    checkpoints = ShardedCheckpoint(every=6, keep_best=1, start_from=start_from).run(ctx, engine)
     loop = TrainCausalLm(global_batch_size=4, steps=12, **{"eval_every": 3, **fields})
     trained = loop.run(ctx, engine, toy_data(), plan, checkpoints, source(ctx, setting))
     checkpoints.close()
@@ -116,6 +118,34 @@ def test_a_run_ends_early_resumes_as_ended_and_goes_on_when_asked(tmp_path: Path
     assert on["progress"]["step"] == 12
     assert on["progress"]["stopped"] == ""
     assert heldout(on)[12] == heldout(through)[12]
+
+
+def test_a_run_that_starts_from_another_has_a_best_and_a_patience_of_its_own(
+    tmp_path: Path,
+) -> None:
+    fields = {"early_stopping": EarlyStopping(patience=2), "result": "best"}
+    ended = run_ranks(train, 1, str(tmp_path / "ended"), fields)[0]
+    last = str(tmp_path / "ended" / "checkpoints" / "step-00000009")
+    on = run_ranks(train, 1, str(tmp_path / "on"), fields, last)[0]
+    assert list(heldout(on)) == [12]  # worse than step 3 of the other run
+    assert heldout(on)[12] > heldout(ended)[3]
+    assert on["checkpoint"] == str(tmp_path / "on" / "checkpoints" / "step-00000012")
+    assert on["progress"]["best"] == {"step": 12, "eval_loss": heldout(on)[12]}
+    assert on["progress"]["patience"] == {"eval_loss": heldout(on)[12], "evaluations": 0}
+    assert on["progress"]["samples"] == 48
+    assert on["progress"]["stopped"] == ""
+
+
+def test_what_a_run_takes_over_from_another_is_how_far_it_has_come() -> None:
+    other = Progress(
+        step=5, samples=24, tokens=90, skipped=1, recent_losses=[2.0], origin={"seed": 7},
+        metrics={"eval_loss": 2.0}, best={"step": 5, "eval_loss": 2.0}, stopped="why",
+        patience={"eval_loss": 2.0, "evaluations": 3}, left_out=[[4, 8]], left_out_in_a_row=1,
+        rollbacks=2,
+    )  # fmt: skip
+    assert other.taken_over() == Progress(
+        step=5, samples=24, tokens=90, skipped=1, recent_losses=[2.0], origin={"seed": 7}
+    )
 
 
 def test_the_model_as_it_came_can_be_the_best(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,14 +14,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts import Data, Sample, Samples
+from pipeline.artifacts import Data, Precision, Sample, Samples
+from pipeline.dist import Dist
 from pipeline.engine import DataShard, Engine
 from pipeline.errors import StageError
+from stages.optimizer.adamw import AdamW
 from stages.train.batches import collate
+from stages.train.head import LossHead
 from stages.train.linear_loss import linear_loss
 from stages.train.loss import SummedLoss
-from stages.train.proof import prove_head, prove_packing
+from stages.train.proof import LOOKED_AT, prove_head, prove_packing
+from stages.wrap.ddp import Ddp
 from tests.support.models import filled, random_source, tiny_llama_config
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+from tests.support.state import Setting, source
 
 
 @settings(max_examples=60)
@@ -139,6 +149,7 @@ class Packed(Samples):
 
 
 PACKED = Data(train=Packed(), heldout=None, pad_id=0, packed=True, identity={})
+SAMPLES = [PACKED.train[index] for index in range(len(PACKED.train))]
 
 
 @pytest.fixture
@@ -165,8 +176,8 @@ def test_outside_of_the_loss_the_head_gives_logits(model: Any) -> None:
 
 
 def test_what_holds_is_proven(model: Any) -> None:
-    prove_packing(Alone(model), PACKED, SummedLoss(model))
-    prove_head(Alone(model), PACKED, SummedLoss(model, chunk=4))
+    prove_packing(Alone(model), PACKED, SAMPLES, SummedLoss(model))
+    prove_head(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
     assert model.training
 
 
@@ -181,7 +192,7 @@ def test_documents_that_see_each_other_are_found(
         lambda **given: whole(**given, attention_mask=torch.ones_like(given["input_ids"])),
     )
     with pytest.raises(StageError, match="packing: a document sees the one before it"):
-        prove_packing(Alone(model), PACKED, loss)
+        prove_packing(Alone(model), PACKED, SAMPLES, loss)
 
 
 def test_positions_that_do_not_begin_anew_are_found(
@@ -200,14 +211,7 @@ def test_positions_that_do_not_begin_anew_are_found(
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", elsewhere)
     with pytest.raises(StageError, match="packed sample is not its loss alone"):
-        prove_packing(Alone(model), PACKED, loss)
-
-
-def test_a_model_that_changes_its_logits_is_refused(tmp_path: Any) -> None:
-    config = tiny_llama_config(vocab_size=64) | {"model_type": "cohere", "logit_scale": 0.25}
-    model = filled(random_source(config, tmp_path))
-    with pytest.raises(StageError, match="does more with its logits than take their loss"):
-        prove_head(Alone(model), PACKED, SummedLoss(model, chunk=4))
+        prove_packing(Alone(model), PACKED, SAMPLES, loss)
 
 
 def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
@@ -218,3 +222,130 @@ def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
     model.set_output_embeddings(Scaled(8, 64))
     with pytest.raises(StageError, match="head is a Scaled, no plain linear layer"):
         SummedLoss(model, chunk=4)
+
+
+def test_a_loss_in_chunks_that_is_another_is_found(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.train.head.linear_loss", lambda *_: torch.tensor(7.0))
+    with pytest.raises(StageError, match="in chunks is not that of all logits: 7 instead of 4"):
+        prove_head(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
+
+
+BLANK = Sample(input_ids=np.arange(9), labels=np.full(9, -100))
+
+
+def behind(before: int) -> Sample:
+    """A sample with one target, and so many tokens before it."""
+    labels = np.full(before + 3, -100)
+    labels[before] = 5
+    return Sample(input_ids=np.arange(before + 3) % 64, labels=labels)
+
+
+def test_the_head_is_proven_on_a_target_wherever_it_is(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+    monkeypatch.setattr(
+        SummedLoss, "in_full", lambda _, batch: looked_at.append(batch) or torch.tensor(0.0)
+    )
+    with pytest.raises(StageError, match="not that of all logits"):
+        prove_head(Alone(model), PACKED, [BLANK, behind(300)], SummedLoss(model, chunk=4))
+    (batch,) = looked_at
+    assert batch.labels.shape == (1, 67)
+    assert batch.labels[0, 64] == 5
+
+
+def test_without_a_target_in_the_first_samples_nothing_is_proven(model: Any) -> None:
+    read = iter([BLANK] * LOOKED_AT + [behind(1)])
+    prove_head(Alone(model), PACKED, read, SummedLoss(model, chunk=4))
+    assert next(read).labels[1] == 5  # and it reads no further
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "gemma2", "final_logit_softcapping": 30.0},
+        {"model_type": "cohere", "logit_scale": 0.25},
+    ],
+)
+def test_a_model_that_computes_with_its_logits_is_refused_at_any_loss(
+    changes: Any, compute: Any, tmp_path: Path
+) -> None:
+    model = filled(random_source(tiny_llama_config(vocab_size=64) | changes, tmp_path)).to(compute)
+    few = PACKED.train[0]  # one target: the cap changes a loss of some nats by 1 %
+    few.labels[1:] = -100
+    loss = SummedLoss(model, chunk=4)
+    with pytest.raises(StageError) as caught:
+        loss(collate([few], 0, torch.device("cpu")))
+    assert str(caught.value) == (
+        "loss_chunk_size: this model computes something with its logits (caps or scales them, "
+        "say), so their loss cannot stand for them (leave out loss_chunk_size)"
+    )
+
+
+def test_the_same_model_without_a_cap_trains_in_chunks(tmp_path: Path) -> None:
+    config = tiny_llama_config(vocab_size=64, final_logit_softcapping=None, model_type="gemma2")
+    model = filled(random_source(config, tmp_path)).to(torch.bfloat16)
+    batch = collate([PACKED.train[0]], 0, torch.device("cpu"))
+    chunked = SummedLoss(model, chunk=4)
+    loss = chunked(batch)
+    loss.backward()
+    assert float(model.model.norm.weight.grad.abs().max()) > 0
+    assert float(loss.detach()) == pytest.approx(float(chunked.in_full(batch).detach()), rel=1e-2)
+
+
+def copied_loss(dist: Dist, folder: str) -> list[float]:
+    """Two steps in chunks under a wrapper that hands its model's output on as a copy."""
+    ctx = context(dist, folder)
+    plan = AdamW().run(ctx)
+    precision = Precision(
+        master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None
+    )
+    engine = Ddp(static_graph=True).run(ctx, source(ctx, Setting(wrap="ddp")), precision, plan)
+    loss = SummedLoss(engine.model, chunk=4)
+    batch = collate([toy_data().train[0]], 0, engine.device)
+    found = []
+    for _ in range(2):
+        with engine.microbatch(last=True):
+            found.append(loss(batch))
+            engine.backward(found[-1])
+        engine.step(lr_scale=0.0)
+    whole = float(loss.in_full(batch))
+    engine.close()
+    return [float(each.detach()) / whole for each in found]
+
+
+def test_a_wrapper_may_copy_the_loss(tmp_path: Path) -> None:
+    assert run_ranks(copied_loss, 2, str(tmp_path))[0] == pytest.approx([1.0, 1.0], rel=1e-5)
+
+
+def handed_on(change: Any, value: float) -> None:
+    """A model's head gives a loss, and the rest of the model changes it."""
+    head = LossHead(torch.nn.Linear(2, 3), 4)
+    loss = mock.patch("stages.train.head.linear_loss", return_value=torch.tensor(value))
+    with loss, head.taking(torch.tensor([1])):
+        head.require_given(change(head(torch.ones(1, 2))))
+
+
+@pytest.mark.parametrize("value", [2.5, 0.0, math.nan])
+@pytest.mark.parametrize(
+    "change", [lambda loss: loss, lambda loss: loss.detach(), lambda loss: loss.clone()]
+)
+def test_the_loss_itself_passes(change: Any, value: float) -> None:
+    handed_on(change, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss: loss + 1,
+        lambda loss: loss.add_(1),
+        lambda loss: loss.bfloat16(),
+        lambda loss: loss.reshape(1),
+    ],
+)
+def test_anything_else_does_not(change: Any) -> None:
+    with pytest.raises(StageError, match="computes something with its logits"):
+        handed_on(change, 2.5)
