@@ -25,7 +25,6 @@ from stages.data import shard_store
 from stages.data.stream import StreamData
 from stages.data.stream_order import StreamOrder, located
 from stages.data.text import TextData
-from stages.train import feed as feed_module
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
@@ -110,14 +109,15 @@ def test_without_shuffle_it_is_the_files_in_order(ctx: Context, folder: Path) ->
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shards that are read, by name."""
+def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """The shards of `folder` that are read, by name; a thread of an earlier test may read on."""
     names: list[str] = []
     build = shard_store.ShardStore._build
 
-    def counted(self: Any, shard: Any, folder: Path) -> Any:
-        names.append(shard.name)
-        return build(self, shard, folder)
+    def counted(self: Any, shard: Any, entry: Path) -> Any:
+        if Path(shard.address).parent == folder:
+            names.append(shard.name)
+        return build(self, shard, entry)
 
     monkeypatch.setattr(shard_store.ShardStore, "_build", counted)
     return names
@@ -184,11 +184,8 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
         assert data.train.targets(index) == int((sample.labels >= 0).sum())
 
 
-def test_the_feed_of_any_number_of_ranks(
-    ctx: Context, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
     """The training loop's own feed: the shares of two ranks are the batches of one."""
-    monkeypatch.setattr(feed_module, "STRETCH", 50)
     data, _ = opened(stream(folder), ctx)
     config = TrainCausalLm(steps=12, global_batch_size=6, micro_batch_size=2)
     cpu = torch.device("cpu")
@@ -282,6 +279,16 @@ def test_a_shard_that_has_changed(ctx: Context, folder: Path) -> None:
     again, _ = opened(stream(folder), ctx)
     with pytest.raises(StageError, match=r"3\.jsonl\.gz is not the file that this run has read"):
         taken(again, 0, 70)
+
+
+def test_the_first_step_reads_no_more_than_its_window(
+    ctx: Context, folder: Path, built: list[str]
+) -> None:
+    data, _ = opened(stream(folder, ahead=0), ctx)
+    config = TrainCausalLm(steps=9, global_batch_size=2, micro_batch_size=2, workers=0)
+    feed = Feed(config, data, SEED, DataShard(index=0, count=1), torch.device("cpu"))
+    list(feed.microbatches(0))
+    assert len(built) == WINDOW
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
