@@ -26,8 +26,8 @@ _DIGEST = "sha256"
 class Tokeniser:
     """How a file becomes an entry, and an entry blocks."""
 
-    build: Callable[[Path, Path, Callable[[], bool]], Counts]
-    """(file, folder, whether to stop) -> counts. Writes the entry's files."""
+    build: Callable[[Shard, Path, Path, Callable[[], bool]], Counts]
+    """(shard, its file, folder, whether to stop) -> counts. Writes the entry's files."""
     open: Callable[[Entry], TokenBlocks]
     making: str
     """Digest of what decides which tokens a file becomes."""
@@ -131,7 +131,7 @@ class ShardStore:
         with fetched(shard, self._folder) as path:
             (folder / _DIGEST).write_text(sha256(shard, path), "ascii")
             try:
-                return self._tokeniser.build(path, folder, lambda: self._closed)
+                return self._tokeniser.build(shard, path, folder, lambda: self._closed)
             except StageError as error:
                 if str(path) == shard.address:
                     raise

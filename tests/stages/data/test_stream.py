@@ -343,6 +343,23 @@ def test_identity(ctx: Context, folder: Path) -> None:
     assert len(prints) == 4
 
 
+@pytest.mark.parametrize("content", [b"", b"\n", b'{"text": " "}\n'])
+def test_a_blank_shard_is_told_and_left_out(
+    ctx: Context, folder: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "5.jsonl.gz").write_bytes(gzip.compress(content))
+    data, _ = opened(stream(folder, documents_apart=True, ahead=0), ctx)
+    blocks = [block for shard in range(8) if shard != 5 for block in expected_blocks(shard)]
+    order = data.train.order(SEED, shuffle=False).indices(0, len(blocks) + 1).tolist()
+    found = [data.train[index].input_ids.tolist() for index in order]
+    assert found == [block[:-1] for block in [*blocks, blocks[0]]]
+    shuffled = taken(data, 0, 2 * len(blocks))
+    epochs = shuffled[: len(blocks)], shuffled[len(blocks) :]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    warned = {each.getMessage() for each in caplog.records if each.levelname == "WARNING"}
+    assert warned == {f"stream: {folder}/5.jsonl.gz has no text"}
+
+
 def test_shards_without_text(ctx: Context, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("x")
