@@ -38,8 +38,10 @@ def show_data(
             return
         click.echo(_summary(shown))
         colour = sys.stdout.isatty()
-        for index in indices:
-            click.echo(f"\n{_described(shown, index, colour=colour)}")
+        for place, index in enumerate(indices):
+            # a stream's own index says nothing to people
+            number = place if shown.size is None else index
+            click.echo(f"\n{_described(shown, index, number, colour=colour)}")
 
 
 def _log() -> logging.Logger:
@@ -56,11 +58,11 @@ def _summary(shown: Preview) -> str:
     return f"{size} samples to train on{packed}, {held} held out"
 
 
-def _described(shown: Preview, index: int, *, colour: bool) -> str:
+def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:
     sample = shown.data.train[index]
     parts = list(documents(sample))
     targets = shown.data.train.targets(index)
-    head = f"sample {index}: {len(sample.input_ids)} tokens, {targets} to predict"
+    head = f"sample {number}: {len(sample.input_ids)} tokens, {targets} to predict"
     texts = [_marked(shown, part, colour=colour) for part in parts]
     if sample.positions is None:
         return f"{head}\n{texts[0]}"
@@ -100,14 +102,16 @@ def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:
         "samples": shown.size,
         "heldout": len(data.heldout) if data.heldout else 0,
         "packed": data.packed,
-        "shown": [_sample(index, data.train[index]) for index in indices],
+        "shown": [
+            {"place": place, "index": index, **_sample(data.train[index])}
+            for place, index in enumerate(indices)
+        ],
     }
 
 
-def _sample(index: int, sample: Sample) -> dict[str, object]:
+def _sample(sample: Sample) -> dict[str, object]:
     positions = sample.positions
     return {
-        "index": index,
         "input_ids": sample.input_ids.tolist(),
         "labels": sample.labels.tolist(),
         "positions": None if positions is None else positions.tolist(),

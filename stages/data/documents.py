@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,10 @@ from stages.data.rows import Row, require_text, whole
 Unit = Literal["file", "line"]
 
 
+def _refuse(part: Part) -> None:
+    raise DataError("no text in this file", file=part.name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DocumentReader:
     """Yields the documents of a source, in the order of its parts and rows."""
@@ -23,6 +27,8 @@ class DocumentReader:
     text_key: str
     unit: Unit
     """What one document of a plain text file is."""
+    blank: Callable[[Part], None] = _refuse
+    """Called behind a part without text; by default it raises DataError."""
 
     def read(self, parts: Iterable[Part], reading: Reading) -> Iterator[str]:
         """Every document with text in it. Raises DataError for what cannot be read as one."""
@@ -33,7 +39,7 @@ class DocumentReader:
                     empty = False
                     yield document
             if empty:
-                raise DataError("no text in this file", file=part.name)
+                self.blank(part)
 
     def _part(self, part: Part, reading: Reading) -> Iterator[str]:
         if not str(part.name).endswith(TEXT):

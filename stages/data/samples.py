@@ -71,6 +71,24 @@ class MaskedSamples(Samples):
         return self._first + index
 
 
+@dataclass
+class LeftOut:
+    """How many rows were left out for one reason, and the first of them."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+    """As file:row."""
+
+    def add(self, row: Row) -> None:
+        """One more."""
+        self.count += 1
+        if len(self.first) < _ROWS_SHOWN:
+            self.first.append(f"{row.file}:{row.number}")
+
+    def __str__(self) -> str:
+        return ", ".join([*self.first, "..."] if self.count > len(self.first) else self.first)
+
+
 @dataclass(kw_only=True)
 class SampleWriter:
     """Encodes rows and writes those that can be trained on."""
@@ -81,8 +99,8 @@ class SampleWriter:
     log: logging.Logger
     announcer: Announcer
     _counts: Counts = field(init=False)
-    _dropped: dict[str, list[str]] = field(init=False)
-    """Why -> the rows, as file:row."""
+    _dropped: dict[str, LeftOut] = field(init=False)
+    """Why -> which rows."""
 
     def write(self, folder: Path, rows: Iterable[tuple[FormName, Row]]) -> Counts:
         """Write the files of MaskedSamples. Returns `rows`, `samples`, `tokens`, `targets`,
@@ -113,7 +131,7 @@ class SampleWriter:
 
     def _drop(self, row: Row, dropped: Dropped) -> None:
         self._counts["dropped"] += 1
-        self._dropped.setdefault(dropped.why, []).append(f"{row.file}:{row.number}")
+        self._dropped.setdefault(dropped.why, LeftOut()).add(row)
 
     def _store(self, encoded: Encoded, tokens: BinaryIO, trained: BinaryIO) -> int:
         tokens.write(encoded.ids.astype(self.dtype).tobytes())
@@ -126,16 +144,15 @@ class SampleWriter:
         return targets
 
     def _report(self) -> None:
-        reasons = [f"{len(rows)} rows {why}" for why, rows in self._dropped.items()]
+        reasons = [f"{left_out.count} rows {why}" for why, left_out in self._dropped.items()]
         if not self._counts["samples"]:
             raise StageError(
                 f"no token to train on in {self._counts['rows']} rows: " + "; ".join(reasons),
                 hint="check `loss`, the roles of the messages, the chat template and "
                 "`sequence_length`",
             )
-        for why, rows in self._dropped.items():
-            shown = ", ".join(rows[:_ROWS_SHOWN]) + (", ..." if len(rows) > _ROWS_SHOWN else "")
-            self.log.warning("dropped %d rows %s: %s", len(rows), why, shown)
+        for why, left_out in self._dropped.items():
+            self.log.warning("dropped %d rows %s: %s", left_out.count, why, left_out)
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[Sequence[T]]:

@@ -26,8 +26,8 @@ _DIGEST = "sha256"
 class Tokeniser:
     """How a file becomes an entry, and an entry blocks."""
 
-    build: Callable[[Path, Path, Callable[[], bool]], Counts]
-    """(file, folder, whether to stop) -> counts. Writes the entry's files."""
+    build: Callable[[Shard, Path, Path, Callable[[], bool]], Counts]
+    """(shard, its file, folder, whether to stop) -> counts. Writes the entry's files."""
     open: Callable[[Entry], TokenBlocks]
     making: str
     """Digest of what decides which tokens a file becomes."""
@@ -73,11 +73,15 @@ class ShardStore:
 
     def blocks(self, number: int) -> TokenBlocks:
         """A shard's blocks. Raises StageError when it cannot be read."""
+        return self._blocks(number, wait=True)
+
+    def _blocks(self, number: int, *, wait: bool) -> TokenBlocks:
+        """Raises BlockingIOError without `wait` where another process or thread is at the shard."""
         with self._guard:
             if number in self._open:
                 self._open.move_to_end(number)
                 return self._open[number]
-        blocks = self._made(number)
+        blocks = self._made(number, wait=wait)
         with self._guard:
             self._open[number] = blocks
             old = list(self._open)[: -self._capacity]
@@ -88,10 +92,10 @@ class ShardStore:
         return blocks
 
     def prepare(self, numbers: Sequence[int]) -> None:
-        """Have these shards tokenised by a thread."""
+        """Have these shards tokenised by a thread, those that another process is at as the last:
+        so processes that are given the same list share it."""
         for number in numbers:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._ahead.submit(self._prepared, number)
+            self._submit(number, wait=False)
 
     def close(self) -> None:
         """End the thread; remove the tokens."""
@@ -100,13 +104,22 @@ class ShardStore:
         if self._cleans:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _prepared(self, number: int) -> None:
-        with contextlib.suppress(StageError):  # it is raised where the shard is needed
-            self.blocks(number)
+    def _submit(self, number: int, *, wait: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._ahead.submit(self._prepared, number, wait=wait)
 
-    def _made(self, number: int) -> TokenBlocks:
+    def _prepared(self, number: int, *, wait: bool) -> None:
+        try:
+            self._blocks(number, wait=wait)
+        except BlockingIOError:
+            # It is opened all the same, as only what was opened here is removed from here.
+            self._submit(number, wait=True)
+        except StageError:
+            pass  # it is raised where the shard is needed
+
+    def _made(self, number: int, *, wait: bool) -> TokenBlocks:
         shard, key = self._shards[number], self._key(number)
-        with self._locked(key):
+        with self._locked(key, wait=wait):
             entry = local_entry(self._folder, key, lambda folder: self._build(shard, folder))
             content = (entry.folder / _DIGEST).read_text("ascii")
             known = Known(sha256=content, tokens=entry.counts["tokens"])
@@ -118,7 +131,7 @@ class ShardStore:
         with fetched(shard, self._folder) as path:
             (folder / _DIGEST).write_text(sha256(shard, path), "ascii")
             try:
-                return self._tokeniser.build(path, folder, lambda: self._closed)
+                return self._tokeniser.build(shard, path, folder, lambda: self._closed)
             except StageError as error:
                 if str(path) == shard.address:
                     raise
@@ -128,7 +141,7 @@ class ShardStore:
     def _remove(self, number: int) -> None:
         if self._cleans:
             key = self._key(number)
-            with self._locked(key):
+            with self._locked(key, wait=True):
                 shutil.rmtree(self._folder / key, ignore_errors=True)
 
     def _key(self, number: int) -> str:
@@ -136,10 +149,10 @@ class ShardStore:
         return digest([self._tokeniser.making, shard.address, shard.size, shard.stamp])
 
     @contextlib.contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
+    def _locked(self, key: str, *, wait: bool) -> Iterator[None]:
         """One process and thread at a time; the system frees the lock of one that was killed."""
         with writing(self._folder):
             file = (self._folder / f"{key}.lock").open("w")
         with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield

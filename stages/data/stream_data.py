@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -126,7 +128,7 @@ def _store(
         corpus,
         cache_folder(stage.cache) / f"stream-{place[:16]}",
         Tokeniser(
-            build=lambda path, folder, stop: _build(documents, path, folder, stop),
+            build=functools.partial(_build, documents),
             open=lambda entry: _opened(documents, entry),
             making=documents.making,
             sequence_length=stage.sequence_length,
@@ -137,15 +139,22 @@ def _store(
     )
 
 
-def _build(documents: Documents, path: Path, folder: Path, stop: Callable[[], bool]) -> Counts:
-    """Tokenise one shard."""
+def _build(
+    documents: Documents, shard: Shard, path: Path, folder: Path, stop: Callable[[], bool]
+) -> Counts:
+    """Tokenise one shard; a corpus may have some without text."""
     began = time.monotonic()
     with system_errors_as(StageError):
         reading = Reading(total=path.stat().st_size)
     log = documents.ctx.log
+    reader = dataclasses.replace(
+        documents.reader(),
+        blank=lambda part: log.warning("stream: %s has no text", shard.address),
+    )
     writer = documents.writer(Announcer(log=log, reading=reading, unit="documents"))
-    counts = writer.write(folder, _until(stop, documents.reader().read([FilePart(path)], reading)))
-    log.debug("stream: %s: %d tokens, %.1f s", path, counts["tokens"], time.monotonic() - began)
+    counts = writer.write(folder, _until(stop, reader.read([FilePart(path)], reading)))
+    seconds = time.monotonic() - began
+    log.debug("stream: %s: %d tokens, %.1f s", shard.address, counts["tokens"], seconds)
     return counts
 
 

@@ -16,7 +16,7 @@ import torch
 from pipeline.artifacts import Data, Progress, Sample
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
-from pipeline.order import Order
+from pipeline.order import ENDLESS, Order
 from stages.train.batches import MicroBatch, collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 STRETCH = 1024
-"""Positions of the order that are computed at once, at most an epoch."""
+"""Positions of an order that are computed at once, at most an epoch."""
 
 
 class Feed:
@@ -174,10 +174,12 @@ class OrderStretch:
     """An order's indices, computed a stretch at a time.
 
     Most of a short computation is numpy's cost per call, and every step asks twice for the same.
+    An order without an end is asked for no more than is needed: it may read data to tell.
     """
 
     def __init__(self, order: Order) -> None:
         self._order = order
+        self._stretch = 0 if order.size == ENDLESS else min(STRETCH, order.size)
         self._start = 0
         self._known: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
@@ -186,6 +188,5 @@ class OrderStretch:
         skip = start - self._start
         if skip < 0 or skip + count > len(self._known):
             self._start, skip = start, 0
-            length = max(count, min(STRETCH, self._order.size))
-            self._known = self._order.indices(start, length)
+            self._known = self._order.indices(start, max(count, self._stretch))
         return self._known[skip : skip + count]

@@ -68,7 +68,7 @@ def test_json(show: Any) -> None:
     shown = json.loads(result.stdout)
     assert (shown["samples"], shown["heldout"], shown["packed"]) == (1, 0, True)
     (sample,) = shown["shown"]
-    assert sample["index"] == 0
+    assert (sample["place"], sample["index"]) == (0, 0)
     assert sample["input_ids"][:7] == [257, *ids("user\nA")]
     assert sample["labels"][:6] == ids("user\nA")
     assert sample["positions"][24:28] == [24, 25, 0, 1]
@@ -89,9 +89,20 @@ def test_a_stream_leaves_nothing_behind(show: Any) -> None:
     Path("text.txt").write_text("abcdefgh")
     shards = ["data.use=data.stream", "data.shards=./text.txt", "data.sequence_length=4"]
     result = show("r.yaml", "--data", "1", *shards)
-    assert result.stdout.startswith("a stream of samples to train on, 0 held out\n\nsample ")
+    assert result.stdout.startswith("a stream of samples to train on, 0 held out\n\nsample 0: ")
     assert "4 tokens, 4 to predict" in result.stdout
     assert not list(Path("cache/pipetrain").iterdir())
+
+
+def test_samples_of_a_stream_are_counted(show: Any) -> None:
+    Path("text.txt").write_text("abcdefgh")
+    shards = ["data.use=data.stream", "data.shards=./text.txt", "data.sequence_length=2"]
+    result = show("r.yaml", "--data", "7", *shards)
+    heads = [part.partition(":")[0] for part in result.stdout.split("\n\n")[1:]]
+    assert heads == [f"sample {place}" for place in range(7)]
+    shown = json.loads(show("r.yaml", "--data", "7", "--json", *shards).stdout)["shown"]
+    assert [each["place"] for each in shown] == list(range(7))
+    assert [each["index"] >> 40 for each in shown] == [0] * 4 + [1] * 3  # the window's number
 
 
 def test_mistakes(show: Any) -> None:

@@ -15,6 +15,8 @@ from pipeline.errors import DataError, StageError
 from pipeline.stage import Context
 from pipeline.testing import plan_view
 from stages.data.chat import ChatData
+from stages.data.rows import Row
+from stages.data.samples import LeftOut
 from stages.data.today import with_today
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 
@@ -155,6 +157,24 @@ def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> 
     data = chat(long, {"messages": HELLO}, sequence_length=30, too_long="drop").run(ctx, source)
     assert len(data.train) == 1
     assert trained(data.train[0]) == [*ids("b"), STOP]
+
+
+def test_of_many_dropped_rows_the_first_are_named(
+    ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent = {"messages": [message("user", "A")]}
+    chat({"messages": HELLO}, *[silent] * 6).run(ctx, FakeSource())
+    (told,) = [each for each in caplog.messages if each.startswith("dropped")]
+    names = [name.rpartition("/")[2] for name in told.partition(": ")[2].split(", ")]
+    assert told.startswith("dropped 6 rows without a token to train on: ")
+    assert names == [*(f"rows.jsonl:{number}" for number in range(2, 7)), "..."]
+
+
+def test_what_is_kept_of_dropped_rows_does_not_grow() -> None:
+    left_out = LeftOut()
+    for number in range(1000):
+        left_out.add(Row(file="f", number=number, value={}))
+    assert (left_out.count, left_out.first) == (1000, ["f:0", "f:1", "f:2", "f:3", "f:4"])
 
 
 def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Path) -> None:

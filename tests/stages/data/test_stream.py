@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,6 @@ from stages.data.stream import StreamData
 from stages.data.stream_order import StreamOrder, located
 from stages.data.text import TextData
 from stages.optimizer.adamw import AdamW
-from stages.train import feed as feed_module
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
@@ -116,14 +116,15 @@ def test_without_shuffle_it_is_the_files_in_order(ctx: Context, folder: Path) ->
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shards that are read, by name."""
+def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """The shards of `folder` that are read, by name; a thread of an earlier test may read on."""
     names: list[str] = []
     build = shard_store.ShardStore._build
 
-    def counted(self: Any, shard: Any, folder: Path) -> Any:
-        names.append(shard.name)
-        return build(self, shard, folder)
+    def counted(self: Any, shard: Any, entry: Path) -> Any:
+        if Path(shard.address).parent == folder:
+            names.append(shard.name)
+        return build(self, shard, entry)
 
     monkeypatch.setattr(shard_store.ShardStore, "_build", counted)
     return names
@@ -180,6 +181,22 @@ def test_windows_are_prepared_ahead(ctx: Context, folder: Path, built: list[str]
     assert built[WINDOW:] == [f"{shard}.jsonl.gz" for shard in second]
 
 
+def test_what_another_process_tokenises_is_not_waited_for(
+    ctx: Context, folder: Path, built: list[str]
+) -> None:
+    _, closes = opened(stream(folder), ctx)
+    (store,) = [close.__self__ for close in closes]
+    deadline = time.monotonic() + 20
+    with store._locked(store._key(4), wait=True):
+        store.prepare([4, 5, 6])
+        while len(built) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert built == ["5.jsonl.gz", "6.jsonl.gz"]
+    store._ahead.shutdown()
+    assert built[2:] == ["4.jsonl.gz"]
+    assert sorted(store._open) == [4, 5, 6]  # so that it is removed when its turn comes
+
+
 def test_documents_apart(ctx: Context, folder: Path) -> None:
     data, _ = opened(stream(folder, documents_apart=True), ctx)
     assert data.packed
@@ -213,11 +230,8 @@ def test_a_stream_is_trained_on(
     assert losses == pytest.approx([math.log(259)] * 2, rel=0.1)
 
 
-def test_the_feed_of_any_number_of_ranks(
-    ctx: Context, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
     """The training loop's own feed: the shares of two ranks are the batches of one."""
-    monkeypatch.setattr(feed_module, "STRETCH", 50)
     data, _ = opened(stream(folder), ctx)
     config = TrainCausalLm(steps=12, global_batch_size=6, micro_batch_size=2)
     cpu = torch.device("cpu")
@@ -313,6 +327,16 @@ def test_a_shard_that_has_changed(ctx: Context, folder: Path) -> None:
         taken(again, 0, 70)
 
 
+def test_the_first_step_reads_no_more_than_its_window(
+    ctx: Context, folder: Path, built: list[str]
+) -> None:
+    data, _ = opened(stream(folder, ahead=0), ctx)
+    config = TrainCausalLm(steps=9, global_batch_size=2, micro_batch_size=2, workers=0)
+    feed = Feed(config, data, SEED, DataShard(index=0, count=1), torch.device("cpu"))
+    list(feed.microbatches(0))
+    assert len(built) == WINDOW
+
+
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_shard_that_cannot_be_read(ctx: Context, folder: Path, *, is_folder: bool) -> None:
     data, _ = opened(stream(folder), ctx)
@@ -346,6 +370,23 @@ def test_identity(ctx: Context, folder: Path) -> None:
     assert len(prints) == 4
     prints.add(opened(stream(folder, ahead=3), ctx)[0].fingerprint)
     assert len(prints) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b'{"text": " "}\n'])
+def test_a_blank_shard_is_told_and_left_out(
+    ctx: Context, folder: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "5.jsonl.gz").write_bytes(gzip.compress(content))
+    data, _ = opened(stream(folder, documents_apart=True, ahead=0), ctx)
+    blocks = [block for shard in range(8) if shard != 5 for block in expected_blocks(shard)]
+    order = data.train.order(SEED, shuffle=False).indices(0, len(blocks) + 1).tolist()
+    found = [data.train[index].input_ids.tolist() for index in order]
+    assert found == [block[:-1] for block in [*blocks, blocks[0]]]
+    shuffled = taken(data, 0, 2 * len(blocks))
+    epochs = shuffled[: len(blocks)], shuffled[len(blocks) :]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    warned = {each.getMessage() for each in caplog.records if each.levelname == "WARNING"}
+    assert warned == {f"stream: {folder}/5.jsonl.gz has no text"}
 
 
 def test_shards_without_text(ctx: Context, tmp_path: Path) -> None:

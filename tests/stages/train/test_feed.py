@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from pipeline.order import SampleOrder
+from pipeline.order import ENDLESS, SampleOrder
 from stages.train.feed import STRETCH, OrderStretch
 
 
@@ -38,3 +42,19 @@ def test_steps_in_sequence_compute_the_order_once() -> None:
         stretch.indices(step * 8, 8)
         stretch.indices(step * 8, 8)
     assert Counting.calls == 1
+
+
+def test_a_stream_is_asked_for_no_more_than_is_needed() -> None:
+    class Stream:
+        size = ENDLESS
+        asked: ClassVar[list[tuple[int, int]]] = []
+
+        def indices(self, start: int, count: int) -> NDArray[np.int64]:
+            self.asked.append((start, count))
+            return np.arange(start, start + count)
+
+    stretch = OrderStretch(Stream())
+    for step in range(3):
+        for _ in range(2):
+            assert stretch.indices(step * 8, 8).tolist() == [*range(step * 8, step * 8 + 8)]
+    assert Stream.asked == [(0, 8), (8, 8), (16, 8)]
