@@ -62,6 +62,8 @@ class StepCheckpoints(Checkpoints):
         dist = self._ctx.dist
         final = self._root / step_name(progress.step)
         if final == self._newest:
+            if dist.is_main:
+                self._amend(final, progress)
             return
         partial = final.with_name(final.name + ".partial")
         with dist.main_first() as main:
@@ -91,6 +93,15 @@ class StepCheckpoints(Checkpoints):
         dist.barrier()
         self._newest = final
         self._ctx.log.info("saved %s", final)
+
+    def _amend(self, folder: Path, progress: Progress) -> None:
+        """Let a checkpoint have what is known by now of the state that it holds."""
+        record = read_json(folder / PROGRESS)
+        if progress.differs_from(record["progress"]):
+            partial = folder / f"{PROGRESS}.partial"
+            write_json(partial, {**record, "progress": vars(progress)})
+            partial.replace(folder / PROGRESS)
+            sync(folder)
 
     def finish(self) -> str:
         if self._newest is None:
