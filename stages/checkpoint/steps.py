@@ -109,6 +109,8 @@ class StepCheckpoints(Checkpoints):
         return str(self._newest)
 
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
+        if self._ctx.dist.is_main:
+            self._clean()
         newest = self._agreed_newest()
         if newest is None:
             whereabouts.require_none(self._ctx.run_dir, str(self._root))
@@ -128,6 +130,11 @@ class StepCheckpoints(Checkpoints):
         self._ctx.log.info("restored %s", newest)
         self._newest = newest
         return progress
+
+    def _clean(self) -> None:
+        """Remove what killed saves and deletions left."""
+        for folder in self._root.glob("step-*.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _agreed_newest(self) -> Path | None:
         """Rank 0's choice, on every rank."""
