@@ -102,6 +102,19 @@ def test_a_skipped_spike_counts_for_the_loss_scale_as_any_step_without_overflow(
     assert told["progress"]["left_out"] == [[12, 16]]
 
 
+def test_an_overflow_is_no_part_of_the_window_of_losses(tmp_path: Path) -> None:
+    scaling = LossScaling(initial_scale=2.0**24, growth_interval=100)
+    case = Poisoned(
+        setting=Setting(wrap="ddp", compute="fp16", loss_scaling=scaling), batches=range(12),
+        steps=12, anomalies=Anomalies(spike="stop", spike_window=50, spike_factor=9.0),
+    )  # fmt: skip
+    told = run_ranks(train, 1, str(tmp_path), case)[0]
+    lines = [line for line in told["lines"] if "loss" in line]
+    updates = [line["loss"] for line in lines if line["applied"]]
+    assert 0 < len(updates) < 12
+    assert told["progress"]["recent_losses"] == pytest.approx(updates)
+
+
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero3"])
 def test_a_rollback_goes_on_behind_the_anomalous_batch(wrap: str, tmp_path: Path) -> None:
     """Checkpoints at steps 0, 2, 4: batch 1 sends the training back to the start, 6 to step 2."""
