@@ -313,6 +313,8 @@ class OptimizerPlan:
     """Parameter groups -> torch optimizer."""
     lr_scale: Callable[[int, int], float]
     """(zero-based step, total steps) -> factor on every group's base learning rate."""
+    doubts: Callable[[int], Iterable[str]] = lambda total: ()
+    """Total steps -> what is hardly meant of a training of so many; warnings for people."""
     max_grad_norm: float | None
 
 

@@ -126,6 +126,8 @@ class Training:
     def _begin(self) -> None:
         progress, heldout = self._progress, self._data.heldout
         total = self._feed.total_steps(progress)
+        for doubt in self._plan.doubts(total) if progress.step < total else ():
+            self._ctx.log.warning("%s", doubt)
         if progress.step >= total:
             self._ctx.log.info("nothing left to train: step %d of %d", progress.step, total)
         elif heldout and self._config.eval_first and not progress.step and not progress.best:
