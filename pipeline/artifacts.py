@@ -319,6 +319,8 @@ class OptimizerPlan:
     """Parameter groups -> torch optimizer."""
     lr_scale: Callable[[int, int], float]
     """(zero-based step, total steps) -> factor on every group's base learning rate."""
+    doubts: Callable[[int], Iterable[str]] = lambda total: ()
+    """Total steps -> what is hardly meant of a training of so many; warnings for people."""
     max_grad_norm: float | None
 
 
@@ -356,6 +358,11 @@ class Progress:
     origin: dict[str, Any] = field(default_factory=dict)
     """What the position means something for: model, tokenizer, data, seed, order, global batch."""
 
+    def differs_from(self, recorded: Mapping[str, Any]) -> bool:
+        """Whether a record of this step's progress is out of date. Another origin alone is no news:
+        nothing has been trained under it."""
+        return {**recorded, "origin": None} != {**vars(self), "origin": None}
+
     def taken_over(self) -> Progress:
         """That of a new run which starts from here: as far on, in the data too, and nothing of what
         evaluations and anomalies meant to this one."""
@@ -379,7 +386,9 @@ class Checkpoints(ABC):
     @abstractmethod
     def save(self, progress: Progress) -> None:
         """Save the engine's whole state (collective). May return before it is on disk, but not
-        before the engine may change. Raises CheckpointError when it, or the save before it, fails.
+        before the engine may change. Where the newest checkpoint is of this step, it is of the same
+        state, and gets the progress alone. Raises CheckpointError when it, or the save before it,
+        fails.
         """
 
     @abstractmethod

@@ -23,7 +23,7 @@ from pipeline.stage import Context, Room
 from pipeline.state import randomness, summary, whereabouts
 from pipeline.state.arena import Arena
 from pipeline.state.dtypes import dtype
-from pipeline.state.manifest import FILE, Group, Scale, State
+from pipeline.state.manifest import FILE, Group, Manifest, Scale, State
 from pipeline.state.own import own_state
 from pipeline.state.planning import Arrangement, make_plan, random_key
 from pipeline.state.reader import CheckpointReader
@@ -116,6 +116,7 @@ class StateCheckpoints(Checkpoints):
     def save(self, progress: Progress) -> None:
         name = step_name(progress.step)
         if name == self._last:
+            self._amend(name, progress)
             return
         began = time.perf_counter()
         self._settle_pending()
@@ -132,6 +133,17 @@ class StateCheckpoints(Checkpoints):
         if not self._asynchronous:
             self._settle_pending()
             self._ctx.dist.barrier()
+
+    def _amend(self, name: str, progress: Progress) -> None:
+        """Let a checkpoint have what is known by now of the state that it holds."""
+        self._settle_pending()
+        if not self._ctx.dist.is_main:
+            return
+        with system_errors_as(CheckpointError):
+            manifest = Manifest.load(self._store.get(name, FILE), self._store.locate(name))
+            if progress.differs_from(manifest.progress):
+                amended = manifest.model_copy(update={"progress": vars(progress)})
+                self._store.replace(name, FILE, amended.dump())
 
     def finish(self) -> str:
         self._settle_pending()

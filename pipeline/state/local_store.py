@@ -51,6 +51,10 @@ class LocalStore(Store):
     def get(self, name: str, file: str) -> bytes:
         return (self._root / name / file).read_bytes()
 
+    def replace(self, name: str, file: str, data: bytes) -> None:
+        _put(self._root / name / file, data)
+        _sync(self._root / name)
+
     def open(self, name: str, file: str) -> Source:
         return _LocalSource(self._root / name / file)
 
@@ -91,12 +95,7 @@ class _LocalAttempt(Attempt):
         return _LocalSink(self._folder / file, size, shared=shared)
 
     def put(self, file: str, data: bytes) -> None:
-        path = self._folder / file
-        partial = path.with_name(path.name + ".partial")
-        partial.unlink(missing_ok=True)
-        with _LocalSink(partial, len(data), shared=False) as sink:
-            sink.write(0, memoryview(data))
-        partial.rename(path)
+        _put(self._folder / file, data)
 
     def get(self, file: str) -> bytes | None:
         try:
@@ -167,6 +166,15 @@ class _LocalSource(Source):
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _put(path: Path, data: bytes) -> None:
+    """A file that appears at once, in place of the one that was there."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with _LocalSink(partial, len(data), shared=False) as sink:
+        sink.write(0, memoryview(data))
+    partial.rename(path)
 
 
 def _make_durable(folder: Path) -> None:

@@ -59,6 +59,10 @@ class ObjectStore(Store):
             data: bytes = self._fs.cat_file(self._path(name, file))
             return data
 
+    def replace(self, name: str, file: str, data: bytes) -> None:
+        with _told(self.locate(name, file)):
+            self._fs.pipe_file(self._path(name, file), data)
+
     def open(self, name: str, file: str) -> Source:
         return _ObjectSource(self._fs, self._path(name, file))
 

@@ -131,6 +131,11 @@ class Store(ABC):
         """A whole file."""
 
     @abstractmethod
+    def replace(self, name: str, file: str, data: bytes) -> None:
+        """Put a small file in a checkpoint in place of the one that is there: at any time, after a
+        crash too, one or the other is there as a whole."""
+
+    @abstractmethod
     def open(self, name: str, file: str) -> Source:
         """A file to read ranges of."""
 

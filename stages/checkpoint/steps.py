@@ -62,6 +62,8 @@ class StepCheckpoints(Checkpoints):
         dist = self._ctx.dist
         final = self._root / step_name(progress.step)
         if final == self._newest:
+            if dist.is_main:
+                self._amend(final, progress)
             return
         partial = final.with_name(final.name + ".partial")
         with dist.main_first() as main:
@@ -92,12 +94,23 @@ class StepCheckpoints(Checkpoints):
         self._newest = final
         self._ctx.log.info("saved %s", final)
 
+    def _amend(self, folder: Path, progress: Progress) -> None:
+        """Let a checkpoint have what is known by now of the state that it holds."""
+        record = read_json(folder / PROGRESS)
+        if progress.differs_from(record["progress"]):
+            partial = folder / f"{PROGRESS}.partial"
+            write_json(partial, {**record, "progress": vars(progress)})
+            partial.replace(folder / PROGRESS)
+            sync(folder)
+
     def finish(self) -> str:
         if self._newest is None:
             raise CheckpointError("nothing was saved")
         return str(self._newest)
 
     def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
+        if self._ctx.dist.is_main:
+            self._clean()
         newest = self._agreed_newest()
         if newest is None:
             whereabouts.require_none(self._ctx.run_dir, str(self._root))
@@ -117,6 +130,11 @@ class StepCheckpoints(Checkpoints):
         self._ctx.log.info("restored %s", newest)
         self._newest = newest
         return progress
+
+    def _clean(self) -> None:
+        """Remove what killed saves and deletions left."""
+        for folder in self._root.glob("step-*.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _agreed_newest(self) -> Path | None:
         """Rank 0's choice, on every rank."""

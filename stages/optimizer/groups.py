@@ -41,13 +41,16 @@ def make_groups(
     the rest; matrices (two or more dimensions) before what is not decayed. With `shards`, each
     tells the number of the process's shard.
 
-    Raises StageError for a pattern that matches no trainable parameter.
+    Raises StageError for a pattern that matches no trainable parameter, and for a group that has
+    none because earlier ones have them all.
     """
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
-    _require_matches(own, [parameter.name for parameter in trained])
+    names = [parameter.name for parameter in trained]
+    _require_matches(own, names)
+    _require_members(own, names)
     found: dict[tuple[int, float], dict[str, Any]] = {}
     for parameter in trained:
-        place = next((i for i, group in enumerate(own) if _matches(group, parameter.name)), None)
+        place = _place(own, parameter.name)
         settings = None if place is None else own[place]
         decay = weight_decay if decay_all or len(parameter.shape) >= 2 else 0.0
         group: dict[str, Any] = {"params": []}
@@ -62,8 +65,26 @@ def make_groups(
     return [found[key] for key in sorted(found)]
 
 
+def _place(own: Sequence[GroupSettings], name: str) -> int | None:
+    """Number of the first group that a parameter matches."""
+    return next((place for place, group in enumerate(own) if _matches(group, name)), None)
+
+
 def _matches(group: GroupSettings, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in group.match)
+
+
+def _require_members(own: Sequence[GroupSettings], names: Sequence[str]) -> None:
+    places = {name: _place(own, name) for name in names}
+    for place, group in enumerate(own):
+        if place not in places.values():
+            name = next(name for name in names if _matches(group, name))
+            raise StageError(
+                f"groups.{place}: all parameters that it matches, such as {name}, belong to "
+                f"earlier groups (groups.{places[name]})",
+                hint="a parameter belongs to the first group that matches it: put the group with "
+                "narrower patterns first",
+            )
 
 
 def _require_matches(own: Sequence[GroupSettings], names: Sequence[str]) -> None:
@@ -72,5 +93,7 @@ def _require_matches(own: Sequence[GroupSettings], names: Sequence[str]) -> None
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise StageError(
                     f"groups.{place}.match: {pattern!r} matches no trained parameter",
-                    hint="they have names like " + ", ".join(names[:3]),
+                    hint="they have names like "
+                    + ", ".join(names[:3])
+                    + "; a tied weight has one name: a tied head is part of the embedding",
                 )

@@ -47,6 +47,7 @@ class Lion(OptimizerSettings):
             counts_updates=False,
             build=functools.partial(_build, hyperparameters=hyperparameters),
             lr_scale=self.lr_scale,
+            doubts=self.doubts,
             max_grad_norm=self.max_grad_norm,
         )
 

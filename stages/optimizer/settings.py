@@ -77,11 +77,29 @@ class OptimizerSettings:
             step,
             total,
             schedule=self.schedule,
-            warmup=self.warmup_steps or steps_in(self.warmup_ratio, total),
+            warmup=self._warmup(total),
             final_scale=self.final_lr_ratio,
             decay=steps_in(self.decay_ratio or 0.1, total),
             power=self.power or 2.0,
         )
+
+    def doubts(self, total: int) -> Iterator[str]:
+        """What is hardly meant of learning rates over `total` steps, and what to set instead."""
+        warmup = self._warmup(total)
+        if warmup >= max(total, 2):  # one step of warm-up, if there is only one, has the full rate
+            key = "warmup_steps" if self.warmup_steps else "warmup_ratio"
+            yield (
+                f"warm-up takes {warmup} steps and the training {total}: the learning rate rises "
+                f"to the end; set a lower {key}"
+            )
+        elif not any(self.lr_scale(step, total) for step in range(total)):
+            yield (
+                f"the learning rate is 0 at every step: the schedule {self.schedule} falls to 0 at "
+                f"the last of {total}; set schedule: constant, or final_lr_ratio"
+            )
+
+    def _warmup(self, total: int) -> int:
+        return self.warmup_steps or steps_in(self.warmup_ratio, total)
 
     def make_groups(
         self, *, shards: bool = False

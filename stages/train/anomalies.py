@@ -56,10 +56,10 @@ class Watch:
         action = self._policy.spike if anomaly == SPIKE else self._policy.non_finite
         return action or "stop"
 
-    def passed(self, progress: Progress) -> None:
-        """Take note of a step that was none."""
+    def passed(self, progress: Progress, *, applied: bool) -> None:
+        """Take note of a step that was none; the window holds losses of updates only."""
         progress.left_out_in_a_row = 0
-        if self.loss is not None and math.isfinite(self.loss):
+        if applied and self.loss is not None and math.isfinite(self.loss):
             window = [*progress.recent_losses, self.loss]
             progress.recent_losses = window[-self._policy.spike_window :]
 

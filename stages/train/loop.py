@@ -85,8 +85,7 @@ class Training:
         self._progress = progress
         self._loss = SummedLoss(engine.model, config.loss_chunk_size)
         self._watch = Watch(config.anomalies, engine.shard.count)
-        self._trained = False
-        self._evaluated = -1
+        self._evaluated = "eval_loss" in progress.metrics
         self._reporter = Reporter(
             ctx,
             engine,
@@ -108,12 +107,12 @@ class Training:
                 self._recover(recovery, anomaly, done)
                 continue
             self._reporter.add(done)
-            self._trained = True
+            self._evaluated = False
             if self._data.heldout and self._is_to_be_evaluated():
                 self._evaluate(self._data.heldout)
             if self._checkpoints.due(self._progress):
                 self._save()
-        if self._data.heldout and self._evaluated < self._progress.step and self._trained:
+        if self._data.heldout and not self._evaluated:
             self._evaluate(self._data.heldout)  # the last batch of all was left out
         self._save()
 
@@ -127,6 +126,8 @@ class Training:
     def _begin(self) -> None:
         progress, heldout = self._progress, self._data.heldout
         total = self._feed.total_steps(progress)
+        for doubt in self._plan.doubts(total) if progress.step < total else ():
+            self._ctx.log.warning("%s", doubt)
         if progress.step >= total:
             self._ctx.log.info("nothing left to train: step %d of %d", progress.step, total)
         elif heldout and self._config.eval_first and not progress.step and not progress.best:
@@ -159,7 +160,7 @@ class Training:
         with self._reporter.paused():
             size = self._config.microbatch_size(self._engine.shard.count)
             loss = evaluate(self._engine, self._loss, self._data, heldout, size)
-            self._evaluated = self._progress.step
+            self._evaluated = True
             note(self._progress, loss, self._config.early_stopping)
             self._reporter.evaluated(loss)
 
@@ -174,6 +175,7 @@ class Training:
         step, count = progress.step, self._feed.count(progress.samples)
         facts = recovery.recover(anomaly, done, self._watch, progress, count)
         if progress.step < step:
+            self._evaluated = "eval_loss" in progress.metrics
             self._reporter.rewound()
         self._reporter.anomalous(facts)
 

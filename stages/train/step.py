@@ -51,7 +51,7 @@ def train_step(
     )
     anomaly = watch.anomaly(report)
     if not anomaly:
-        watch.passed(progress)
+        watch.passed(progress, applied=report.applied)
         progress.samples += feed.count(progress.samples)
         progress.step += 1
         progress.tokens += targets

@@ -43,6 +43,8 @@ class Poisoned:
     """None: an epoch, evaluated at its end."""
     anomalies: Anomalies
     every: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    """More of the train slot."""
     native: bool = False
     """Save in DeepSpeed's own format."""
 
@@ -84,6 +86,7 @@ def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
     loop = TrainCausalLm(
         global_batch_size=BATCH, micro_batch_size=1, shuffle=False, log_every=1,
         steps=case.steps, epochs=None if case.steps else 1.0, anomalies=case.anomalies,
+        **case.fields,
     )  # fmt: skip
     heldout = None if case.steps else ToySamples(3, 99, 6)
     data = Data(train=Batches(case), heldout=heldout, pad_id=0, identity={})
@@ -96,7 +99,7 @@ def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
     getattr(checkpoints, "close", lambda: None)()
     engine.close()
     lines = list(records(ctx.run_dir / "metrics.jsonl"))
-    return {"state": state, "lines": lines, "progress": vars(trained.progress)}
+    return {"state": state, "lines": lines, **trained.record()}
 
 
 def train_both(dist: Dist, folder: str, left: Poisoned, right: Poisoned) -> list[dict[str, Any]]:

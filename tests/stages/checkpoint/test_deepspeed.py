@@ -71,6 +71,15 @@ def test_state_on_disk_continues_exactly(tmp_path: Path) -> None:
     assert len(list(saved.glob("rank0[01]/exp_avg_sq-*.swp"))) >= 2
 
 
+def test_what_killed_saves_and_deletions_left_is_removed(tmp_path: Path) -> None:
+    case = Case(zero={"stage": 2}, last=1, save=True)
+    train(tmp_path, case)
+    for name in ("step-00000007", "step-00000000"):
+        (tmp_path / "checkpoints" / f"{name}.partial" / "state").mkdir(parents=True)
+    train(tmp_path, dataclasses.replace(case, first=1, last=2, save=False))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
 def test_another_world_size_is_refused(tmp_path: Path) -> None:
     case = Case(zero={"stage": 2}, last=1, save=True)
     train(tmp_path, case)

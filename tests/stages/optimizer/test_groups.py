@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from pipeline import testing
@@ -14,6 +15,7 @@ from pipeline.artifacts import NamedParameter
 from pipeline.errors import StageError
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.groups import GroupSettings
+from tests.support.models import filled, random_source, tiny_llama_config
 
 SHAPES = {
     "embed.weight": (4, 2), "layer.lora_A.weight": (2, 2), "layer.lora_B.weight": (2, 2),
@@ -62,8 +64,38 @@ def test_a_pattern_that_matches_nothing_is_an_error(match: Any) -> None:
         told(stage)
     assert str(caught.value) == (
         f"groups.1.match: {match[-1]!r} matches no trained parameter "
-        "(they have names like embed.weight, layer.lora_A.weight, layer.lora_B.weight)"
+        "(they have names like embed.weight, layer.lora_A.weight, layer.lora_B.weight; "
+        "a tied weight has one name: a tied head is part of the embedding)"
     )
+
+
+def test_a_group_that_earlier_ones_leave_nothing_is_an_error() -> None:
+    matches = (("*.lora_B.*",), ("*.weight",), ("embed.*", "layer.lora_A.*"))
+    stage = AdamW(groups=tuple(GroupSettings(match=match) for match in matches))
+    with pytest.raises(StageError) as caught:
+        told(stage)
+    assert str(caught.value) == (
+        "groups.2: all parameters that it matches, such as embed.weight, belong to earlier groups "
+        "(groups.1) (a parameter belongs to the first group that matches it: put the group with "
+        "narrower patterns first)"
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_documented_groups_are_those_of_tied_and_untied_models(
+    tied: bool, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text("utf-8")
+    example = page.partition("## Groups")[2].partition("```yaml")[2].partition("```")[0]
+    groups = yaml.safe_load(example)["optimizer"]["groups"]
+    model = filled(random_source(tiny_llama_config(tie_word_embeddings=tied), tmp_path))
+    named = [NamedParameter(n, p, tuple(p.shape)) for n, p in model.named_parameters()]
+    found = AdamW(groups=tuple(GroupSettings(**group) for group in groups)).make_groups()(named)
+    assert [(group["weight_decay"], len(group["params"])) for group in found[:2]] == [
+        (0, 1),
+        (0.01, 5),
+    ]
+    assert found[0]["params"] == [model.model.embed_tokens.weight]
 
 
 def test_an_update_uses_the_groups_rate(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import optimization
 
+from pipeline import testing
 from stages.optimizer.adamw import AdamW
+from stages.optimizer.lion import Lion
 from stages.optimizer.schedule import Schedule, lr_scale, steps_in
 
 SCHEDULES = get_args(Schedule)
@@ -92,6 +95,37 @@ def test_schedules_stay_in_bounds_and_fall_after_warm_up(
 
 def test_fractions_of_all_steps_are_rounded_up() -> None:
     assert [steps_in(*case) for case in ((0.1, 40), (0.1, 41), (0.07, 100))] == [4, 5, 7]
+
+
+NO_RATE = (
+    "the learning rate is 0 at every step: the schedule {} falls to 0 at the last of 1; "
+    "set schedule: constant, or final_lr_ratio"
+)
+RISES = (
+    "warm-up takes {} steps and the training {}: the learning rate rises to the end; set a lower {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "total", "told"),
+    [
+        *(({"schedule": name}, 1, [NO_RATE.format(name)]) for name in sorted(TO_THE_END)),
+        *(({"schedule": name}, 2, []) for name in SCHEDULES),
+        ({"schedule": "constant"}, 1, []),
+        ({"final_lr_ratio": 0.1}, 1, []),
+        ({"warmup_steps": 5}, 6, []),
+        ({"warmup_steps": 5}, 5, [RISES.format(5, 5, "warmup_steps")]),
+        ({"warmup_steps": 5}, 1, [RISES.format(5, 1, "warmup_steps")]),
+        ({"warmup_ratio": 0.9}, 3, [RISES.format(3, 3, "warmup_ratio")]),
+        ({"warmup_ratio": 0.9}, 1, []),
+    ],
+)
+@pytest.mark.parametrize("stage", [AdamW, Lion])
+def test_rates_that_are_hardly_meant_are_told(
+    stage: Any, fields: Any, total: int, told: list[str], tmp_path: Path
+) -> None:
+    plan = stage(**fields).run(testing.context(tmp_path))
+    assert list(plan.doubts(total)) == told
 
 
 def test_the_stage_passes_its_fields_on() -> None:

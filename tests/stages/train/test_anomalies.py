@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from pathlib import Path
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import LossScaling, Progress
+from pipeline.state.manifest import FILE, Manifest
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.checkpoint.steps import PROGRESS
 from stages.train.anomalies import is_spike, leave_out
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.policies import Anomalies
@@ -99,6 +102,19 @@ def test_a_skipped_spike_counts_for_the_loss_scale_as_any_step_without_overflow(
     assert told["progress"]["left_out"] == [[12, 16]]
 
 
+def test_an_overflow_is_no_part_of_the_window_of_losses(tmp_path: Path) -> None:
+    scaling = LossScaling(initial_scale=2.0**24, growth_interval=100)
+    case = Poisoned(
+        setting=Setting(wrap="ddp", compute="fp16", loss_scaling=scaling), batches=range(12),
+        steps=12, anomalies=Anomalies(spike="stop", spike_window=50, spike_factor=9.0),
+    )  # fmt: skip
+    told = run_ranks(train, 1, str(tmp_path), case)[0]
+    lines = [line for line in told["lines"] if "loss" in line]
+    updates = [line["loss"] for line in lines if line["applied"]]
+    assert 0 < len(updates) < 12
+    assert told["progress"]["recent_losses"] == pytest.approx(updates)
+
+
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero3"])
 def test_a_rollback_goes_on_behind_the_anomalous_batch(wrap: str, tmp_path: Path) -> None:
     """Checkpoints at steps 0, 2, 4: batch 1 sends the training back to the start, 6 to step 2."""
@@ -127,9 +143,68 @@ def test_an_epoch_whose_last_batch_is_skipped_ends_with_an_evaluation(tmp_path: 
     skipped, without = run_ranks(train_both, 1, str(tmp_path), left, right)[0]
     assert skipped["progress"]["step"] == without["progress"]["step"] == 3
     assert skipped["progress"]["samples"] == 16
-    evaluated = [line["step"] for line in skipped["lines"] if "eval_loss" in line]
-    assert evaluated == [3]
+    assert evaluated_at(skipped) == [3]
     assert "eval_loss" in skipped["progress"]["metrics"]
+
+
+def evaluated_at(told: dict[str, Any]) -> list[int]:
+    return [line["step"] for line in told["lines"] if "eval_loss" in line]
+
+
+def test_the_last_checkpoint_knows_of_the_batch_that_was_left_out_behind_it(
+    tmp_path: Path,
+) -> None:
+    """Step 4 is saved, and the fifth batch, the last of all, skipped."""
+    case = Poisoned(
+        setting=Setting(wrap="ddp"), batches=range(5), poison={4: NAN}, anomalies=SKIP, every=4,
+        fields={"result": "best"},
+    )  # fmt: skip
+    told = run_ranks(train, 2, str(tmp_path), case)[0]
+    assert evaluated_at(told) == [4]
+    step = tmp_path / "checkpoints" / "step-00000004"
+    assert told["checkpoint"] == str(step)
+    saved = Manifest.load((step / FILE).read_bytes(), "here")
+    assert saved.progress == told["progress"]
+    assert saved.progress["left_out"] == [[16, 20]]
+    assert saved.progress["metrics"]["eval_loss"] == saved.progress["best"]["eval_loss"]
+    again = run_ranks(train, 2, str(tmp_path), case)[0]
+    assert (again["progress"], evaluated_at(again)) == (told["progress"], [4])
+    # As if it had been killed before that was noted: it comes to the same.
+    unaware = Progress(**saved.progress).taken_over()
+    unaware.samples, unaware.metrics = 16, {"loss": saved.progress["metrics"]["loss"]}
+    (step / FILE).write_bytes(saved.model_copy(update={"progress": vars(unaware)}).dump())
+    again = run_ranks(train, 2, str(tmp_path), case)[0]
+    assert again["progress"] == told["progress"]
+    assert again["checkpoint"] == told["checkpoint"]
+
+
+@pytest.mark.parametrize("eval_every", [4, 10])
+def test_a_rollback_to_the_end_of_training_ends_with_an_evaluation(
+    eval_every: int, tmp_path: Path
+) -> None:
+    """The last batch is anomalous, and the checkpoint at step 3 the newest."""
+    case = Poisoned(
+        setting=Setting(wrap="ddp"), batches=range(6), poison={5: NAN}, anomalies=BACK, every=3,
+        fields={"result": "best", "eval_every": eval_every},
+    )  # fmt: skip
+    told = run_ranks(train, 1, str(tmp_path), case)[0]
+    assert evaluated_at(told) == [3]  # what was told of undone steps is gone
+    assert told["checkpoint"].endswith("step-00000003")
+    assert told["progress"]["best"]["step"] == 3
+    assert told["progress"]["left_out"] == [[12, 24]]
+    assert told["progress"]["rollbacks"] == 1
+
+
+def test_deepspeeds_own_format_knows_of_the_last_batch_too(tmp_path: Path) -> None:
+    case = Poisoned(
+        setting=Setting(wrap="zero2"), batches=range(3), poison={2: NAN}, anomalies=SKIP, every=2,
+        native=True,
+    )  # fmt: skip
+    told = run_ranks(train, 2, str(tmp_path), case)[0]
+    record = json.loads((Path(told["checkpoint"]) / PROGRESS).read_text())
+    assert record["progress"] == told["progress"]
+    assert record["progress"]["left_out"] == [[8, 12]]
+    assert "eval_loss" in record["progress"]["metrics"]
 
 
 def test_a_rollback_reads_deepspeeds_own_format_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,33 @@ def test_what_a_run_takes_over_from_another_is_how_far_it_has_come() -> None:
     assert other.taken_over() == Progress(
         step=5, samples=24, tokens=90, skipped=1, recent_losses=[2.0], origin={"seed": 7}
     )
+
+
+def warnings_of(dist: Dist, folder: str, schedule: Any) -> list[str]:
+    """What a training of one step, and the same once it is done, warn of."""
+    told = []
+    setting = Setting(wrap="ddp")
+    for _ in range(2):
+        ctx = context(dist, folder)
+        ctx.log.setLevel(logging.WARNING)
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        ctx.log.addHandler(handler)
+        plan = AdamW(schedule=schedule).run(ctx)
+        engine = make_engine(ctx, setting, plan)
+        checkpoints = ShardedCheckpoint().run(ctx, engine)
+        loop = TrainCausalLm(global_batch_size=4, steps=1)
+        loop.run(ctx, engine, toy_data(), plan, checkpoints, source(ctx, setting))
+        checkpoints.close()
+        engine.close()
+        ctx.log.removeHandler(handler)
+    return told
+
+
+def test_a_training_without_any_rate_begins_with_a_warning(tmp_path: Path) -> None:
+    (warning,) = run_ranks(warnings_of, 1, str(tmp_path / "cosine"), "cosine")[0]
+    assert warning.startswith("the learning rate is 0 at every step")
+    assert run_ranks(warnings_of, 1, str(tmp_path / "constant"), "constant")[0] == []
 
 
 def test_the_model_as_it_came_can_be_the_best(tmp_path: Path) -> None:
