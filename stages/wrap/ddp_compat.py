@@ -31,8 +31,9 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     ranks the layout decides the order of summation, so a resumed run's first step would differ in
     the last bits from an undisturbed run's. A backward of nothing at birth settles it in both.
     """
-    model.reducer.prepare_for_backward([])
-    nothing = [p.sum() * 0.0 for p in model.parameters() if p.requires_grad]
-    sum(nothing).backward()  # type: ignore[union-attr]
+    nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
+    # As its forward does: what it finds no way to from here counts as ready.
+    model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
+    nothing.backward()
     for parameter in model.parameters():
         parameter.grad = None

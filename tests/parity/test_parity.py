@@ -33,6 +33,7 @@ def case(wrap: str, batching: dict[str, Any] = ACCUMULATE, **fields: Any) -> Any
 TORCH_CASES = {
     "ddp": (case("wrap.ddp"), (1, 2, 3)),
     "ddp uneven": (case("wrap.ddp", UNEVEN, static_graph=True), (2,)),
+    "ddp unused": (case("wrap.ddp", UNEVEN, find_unused_parameters=True), (3,)),
     "fsdp full_shard": (case("wrap.fsdp"), (1, 2, 3)),
     "fsdp full_shard reduce once": (case("wrap.fsdp", reduce_every_microbatch=False), (2,)),
     "fsdp shard_grad_op": (case("wrap.fsdp", UNEVEN, sharding="shard_grad_op"), (1, 2)),
