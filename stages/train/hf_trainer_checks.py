@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Checkpoints, Precision
 from pipeline.engine import Engine
@@ -61,6 +62,7 @@ def problems(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
             similar = closest(name, FREE)
             hint = f"did you mean `{similar}`?" if similar else ""
             yield Problem(key=key, message="is no TrainingArgument that can be given", hint=hint)
+    yield from _impossible_here(stage.arguments, plan)
     for policy in plan.giving(Precision):
         yield from _precision(policy.compute, policy.master, policy.reduce)
     for given, what in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
@@ -70,6 +72,24 @@ def problems(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
                 message=f"the Trainer does not use the {what} slot",
                 hint="remove that slot, or use train.causal_lm",
             )
+
+
+def _impossible_here(arguments: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
+    """What the Trainer would end with when it is made."""
+    if arguments.get("tf32") and plan.device == "cpu":
+        yield Problem(key="arguments.tf32", message="needs a GPU")
+    if arguments.get("use_liger_kernel"):
+        yield from _needs("use_liger_kernel", "liger-kernel")
+    told = arguments.get("report_to") or ()
+    for tracker in [told] if isinstance(told, str) else told:
+        if tracker not in ("none", "all"):
+            yield from _needs("report_to", tracker)
+
+
+def _needs(argument: str, package: str) -> Iterator[Problem]:
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        hint = f"pip install {package}"
+        yield Problem(key=f"arguments.{argument}", message=f"needs {package}", hint=hint)
 
 
 def _owner(name: str) -> str:

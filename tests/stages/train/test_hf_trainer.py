@@ -48,6 +48,16 @@ def test_arguments_that_are_decided_elsewhere(name: str, hint: str) -> None:
     assert said({"arguments": {name: 1}}) == [f"arguments.{name}: is not free ({hint})"]
 
 
+def test_arguments_that_are_impossible_here() -> None:
+    asked = {"tf32": True, "use_liger_kernel": True, "report_to": ["none", "no-such-tracker"]}
+    assert said({"arguments": asked}) == [
+        "arguments.tf32: needs a GPU ()",
+        "arguments.use_liger_kernel: needs liger-kernel (pip install liger-kernel)",
+        "arguments.report_to: needs no-such-tracker (pip install no-such-tracker)",
+    ]
+    assert said({"arguments": {"report_to": "none", "tf32": False}}) == []
+
+
 def test_unknown_arguments() -> None:
     assert said({"arguments": {"torch_compil": True}}) == [
         "arguments.torch_compil: is no TrainingArgument that can be given (did you mean "
