@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from stages.model.derived import DerivedSource
 
-if TYPE_CHECKING:
-    from stages.adapter.four_bits import Kind
+FourBits = Literal["nf4", "fp4"]
+"""The 16 values that 4 bits stand for: quantiles of a normal distribution, or floating-point
+numbers."""
 
 
 class AdaptedModel(DerivedSource):
@@ -23,7 +24,7 @@ class AdaptedModel(DerivedSource):
 
     @property
     @abstractmethod
-    def quantize(self) -> Kind | None:
+    def quantize(self) -> FourBits | None:
         """In which 4 bits the model's own linear layers are, if they are."""
 
     @abstractmethod

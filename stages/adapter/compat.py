@@ -6,20 +6,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import logging
 import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.errors import StageError
+from pipeline.optional import optional
 
 
 def import_peft() -> Any:
     """peft, without what it says about optional packages when it is first imported."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         bitsandbytes()  # which peft would import, with all that comes with it
-    with _imported("adapter.lora", "peft", "adapter"):
+    with optional("adapter.lora needs peft", hint="pip install 'pipetrain[adapter]'"):
         import peft
     return peft
 
@@ -31,26 +30,14 @@ def bitsandbytes() -> Any:
     kernels = sys.modules.get("kernels")
     sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
-        with _imported("quantize", "bitsandbytes", "bitsandbytes"):
+        hint = "pip install 'pipetrain[bitsandbytes]'"
+        with optional("quantize needs bitsandbytes", hint=hint):
             import bitsandbytes
     finally:
         del sys.modules["kernels"]
         if kernels is not None:
             sys.modules["kernels"] = kernels
     return bitsandbytes
-
-
-@contextlib.contextmanager
-def _imported(what: str, package: str, extra: str) -> Iterator[None]:
-    """Warnings that a package logs while it is imported are not shown."""
-    try:
-        logging.disable(logging.WARNING)
-        yield
-    except ImportError as error:
-        hint = f"pip install 'pipetrain[{extra}]'"
-        raise StageError(f"{what} needs {package}", hint=hint) from error
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 @contextlib.contextmanager

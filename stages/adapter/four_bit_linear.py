@@ -11,22 +11,23 @@ from torch import nn
 
 from stages.adapter.compat import bitsandbytes
 from stages.adapter.four_bits import packed_bytes, rounded, unpack
+from stages.model.linear import linear_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.adapter.four_bits import Kind
+    from stages.adapter.artifact import FourBits
 
 
 class FourBitLinear(nn.Linear):
     """Multiplies by a weight that is unpacked for each product, in the dtype of the input. It gets
     no gradient."""
 
-    def __init__(self, like: nn.Linear, kind: Kind) -> None:
+    def __init__(self, like: nn.Linear, kind: FourBits) -> None:
         nn.Module.__init__(self)
         bitsandbytes()
         self.in_features, self.out_features = like.in_features, like.out_features
-        self.kind: Kind = kind
+        self.kind: FourBits = kind
         elements = like.in_features * like.out_features
         self.stands_for = {"packed": elements}
         held = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=like.weight.device)
@@ -52,7 +53,9 @@ class _Product(torch.autograd.Function):
     """x W^T, keeping the packed weight for backward instead of the unpacked one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: Kind) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: FourBits
+    ) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.shape, ctx.kind = shape, kind
         return F.linear(x, unpack(packed, shape, kind, x.dtype))
@@ -63,24 +66,22 @@ class _Product(torch.autograd.Function):
         return grad @ unpack(packed, ctx.shape, ctx.kind, grad.dtype), None, None, None
 
 
-def suited(model: Any) -> Iterator[str]:
-    """Names of the linear layers that are packed: all but the head, whose errors show most."""
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and module is not head:
-            yield name
+def suited(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers that are packed, by name: torch's own. Errors of the head show most."""
+    for name, module in linear_layers(model):
+        if type(module) is nn.Linear:
+            yield name, module
 
 
-def pack_layers(model: nn.Module, kind: Kind) -> None:
+def pack_layers(model: nn.Module, kind: FourBits) -> None:
     """Put packed layers, not yet filled, in place of those that are suited."""
-    for name in list(suited(model)):
+    for name, module in list(suited(model)):
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(name)
-        setattr(model.get_submodule(owner), leaf, FourBitLinear(module, kind))  # type: ignore[arg-type]
+        setattr(model.get_submodule(owner), leaf, FourBitLinear(module, kind))
 
 
-def round_layers(model: nn.Module, kind: Kind) -> None:
+def round_layers(model: nn.Module, kind: FourBits) -> None:
     """Give the layers that are suited the fp32 values that their weights have in 4 bits."""
-    for name in suited(model):
-        weight: Tensor = model.get_submodule(name).weight  # type: ignore[assignment]
+    for _, module in suited(model):
+        weight = module.weight
         weight.data = rounded(weight.data.reshape(-1), kind).view(weight.shape)

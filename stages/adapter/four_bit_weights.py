@@ -13,32 +13,36 @@ from pipeline.state.blocks import CHUNK
 from stages.adapter.four_bits import (
     BLOCK,
     SCALE,
-    Kind,
     code_bytes,
     codes,
     packed_bytes,
     rounded,
     scales,
 )
-from stages.weights.view import ReaderView
+from stages.weights.computed import ComputedReader
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from stages.adapter.artifact import FourBits
 
 STEP = CHUNK // torch.float32.itemsize // BLOCK * BLOCK
 """Elements that are quantised at a time: whole blocks."""
 
 
-class _FourBitReader(ReaderView):
-    """Tensors of `base`, which it closes; the weights of `layers` in 4 bits."""
+class _FourBitReader(ComputedReader):
+    """Tensors of `base`, which it closes; some weights in 4 bits."""
 
     as_stored = False
     """Quantising takes longer than sending what came of it."""
 
-    def __init__(self, base: TensorReader, layers: Collection[str], kind: Kind) -> None:
-        super().__init__(base)
-        self._layers = layers
-        self._kind: Kind = kind
+    def __init__(self, base: TensorReader, kind: FourBits) -> None:
+        self._base = base
+        self._kind: FourBits = kind
+
+    @property
+    def others(self) -> TensorReader:
+        return self._base
 
     def close(self) -> None:
         self._base.close()
@@ -56,8 +60,8 @@ class _FourBitReader(ReaderView):
 class PackedReader(_FourBitReader):
     """Weights of `layers` as bytes, `<layer>.packed` in place of `<layer>.weight`."""
 
-    def __init__(self, base: TensorReader, layers: Collection[str], kind: Kind) -> None:
-        super().__init__(base, layers, kind)
+    def __init__(self, base: TensorReader, layers: Collection[str], kind: FourBits) -> None:
+        super().__init__(base, kind)
         self._weights = {f"{layer}.packed": f"{layer}.weight" for layer in layers}
 
     def names(self) -> Collection[str]:
@@ -70,10 +74,10 @@ class PackedReader(_FourBitReader):
         elements = self._base.spec(self._weights[name]).numel
         return TensorSpec((packed_bytes(elements),), torch.uint8)
 
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        if name not in self._weights:
-            yield from self._base.chunks(name, start, stop)
-            return
+    def computes(self, name: str) -> bool:
+        return name in self._weights
+
+    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         weight = self._weights[name]
         border = code_bytes(self._base.spec(weight).numel)
         if start < border:
@@ -96,18 +100,12 @@ class PackedReader(_FourBitReader):
             at = first // BLOCK * SCALE
             yield scales(values).view(torch.uint8)[max(start - at, 0) : stop - at]
 
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        if name in self._weights:
-            super().read_into(name, start, out)
-        else:
-            self._base.read_into(name, start, out)
-
 
 class RoundedReader(_FourBitReader):
     """All tensors under their own names; weights of `layers` as fp32 values that 4 bits hold."""
 
-    def __init__(self, base: TensorReader, layers: Collection[str], kind: Kind) -> None:
-        super().__init__(base, layers, kind)
+    def __init__(self, base: TensorReader, layers: Collection[str], kind: FourBits) -> None:
+        super().__init__(base, kind)
         self._rounded = {f"{layer}.weight" for layer in layers}
 
     def names(self) -> Collection[str]:
@@ -115,17 +113,11 @@ class RoundedReader(_FourBitReader):
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._base.spec(name)
-        return spec._replace(dtype=torch.float32) if name in self._rounded else spec
+        return spec._replace(dtype=torch.float32) if self.computes(name) else spec
 
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        if name not in self._rounded:
-            yield from self._base.chunks(name, start, stop)
-            return
-        for first, given in self._blocks(name, start, stop):
-            yield rounded(given, self._kind)[max(start - first, 0) : stop - first]
+    def computes(self, name: str) -> bool:
+        return name in self._rounded
 
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        if name in self._rounded:
-            super().read_into(name, start, out)
-        else:
-            self._base.read_into(name, start, out)
+    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        for first, values in self._blocks(name, start, stop):
+            yield rounded(values, self._kind)[max(start - first, 0) : stop - first]

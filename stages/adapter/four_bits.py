@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +20,7 @@ from stages.adapter.compat import bitsandbytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["nf4", "fp4"]
-"""The 16 values: quantiles of a normal distribution, or floating-point numbers."""
+    from stages.adapter.artifact import FourBits
 
 BLOCK = 64
 """Elements that share a scale: the paper's block size, and bitsandbytes' default."""
@@ -40,7 +39,7 @@ def packed_bytes(elements: int) -> int:
     return code_bytes(elements) + math.ceil(elements / BLOCK) * SCALE
 
 
-def codes(values: Tensor, kind: Kind) -> Tensor:
+def codes(values: Tensor, kind: FourBits) -> Tensor:
     """Of flat fp32 values that begin with a block; uint8, two in each."""
     quantised: Tensor = bitsandbytes().functional.quantize_4bit(
         values, blocksize=BLOCK, quant_type=kind, compress_statistics=False
@@ -54,7 +53,9 @@ def scales(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK).abs().amax(1)
 
 
-def values(codes: Tensor, scales: Tensor, elements: int, kind: Kind, dtype: torch.dtype) -> Tensor:
+def values(
+    codes: Tensor, scales: Tensor, elements: int, kind: FourBits, dtype: torch.dtype
+) -> Tensor:
     """What codes and scales stand for, flat. Needs bitsandbytes to be imported."""
     # Flat, as bitsandbytes 0.50 on CPUs takes the scales of rows wrongly that are no whole blocks.
     made: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
@@ -63,12 +64,12 @@ def values(codes: Tensor, scales: Tensor, elements: int, kind: Kind, dtype: torc
     return made.view(-1)
 
 
-def rounded(given: Tensor, kind: Kind) -> Tensor:
+def rounded(given: Tensor, kind: FourBits) -> Tensor:
     """What flat fp32 values that begin with a block are after they were in 4 bits."""
     return values(codes(given, kind), scales(given), given.numel(), kind, torch.float32)
 
 
-def unpack(packed: Tensor, shape: Sequence[int], kind: Kind, dtype: torch.dtype) -> Tensor:
+def unpack(packed: Tensor, shape: Sequence[int], kind: FourBits, dtype: torch.dtype) -> Tensor:
     """The weight that is packed in a flat contiguous tensor, whatever dtype its bytes are held
     in. Needs bitsandbytes to be imported."""
     elements = math.prod(shape)

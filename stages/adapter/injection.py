@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import StageError
 from stages.adapter.compat import import_peft, quiet, uninitialised
 from stages.adapter.files import ADAPTER
+from stages.model.linear import is_linear, linear_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +76,8 @@ def inject(stage: Lora, model: nn.Module) -> None:
     what it trains beside them. Raises StageError for names that the model has not."""
     peft = import_peft()
     parameters = dict(model.named_parameters())
-    config = peft_config(stage, linear_layers(model) if stage.targets == "all-linear" else None)
+    every = stage.targets == "all-linear"
+    config = peft_config(stage, _every_linear_layer(model) if every else None)
     config.init_lora_weights = False  # what is drawn here is overwritten
     try:
         with quiet(), uninitialised():
@@ -106,21 +108,11 @@ def inject(stage: Lora, model: nn.Module) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def linear_layers(model: Any) -> list[str]:
-    """Names of all but the head. What only looks like one, such as a router or experts that are one
-    tensor, is none. Raises StageError when there is none."""
-    head = model.get_output_embeddings()
-    found = [name for name, module in model.named_modules() if _is_linear(module)]
-    found = [name for name in found if model.get_submodule(name) is not head]
+def _every_linear_layer(model: nn.Module) -> list[str]:
+    found = [name for name, _ in linear_layers(model)]
     if not found:
         raise StageError(f"adapter.lora: {type(model).__name__} has no linear layers")
     return found
-
-
-def _is_linear(module: nn.Module) -> bool:
-    import torch
-
-    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def layers(model: nn.Module) -> list[Layer]:
@@ -180,6 +172,6 @@ def _linear_hint(model: nn.Module) -> str:
     ends = {
         name.removesuffix(".base_layer").rpartition(".")[2]
         for name, module in model.named_modules()
-        if _is_linear(module) and "lora_" not in name
+        if is_linear(module) and "lora_" not in name
     }
     return "linear layers are called " + ", ".join(sorted(ends)[:SHOWN])

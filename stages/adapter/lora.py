@@ -14,7 +14,7 @@ from pipeline.artifacts import ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
-from stages.adapter.artifact import AdaptedModel
+from stages.adapter.artifact import AdaptedModel, FourBits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Lora:
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which linear layers get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
     the head."""
-    quantize: Literal["nf4", "fp4"] | None = None
+    quantize: FourBits | None = None
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
     al. 2023, QLoRA). What is trained, merged and exported is the model with these weights."""
     train_also: tuple[str, ...] = ()

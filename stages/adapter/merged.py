@@ -12,6 +12,7 @@ from pipeline.artifacts import TensorReader, TensorSpec, Weights
 from stages.adapter.injection import Layer
 from stages.adapter.rows import read_rows, row_blocks, updated
 from stages.weights.change import renamed
+from stages.weights.computed import ComputedReader
 from stages.weights.converted import ConvertedReader
 from stages.weights.joined import JoinedReader
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class MergedWeights(Weights):
+class MergedWeights(ComputedReader, Weights):
     """Tensors of the model without updates, in fp32 where one was merged; of what was trained as a
     whole, the trained ones. A few rows and one layer's update are in memory at a time."""
 
@@ -40,34 +41,27 @@ class MergedWeights(Weights):
         self._update: tuple[str, Tensor, Tensor, Tensor | None] | None = None
 
     @property
-    def bytes_read(self) -> int:  # type: ignore[override]
-        """Of the model's weights and the updates."""
-        return self._plain.bytes_read
+    def others(self) -> TensorReader:
+        return self._plain
 
     def names(self) -> Collection[str]:
         return self._plain.names()
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._plain.spec(name)
-        return spec._replace(dtype=torch.float32) if name in self._layers else spec
+        return spec._replace(dtype=torch.float32) if self.computes(name) else spec
 
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        layer = self._layers.get(name)
-        if layer is None:
-            yield from self._plain.chunks(name, start, stop)
-            return
+    def computes(self, name: str) -> bool:
+        return name in self._layers
+
+    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        layer = self._layers[name]
         rows, columns = self.spec(name).shape
         for top, bottom in row_blocks(rows, columns, start, stop):
             weight = read_rows(self._base, name, top, bottom, columns)
             block = updated(layer, weight, *self._of(layer), top, bottom).view(-1)
             begin = top * columns
             yield block[max(start - begin, 0) : stop - begin]
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        if name in self._layers:
-            super().read_into(name, start, out)
-        else:
-            self._plain.read_into(name, start, out)
 
     def _of(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
         """A, B and magnitudes of the layer that is being merged."""

@@ -17,33 +17,25 @@ from stages.model.outline import outline
 if TYPE_CHECKING:
     from torch import nn
 
-    from stages.adapter.four_bits import Kind
+    from stages.adapter.artifact import FourBits
 
 
 class _FourBitSource(DerivedSource):
     """`base`, whose linear layers but the head have weights that 4 bits hold."""
 
-    def __init__(self, base: ModelSource, kind: Kind) -> None:
+    def __init__(self, base: ModelSource, kind: FourBits) -> None:
         super().__init__(base)
-        self.kind: Kind = kind
+        self.kind: FourBits = kind
 
     @functools.cached_property
     def layers(self) -> Collection[str]:
         """Names of these layers. Raises StageError when there is none."""
-        found = frozenset(suited(outline(self.base)))
+        found = frozenset(name for name, _ in suited(outline(self.base)))
         if not found:
             raise StageError(
                 f"{self.name} has no linear layers to hold in 4 bits", hint="leave out quantize"
             )
         return found
-
-    @property
-    def plain(self) -> ModelSource:
-        return RoundedSource(self.base.plain, self.kind)
-
-    @property
-    def exported(self) -> ModelSource:
-        return RoundedSource(self.base.exported, self.kind)
 
     @property
     def fingerprint(self) -> str:
@@ -52,6 +44,19 @@ class _FourBitSource(DerivedSource):
 
 class QuantisedSource(_FourBitSource):
     """It keeps them packed, and unpacks each for its product."""
+
+    @functools.cached_property
+    def _rounded(self) -> ModelSource:
+        """One, as it finds its layers once."""
+        return RoundedSource(self.base.plain, self.kind)
+
+    @property
+    def plain(self) -> ModelSource:
+        return self._rounded
+
+    @property
+    def exported(self) -> ModelSource:
+        return RoundedSource(self.base.exported, self.kind)
 
     def build(self) -> nn.Module:
         model = self.base.build()
@@ -63,7 +68,16 @@ class QuantisedSource(_FourBitSource):
 
 
 class RoundedSource(_FourBitSource):
-    """The same model in an ordinary module: its weights are the values that come out of 4 bits."""
+    """The same model in an ordinary module: its weights are the values that come out of 4 bits. Its
+    base is a plain one."""
+
+    @property
+    def plain(self) -> ModelSource:
+        return self
+
+    @property
+    def exported(self) -> ModelSource:
+        return self
 
     def weights(self) -> TensorReader:
         return RoundedReader(self.base.weights(), self.layers, self.kind)

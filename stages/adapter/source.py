@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stages.adapter.four_bits import Kind
+    from stages.adapter.artifact import FourBits
     from stages.adapter.lora import Lora
 
 
@@ -86,7 +86,7 @@ class AdaptedSource(AdaptedModel):
         return self._trained
 
     @property
-    def quantize(self) -> Kind | None:
+    def quantize(self) -> FourBits | None:
         return self.stage.quantize
 
     def tell(self, log: Logger) -> None:

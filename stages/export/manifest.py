@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
@@ -13,6 +13,7 @@ from xxhash import xxh3_64_hexdigest
 from pipeline.artifacts import EXPORT_MANIFEST
 from pipeline.errors import ExportError
 from pipeline.files import replace_text
+from stages.adapter.artifact import FourBits
 
 NAME = EXPORT_MANIFEST
 WRITERS = ("export.safetensors", "export.adapter")
@@ -53,7 +54,7 @@ class Proof(_Strict):
     logits: list[Position]
     difference: float
     """Largest difference of any logit to the trained model's when the export was made."""
-    quantize: Literal["nf4", "fp4"] | None = None
+    quantize: FourBits | None = None
     """Of an adapter: in which 4 bits the linear layers of its model were."""
 
 

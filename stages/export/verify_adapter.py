@@ -19,7 +19,7 @@ from stages.export.verify import prove_whole
 from stages.model import compat
 
 if TYPE_CHECKING:
-    from stages.adapter.four_bits import Kind
+    from stages.adapter.artifact import FourBits
 
 
 def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool) -> None:
@@ -37,7 +37,7 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     tell(f"with {base}{bits} it computes what it did (largest difference {difference:.2g})")
 
 
-def _loaded(base: str, folder: Path, quantize: Kind | None, *, trust_remote_code: bool) -> Any:
+def _loaded(base: str, folder: Path, quantize: FourBits | None, *, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     peft = import_peft()

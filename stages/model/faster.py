@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
 
 from pipeline.errors import StageError
+from pipeline.optional import optional
+from stages.model.linear import linear_layers
 from stages.model.options import Fp8
 
 MULTIPLE = 16
@@ -17,21 +18,14 @@ MULTIPLE = 16
 def use_fp8(model: Any, settings: Fp8) -> None:
     """Have linear layers multiply in 8 bits, but for the head and those of odd sizes. Raises
     StageError when there is none."""
-    try:
-        logging.disable(logging.WARNING)  # of kernels that torchao was not built with
+    with optional("fp8 needs torchao", hint="pip install 'pipetrain[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise StageError("fp8 needs torchao", hint="pip install 'pipetrain[torchao]'") from error
-    finally:
-        logging.disable(logging.NOTSET)
-    head = model.get_output_embeddings()
     config = Float8LinearConfig.from_recipe_name(settings.recipe)
     object.__setattr__(config, "emulate", settings.emulate)
     suited = [
         module
-        for module in model.modules()
+        for _, module in linear_layers(model)
         if type(module) is nn.Linear
-        and module is not head
         and not module.in_features % MULTIPLE
         and not module.out_features % MULTIPLE
     ]
@@ -47,12 +41,10 @@ def use_fp8(model: Any, settings: Fp8) -> None:
 def use_liger(model: Any) -> None:
     """Replace parts of the model by Liger's kernels. Raises StageError for an architecture that it
     does not know."""
-    try:
+    needed = "kernels: liger needs liger-kernel, and that needs Triton"
+    with optional(needed, hint="pip install liger-kernel"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError as error:
-        raise StageError("kernels: liger needs liger-kernel, and that needs Triton",
-                         hint="pip install liger-kernel") from error  # fmt: skip
     kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise StageError(f"Liger has no kernels for {kind}", hint="leave out kernels")

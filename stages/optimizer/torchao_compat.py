@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
+from pipeline.optional import unheard
 
 if TYPE_CHECKING:
     import types
@@ -32,20 +30,9 @@ def _module(name: str) -> types.ModuleType:
     import importlib
 
     try:
-        with _without_word_of_kernels():
+        with unheard():
             return importlib.import_module(name)
     except ImportError as error:
         raise StageError(
             f"this optimizer needs torchao: {error}", hint="pip install 'pipetrain[torchao]'"
         ) from error
-
-
-@contextlib.contextmanager
-def _without_word_of_kernels() -> Iterator[None]:
-    """Importing it warns of compiled kernels for other machines, which nothing here uses."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -18,9 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from pipeline.errors import StageError
+from stages.adapter.artifact import FourBits
 from stages.adapter.four_bit_linear import FourBitLinear
 from stages.adapter.four_bit_weights import PackedReader, RoundedReader
-from stages.adapter.four_bits import BLOCK, Kind, packed_bytes, unpack
+from stages.adapter.four_bits import BLOCK, packed_bytes, unpack
 from stages.adapter.lora import Lora
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
@@ -33,7 +34,7 @@ from tests.support.weights import MemoryWeights
 
 WIDE = {**UNTIED, "hidden_size": 64, "intermediate_size": 128}
 """Rows are whole blocks, which bitsandbytes' own layers want."""
-KINDS: tuple[Kind, ...] = ("nf4", "fp4")
+KINDS: tuple[FourBits, ...] = ("nf4", "fp4")
 SHAPES = ((1, 1), (3, 5), (5, 13), (7, 64), (24, 100), (64, 65))
 
 
@@ -41,18 +42,18 @@ def weight_of(shape: tuple[int, int]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[1]))
 
 
-def packed_of(weight: torch.Tensor, kind: Kind = "nf4") -> torch.Tensor:
+def packed_of(weight: torch.Tensor, kind: FourBits = "nf4") -> torch.Tensor:
     return PackedReader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.packed")
 
 
-def rounded_of(weight: torch.Tensor, kind: Kind = "nf4") -> torch.Tensor:
+def rounded_of(weight: torch.Tensor, kind: FourBits = "nf4") -> torch.Tensor:
     return RoundedReader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.weight")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_element_is_the_nearest_of_sixteen_values_times_its_block_s_largest(
-    shape: tuple[int, int], kind: Kind
+    shape: tuple[int, int], kind: FourBits
 ) -> None:
     weight = weight_of(shape)
     table = bitsandbytes.functional.get_4bit_type(kind, device="cpu")
@@ -67,7 +68,7 @@ def test_each_element_is_the_nearest_of_sixteen_values_times_its_block_s_largest
 @pytest.mark.parametrize("held", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_packed_comes_out_rounded(
-    shape: tuple[int, int], held: torch.dtype, kind: Kind
+    shape: tuple[int, int], held: torch.dtype, kind: FourBits
 ) -> None:
     packed = packed_of(weight_of(shape), kind)
     assert packed.shape == (packed_bytes(shape[0] * shape[1]),)
@@ -82,7 +83,7 @@ def test_four_and_a_half_bits_an_element() -> None:
 
 
 @given(data=st.data(), shape=st.sampled_from(SHAPES), kind=st.sampled_from(KINDS))
-def test_any_range_is_that_of_the_whole(data: Any, shape: tuple[int, int], kind: Kind) -> None:
+def test_any_range_is_that_of_the_whole(data: Any, shape: tuple[int, int], kind: FourBits) -> None:
     base = MemoryReader({"one.weight": weight_of(shape)})
     for reader, name in (
         (PackedReader(base, {"one"}, kind), "one.packed"),
@@ -156,7 +157,7 @@ def test_the_merged_model_computes_what_the_packed_one_does(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_an_adapter_onto_bitsandbytes_own_model(kind: Kind, tmp_path: Path) -> None:
+def test_peft_loads_an_adapter_onto_bitsandbytes_own_model(kind: FourBits, tmp_path: Path) -> None:
     source = adapted(tmp_path, WIDE, rank=4, quantize=kind)
     weights = trained(source)
     done = ExportAdapter().run(context(tmp_path), weights, source)
