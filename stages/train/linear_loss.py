@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,23 +44,16 @@ class _LinearLoss(torch.autograd.Function):
     ) -> Tensor:
         wanted = ctx.needs_input_grad
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for_hidden = torch.empty_like(hidden) if wanted[0] else None
-        for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        for_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None  # type: ignore[arg-type]
+        slopes = _Slopes(
+            torch.empty_like(hidden) if wanted[0] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None,  # type: ignore[arg-type]
+        )
         for start in range(0, len(hidden), chunk):
-            some, their = hidden[start : start + chunk], labels[start : start + chunk]
-            logits = F.linear(some, weight, bias).float()
-            total += F.cross_entropy(logits, their, ignore_index=NO_TARGET, reduction="sum")
-            if not any(wanted):
-                continue
-            slope = _slope(logits, their)
-            narrow = slope.to(hidden.dtype)
-            if for_hidden is not None:
-                for_hidden[start : start + chunk] = narrow @ weight
-            if for_weight is not None:
-                _add_product(for_weight, narrow, some)
-            if for_bias is not None:
-                for_bias += slope.sum(0)
+            # In a function, whose tensors are gone before the next chunk's are made.
+            total += _chunk(hidden, weight, bias, labels, slice(start, start + chunk), slopes)
+        for_hidden, for_weight, for_bias = slopes
+        del slopes
         # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
         ctx.slopes = [
             for_hidden,
@@ -76,6 +69,39 @@ class _LinearLoss(torch.autograd.Function):
             raise RuntimeError("the loss in chunks can be differentiated once")
         scaled = [None if one is None else one.mul_(upstream.to(one.dtype)) for one in slopes]
         return *scaled, None, None
+
+
+class _Slopes(NamedTuple):
+    """Gradients that chunks add to, each its own rows or all; None where none is wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def _chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    rows: slice,
+    slopes: _Slopes,
+) -> Tensor:
+    """Summed loss of some tokens."""
+    some, their = hidden[rows], labels[rows]
+    logits = F.linear(some, weight, bias).float()
+    loss = F.cross_entropy(logits, their, ignore_index=NO_TARGET, reduction="sum")
+    if slopes == (None, None, None):
+        return loss
+    slope = _slope(logits, their)
+    narrow = slope.to(hidden.dtype)
+    if slopes.hidden is not None:
+        slopes.hidden[rows] = narrow @ weight
+    if slopes.weight is not None:
+        _add_product(slopes.weight, narrow, some)
+    if slopes.bias is not None:
+        slopes.bias.add_(slope.sum(0))
+    return loss
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -154,8 +154,10 @@ class FsdpEngine(TorchEngine):
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(last or self._reduce_always)
-        self.model.set_is_last_backward(last)
+        reduces = last or self._reduce_always
+        self.model.set_requires_gradient_sync(reduces)
+        # Else buffers of the root's gradients, whole and in fp32, would stay through the next forward.
+        self.model.set_is_last_backward(reduces)
         yield
 
     def settle(self) -> None:

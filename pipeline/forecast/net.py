@@ -1,0 +1,229 @@
+"""Layers of transformers as stories of memory, operation by operation as torch's autograd runs them.
+
+Sizes are bytes; `c` is the size of a number in the compute dtype. What an operation saves for
+backward is in torch's tools/autograd/derivatives.yaml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.forecast.tape import GRADIENTS, Tape, Value
+
+if TYPE_CHECKING:
+    from pipeline.forecast.placement import Placement
+    from pipeline.forecast.shapes import Weight
+
+WIDE = 4
+"""Bytes of a number in fp32, in which norms and losses are computed."""
+
+Parts = Iterator[tuple[Value, "Value | None"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one rank computes at a time."""
+
+    samples: int
+    length: int
+    packed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Padding counted."""
+        return self.samples * self.length
+
+
+class Net:
+    """A network on one rank: layers that tell their tape, on weights that a strategy holds.
+
+    Layers keep references to nothing; `replaced` gives up the one to what a variable held before.
+    """
+
+    def __init__(self, tape: Tape, placement: Placement, batch: Batch, compute: int) -> None:
+        self.tape = tape
+        self.placement = placement
+        self.batch = batch
+        self.c = compute
+        self._using: list[dict[Weight, Value]] = []
+
+    @contextlib.contextmanager
+    def module(self, *weights: Weight | None) -> Iterator[None]:
+        """Inside runs the forward method of a module which has these weights, its own or its
+        children's."""
+        scope = {w: self.placement.use(self.tape, w, self.c) for w in weights if w is not None}
+        self._using.append(scope)
+        yield
+        self._using.pop()
+        self.tape.drop(*scope.values())
+
+    def weight(self, weight: Weight) -> Value:
+        """The weight as the innermost module that has it reads it."""
+        return next(scope[weight] for scope in reversed(self._using) if weight in scope)
+
+    def tensor(self, elements: int, size: int | None = None, *, graded: bool = True) -> Value:
+        """A new activation of numbers of so many bytes (the compute dtype's)."""
+        size = size or self.c
+        made = self.tape.make(elements * size, graded=graded)
+        made.element = size
+        return made
+
+    def gradient(self, size: int) -> Value:
+        """A new gradient of so many bytes."""
+        return self.tape.make(size, GRADIENTS)
+
+    def replaced(self, old: Value, new: Value) -> Value:
+        """The variable that held `old` holds `new`."""
+        self.tape.drop(old)
+        return new
+
+    def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
+        """Matrix product with a weight of shape (outputs, inputs)."""
+        w, b = self.weight(weight), None if bias is None else self.weight(bias)
+        graded = x.graded or w.graded or bool(b and b.graded)
+        out = self.tensor(self.batch.tokens * weight.shape[0], graded=graded)
+
+        def back(upstream: Value) -> Parts:
+            mine = self.gradient(x.bytes) if x.graded else None
+            own = self.gradient(weight.elements * self.c) if w.graded else None
+            if b is not None and bias is not None and b.graded:
+                yield b, self.gradient(bias.elements * self.c)
+            yield w, own
+            yield x, mine
+
+        saved = [*([x] if w.graded else []), *([w] if x.graded else [])]
+        return self.tape.node(out, saved, back)
+
+    def cast(self, x: Value, size: int) -> Value:
+        """Another dtype; the same tensor where it has numbers of that size already."""
+        if size == x.element:
+            return self.tape.hold(x)
+        out = self.tensor(x.bytes // x.element, size, graded=x.graded)
+
+        def back(upstream: Value) -> Parts:
+            yield x, self.gradient(x.bytes)
+
+        return self.tape.node(out, [], back)
+
+    def scaled(self, x: Value, weight: Weight) -> Value:
+        """Product with a weight that is a vector."""
+        w = self.weight(weight)
+        out = self.tensor(x.bytes // x.element, x.element, graded=x.graded or w.graded)
+
+        def back(upstream: Value) -> Parts:
+            if w.graded:
+                full = self.gradient(x.bytes)
+                own = self.gradient(weight.elements * self.c)
+                mine = self.gradient(x.bytes) if x.graded else None
+                self.tape.drop(full)
+                yield w, own
+                yield x, mine
+            else:
+                yield x, self.gradient(x.bytes)
+
+        saved = [*([x] if w.graded else []), *([w] if x.graded else [])]
+        return self.tape.node(out, saved, back)
+
+    def rms_norm(self, x: Value, weight: Weight) -> Value:
+        """As transformers writes it: normalised in fp32, scaled in the compute dtype."""
+        with self.module(weight):
+            wide = self.cast(x, WIDE)
+            elements = wide.bytes // WIDE
+            rows = self.tensor(max(elements // weight.shape[-1], 1), WIDE, graded=x.graded)
+            self.tape.pulse(wide.bytes)  # squares
+            normed = self.tensor(elements, WIDE, graded=x.graded)
+            self.tape.node(normed, [wide, rows], lambda _: self._normed_back(wide))
+            wide_again = normed
+            self.tape.drop(wide, rows)
+            narrow = self.cast(wide_again, self.c)
+            self.tape.drop(wide_again)
+            out = self.scaled(narrow, weight)
+            self.tape.drop(narrow)
+            return out
+
+    def _normed_back(self, wide: Value) -> Parts:
+        size = wide.bytes
+        through = self.gradient(size)
+        self.tape.pulse(size, GRADIENTS)  # the root's, before it is summed over a row
+        mean = self.gradient(size)
+        power = self.gradient(size)
+        self.tape.pulse(size, GRADIENTS)
+        self.tape.drop(mean)
+        yield wide, through
+        yield wide, power
+
+    def add(self, x: Value, y: Value) -> Value:
+        """A sum; its gradient is both summands' gradient, without a copy."""
+        out = self.tensor(x.bytes // x.element, x.element, graded=x.graded or y.graded)
+
+        def back(upstream: Value) -> Parts:
+            for summand in (x, y):
+                yield summand, self.tape.hold(upstream) if summand.graded else None
+
+        return self.tape.node(out, [], back)
+
+    def multiply(self, x: Value, y: Value) -> Value:
+        """A product, element by element."""
+        out = self.tensor(x.bytes // x.element, x.element, graded=x.graded or y.graded)
+
+        def back(upstream: Value) -> Parts:
+            mine, other = self.gradient(x.bytes), self.gradient(y.bytes)
+            yield x, mine
+            yield y, other
+
+        return self.tape.node(out, [x, y], back)
+
+    def activation(self, x: Value) -> Value:
+        """SiLU, GELU and their like, as one operation."""
+        out = self.tensor(x.bytes // x.element, x.element, graded=x.graded)
+
+        def back(upstream: Value) -> Parts:
+            yield x, self.gradient(x.bytes)
+
+        return self.tape.node(out, [x], back)
+
+    def rotary(self, x: Value) -> Value:
+        """Rotary position embedding; sines and cosines are the model's, and not counted here."""
+        elements = x.bytes // x.element
+        by_cosine = self.tensor(elements)
+        turned, by_sine = self.tensor(elements), self.tensor(elements)
+        out = self.tensor(elements, graded=x.graded)
+        self.tape.drop(by_cosine, turned, by_sine)
+
+        def back(upstream: Value) -> Parts:
+            by_sine = self.gradient(x.bytes)
+            half, padded = self.gradient(x.bytes // 2), self.gradient(x.bytes)
+            self.tape.pulse(x.bytes, GRADIENTS)
+            self.tape.drop(by_sine, half, padded)
+            yield x, self.gradient(x.bytes)
+
+        return self.tape.node(out, [], back)
+
+    def attention(self, q: Value, k: Value, v: Value, heads: int) -> Value:
+        """Attention that never holds its matrix (Dao et al. 2022, FlashAttention): keeps the inputs,
+        the output and a logarithm of a sum for each head and token."""
+        tape = self.tape
+        sums = self.tensor(self.batch.tokens * heads, WIDE)
+        out = self.tensor(q.bytes // q.element)
+
+        def back(upstream: Value) -> Parts:
+            parts = [(x, self.gradient(x.bytes)) for x in (q, k, v)]
+            yield from parts
+
+        tape.node(out, [q, k, v, out, sums], back)
+        tape.drop(sums)
+        return out
+
+    def embedding(self, weight: Weight) -> Value:
+        """Rows of a table; keeps token ids alone."""
+        with self.module(weight):
+            w = self.weight(weight)
+            out = self.tensor(self.batch.tokens * weight.shape[1], graded=w.graded)
+
+            def back(upstream: Value) -> Parts:
+                yield w, self.gradient(weight.elements * self.c)
+
+            return self.tape.node(out, [], back)

@@ -1,0 +1,98 @@
+"""How a strategy holds a model: its part of the story of a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.forecast.ledger import Ledger
+from pipeline.forecast.tape import Tape, Value
+
+if TYPE_CHECKING:
+    from pipeline.forecast.shapes import Weight
+
+PARAMETERS = "parameters"
+GATHERED = "parameters in use"
+GRADIENTS = "gradients"
+WHOLE_GRADIENTS = "gradients before they are reduced"
+OPTIMIZER = "optimizer state"
+BUFFERS = "communication buffers"
+
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
+Unit = int | None
+"""Number of a block; None is the root, everything else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one rank's collectives move in an optimizer step."""
+
+    collective: Collective
+    bytes: int
+    """Of the whole tensors, over all calls: what each rank ends up with of an all-gather."""
+    ranks: int
+    """That take part in one."""
+    across: bool
+    """Whether they are on several nodes."""
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What one rank moves between places in an optimizer step, in bytes."""
+
+    host: int = 0
+    """Between the accelerator and its machine, both ways together."""
+    disk: int = 0
+    """Read and written."""
+
+
+class Placement(ABC):
+    """Told what happens in a training step, it tells the ledger what that means for weights,
+    gradients of weights, optimizer state and buffers. Activations are not its business."""
+
+    ledger: Ledger
+    ranks: int
+    """Data-parallel ranks."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """The model is built and filled; what it takes afterwards stays."""
+
+    def begin(self, *, last: bool) -> None:
+        """A micro-batch begins; `last` is that of an optimizer step."""
+
+    @abstractmethod
+    def use(self, tape: Tape, weight: Weight, size: int) -> Value:
+        """The weight as a forward pass reads it, numbers of `size` bytes, with one reference."""
+
+    def before_forward(self, unit: Unit) -> None:
+        """A unit is about to run."""
+
+    def after_forward(self, unit: Unit) -> None:
+        """A unit has run."""
+
+    def before_backward(self, unit: Unit) -> None:
+        """Backward comes to a unit."""
+
+    def after_backward(self, unit: Unit) -> None:
+        """All gradients of a unit are there."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Clip, update, drop the gradients."""
+
+    @abstractmethod
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        """Of an optimizer step of so many micro-batches."""
+
+    def copies(self, microbatches: int) -> Copies:
+        """Of an optimizer step of so many micro-batches."""
+        return Copies()
+
+    @property
+    @abstractmethod
+    def share(self) -> float:
+        """Part of the training state that this rank holds, from 0 to 1."""

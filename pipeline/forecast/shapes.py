@@ -1,0 +1,122 @@
+"""What stages tell of themselves for a forecast: sizes, and no tensor."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pipeline.forecast.net import Net
+    from pipeline.forecast.tape import Value
+
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element of a recipe's dtypes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weight:
+    """A parameter. Tied ones are one object."""
+
+    name: str
+    """Within its block, or in the whole model where it belongs to none."""
+    shape: tuple[int, ...]
+    trained: bool = True
+    borrowed: bool = False
+    """Held in the compute dtype (`ModelSource.borrowed`)."""
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+class BlockShape(ABC):
+    """A transformer block."""
+
+    weights: Sequence[Weight]
+
+    @abstractmethod
+    def forward(self, net: Net, x: Value) -> Value:
+        """Tell `net` what is computed of the residual stream `x`; gives the next one. The caller
+        keeps its reference to `x`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """Activation checkpointing."""
+
+    every: int = 1
+    keep: Literal["nothing", "attention", "matmuls"] = "nothing"
+    offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(ABC):
+    """A language model."""
+
+    kind: str
+    """Its `model_type`."""
+    hidden: int
+    """Width of the residual stream."""
+    vocabulary: int
+    """Rows of the head."""
+    root: Sequence[Weight]
+    """What belongs to no block, in module order, tied ones once."""
+    blocks: Sequence[BlockShape]
+    attention: int
+    """Heads times head size: what a token costs per token that it attends to."""
+    recomputed: Recomputed | None = None
+    caveats: Sequence[str] = field(default_factory=tuple)
+    """What this arithmetic leaves out of account."""
+
+    def weights(self) -> Iterator[Weight]:
+        """All of them, in module order by unit: the root's, then those of each block."""
+        yield from self.root
+        for block in self.blocks:
+            yield from block.weights
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(weight.elements for weight in self.weights())
+
+    @property
+    def trained(self) -> int:
+        """Elements of the trained weights."""
+        return sum(weight.elements for weight in self.weights() if weight.trained)
+
+    @property
+    @abstractmethod
+    def output(self) -> Weight:
+        """The head's matrix, shape (vocabulary, hidden)."""
+
+    @abstractmethod
+    def forward(
+        self, net: Net, through: Callable[[Value], Value], loss: Callable[[Value], Value]
+    ) -> Value:
+        """What is computed from tokens to the loss. `through` runs all blocks, `loss` the head and
+        what follows; each takes the reference to what it is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleShape:
+    """Samples of the data."""
+
+    length: int
+    """Tokens of the longest."""
+    packed: bool = False
+    """Whether several documents are in one, so that attention needs a mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShape:
+    """What an optimizer keeps and does."""
+
+    algorithm: str
+    moment_bits: float
+    """Bits of all moments of an element, scales counted."""
+    step_bytes: int = 0
+    """Bytes per updated element that an update takes while it runs, and gives back."""

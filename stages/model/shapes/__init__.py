@@ -1,0 +1,1 @@
+"""Architectures as sizes: what a forecast needs of a model, without torch."""

@@ -1,0 +1,112 @@
+"""What wrap.ddp holds, and when (torch's DistributedDataParallel, and the cast of compute_cast)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.forecast.ledger import Ledger
+from pipeline.forecast.placement import (
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Placement,
+    Traffic,
+)
+from pipeline.forecast.shapes import ModelShape, OptimizerShape, Weight
+from pipeline.forecast.sizes import Sizes
+from pipeline.forecast.tape import GRADIENTS as PASSING
+from pipeline.forecast.tape import Tape, Value
+
+
+class DdpPlacement(Placement):
+    """A replica of everything.
+
+    The buckets that are reduced are there from the start to the end, and gradients are views of them
+    from the reduction on; in micro-batches before the last, which does not reduce, they are
+    tensors of their own, until the reduction copies them. Where
+    weights are cast for use, a module's forward makes the copies, and what backward needs of them
+    stays until it has run.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        model: ModelShape,
+        optimizer: OptimizerShape,
+        sizes: Sizes,
+        *,
+        ranks: int,
+        bucket: int,
+        views: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.ranks = ranks
+        self._optimizer = optimizer
+        self._sizes = sizes
+        self._bucket = bucket
+        self._views = views
+        self._weights = tuple(model.weights())
+        self._started = False
+        self._last = True
+        self._apart: set[Weight] = set()
+        """Whose gradients are tensors of their own."""
+
+    @property
+    def _trained(self) -> int:
+        return sum(weight.elements for weight in self._weights if weight.trained)
+
+    def load(self) -> None:
+        held = (w.elements * self._size(w) for w in self._weights)
+        self.ledger.change(PARAMETERS, sum(held))
+        self.ledger.change(GRADIENTS, self._trained * self._sizes.master)
+
+    def _size(self, weight: Weight) -> int:
+        return self._sizes.compute if weight.borrowed else self._sizes.master
+
+    def use(self, tape: Tape, weight: Weight, size: int) -> Value:
+        def leaf(made: Value) -> None:
+            self._add(tape, weight, made)
+
+        own = Value(0, GATHERED, graded=weight.trained, leaf=leaf)
+        if self._size(weight) == size:
+            return own
+        cast = tape.make(weight.elements * size, GATHERED, graded=weight.trained)
+
+        def back(upstream: Value) -> list[tuple[Value, Value | None]]:
+            return [(own, tape.make(weight.elements * self._sizes.master, PASSING))]
+
+        return tape.node(cast, [], back)
+
+    def _add(self, tape: Tape, weight: Weight, made: Value) -> None:
+        """Add a gradient to what there is of it."""
+        size = weight.elements * self._size(weight)
+        if weight in self._apart:
+            if self._last and self._views:
+                self.ledger.change(GRADIENTS, -size)
+                self._apart.discard(weight)
+        elif not (self._last and self._views):
+            self.ledger.change(GRADIENTS, size)
+            self._apart.add(weight)
+            self.ledger.change(made.item, -made.bytes)  # it is this tensor
+            return
+        tape.drop(made)
+
+    def begin(self, *, last: bool) -> None:
+        self._last = last
+
+    def step(self) -> None:
+        if not self._started:
+            kept = self._trained * self._optimizer.moment_bits / 8
+            self.ledger.change(OPTIMIZER, round(kept))
+            self._started = True
+        self.ledger.pulse("update", self._trained * self._optimizer.step_bytes)
+        self.ledger.change(GRADIENTS, -sum(w.elements * self._size(w) for w in self._apart))
+        self._apart.clear()
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        return iter(())
+
+    @property
+    def share(self) -> float:
+        return 1.0

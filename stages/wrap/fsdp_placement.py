@@ -1,0 +1,201 @@
+"""What wrap.fsdp holds, and when, by the source of torch.distributed.fsdp.fully_shard (2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.forecast.ledger import Ledger
+from pipeline.forecast.placement import (
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    WHOLE_GRADIENTS,
+    Copies,
+    Placement,
+    Traffic,
+    Unit,
+)
+from pipeline.forecast.shapes import ModelShape, OptimizerShape, Weight
+from pipeline.forecast.sizes import Sizes
+from pipeline.forecast.tape import Tape, Value
+
+
+class FsdpPlacement(Placement):
+    """Shards of everything; units gathered for as long as they run.
+
+    A gathered unit is copied out of the buffer that the all-gather fills, so both exist for a
+    moment: in forward until the next unit is gathered, in backward not at all longer. Backward
+    gathers a unit ahead. Gradients stay whole, in the compute dtype, until their unit's backward is
+    through; the buffer that is reduced, in the reduce dtype, lives until the next unit's is needed.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        model: ModelShape,
+        optimizer: OptimizerShape,
+        sizes: Sizes,
+        *,
+        ranks: int,
+        shards: int,
+        reshard: bool,
+        reduce_always: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.ranks = ranks
+        self._shards = shards
+        self._units: dict[Unit, Sequence[Weight]] = {None: model.root}
+        self._units |= {place: block.weights for place, block in enumerate(model.blocks)}
+        self._owner = {w: unit for unit, weights in self._units.items() for w in weights}
+        self._optimizer = optimizer
+        self._sizes = sizes
+        self._reshard = reshard
+        self._reduce_always = reduce_always
+        self._reduces = True
+        self._gathered: set[Unit] = set()
+        self._whole: dict[Unit, int] = {}
+        self._accumulated: dict[Unit, int] = {}
+        self._left = 0
+        """Bytes of the forward buffer that waits for the next."""
+        self._ahead: tuple[Unit, int] | None = None
+        """Unit that is being gathered ahead in backward, and its buffer."""
+        self._scattering = 0
+        self._sharded: set[Unit] = set()
+        """Units that have gradients."""
+        self._started = False
+
+    def load(self) -> None:
+        self.ledger.explain(PARAMETERS, "master dtype x elements / shards, each matrix by rows")
+        self.ledger.change(PARAMETERS, sum(map(self._parameters, self._units)))
+
+    def _parameters(self, unit: Unit) -> int:
+        return self._shard(self._units[unit], self._sizes.master)
+
+    def _shard(self, weights: Sequence[Weight], size: int) -> int:
+        """Bytes of the first rank's rows, which are the most."""
+        rows = (-(-w.shape[0] // self._shards) * (w.elements // w.shape[0]) for w in weights)
+        return sum(rows) * size
+
+    def begin(self, *, last: bool) -> None:
+        self._reduces = last or self._reduce_always
+
+    def use(self, tape: Tape, weight: Weight, size: int) -> Value:
+        def leaf(gradient: Value) -> None:
+            unit = self._owner[weight]
+            # What was computed is kept as it is.
+            self.ledger.change(gradient.item, -gradient.bytes)
+            self.ledger.change(WHOLE_GRADIENTS, gradient.bytes)
+            self._whole[unit] = self._whole.get(unit, 0) + gradient.bytes
+
+        return Value(0, GATHERED, graded=weight.trained, leaf=leaf)
+
+    def _buffer(self, unit: Unit) -> int:
+        """What an all-gather of the unit fills; nothing where there is nobody to gather from."""
+        if self._shards == 1:
+            return 0
+        return self._shard(self._units[unit], self._sizes.compute) * self._shards
+
+    def _open(self, unit: Unit) -> None:
+        self._gathered.add(unit)
+        elements = sum(weight.elements for weight in self._units[unit])
+        self.ledger.change(GATHERED, elements * self._sizes.compute)
+
+    def _close(self, unit: Unit) -> None:
+        if unit in self._gathered:
+            self._gathered.discard(unit)
+            elements = sum(weight.elements for weight in self._units[unit])
+            self.ledger.change(GATHERED, -elements * self._sizes.compute)
+
+    def before_forward(self, unit: Unit) -> None:
+        if unit in self._gathered:
+            return
+        buffer = self._buffer(unit)
+        self.ledger.change(BUFFERS, buffer)
+        self.ledger.change(BUFFERS, -self._left)
+        self._left = buffer
+        self._open(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        if unit is None:
+            self.ledger.change(BUFFERS, -self._left)
+            self._left = 0
+        elif self._reshard:
+            self._close(unit)
+
+    def before_backward(self, unit: Unit) -> None:
+        if unit is None:
+            return
+        if self._ahead is not None and self._ahead[0] == unit:
+            self._open(unit)
+            self.ledger.change(BUFFERS, -self._ahead[1])
+        elif unit not in self._gathered:
+            self.ledger.change(BUFFERS, self._buffer(unit))
+            self._open(unit)
+            self.ledger.change(BUFFERS, -self._buffer(unit))
+        self._ahead = None
+        if unit and unit - 1 not in self._gathered:
+            self._ahead = unit - 1, self._buffer(unit - 1)
+            self.ledger.change(BUFFERS, self._ahead[1])
+
+    def after_backward(self, unit: Unit) -> None:
+        whole = self._whole.pop(unit, 0)
+        if not self._reduces:
+            self._accumulate(unit, whole)
+            self._close(unit)
+            return
+        self._close(unit)
+        self.ledger.change(BUFFERS, -self._scattering)
+        trained = [weight for weight in self._units[unit] if weight.trained]
+        mine = self._shard(trained, self._sizes.reduce)
+        self._scattering = mine * self._shards
+        self.ledger.change(BUFFERS, self._scattering)
+        # A variable of the function that reduces still holds the last gradient.
+        last = trained[-1].elements * self._sizes.compute if trained else 0
+        self.ledger.change(WHOLE_GRADIENTS, last - whole - self._accumulated.pop(unit, 0))
+        self._keep(unit, trained, mine)
+        self.ledger.change(WHOLE_GRADIENTS, -last)
+        if unit is None:
+            self.ledger.change(BUFFERS, -self._scattering)
+            self._scattering = 0
+
+    def _accumulate(self, unit: Unit, whole: int) -> None:
+        """Keep a unit's gradients whole, in the reduce dtype."""
+        kept = whole // self._sizes.compute * self._sizes.reduce
+        self.ledger.change(WHOLE_GRADIENTS, kept)
+        self.ledger.change(WHOLE_GRADIENTS, -whole)
+        if unit in self._accumulated:
+            self.ledger.change(WHOLE_GRADIENTS, -kept)
+        self._accumulated[unit] = kept
+
+    def _keep(self, unit: Unit, trained: Sequence[Weight], reduced: int) -> None:
+        """The gradient's shard, in the master dtype, is added to what is there."""
+        own = self._shard(trained, self._sizes.master)
+        self.ledger.change(GRADIENTS, reduced)
+        if self._sizes.master != self._sizes.reduce:
+            self.ledger.change(GRADIENTS, own)
+            self.ledger.change(GRADIENTS, -reduced)
+        if unit in self._sharded:
+            self.ledger.change(GRADIENTS, -own)
+        self._sharded.add(unit)
+
+    def step(self) -> None:
+        trained = [w for weights in self._units.values() for w in weights if w.trained]
+        elements = self._shard(trained, 1)
+        if not self._started:
+            self.ledger.change(OPTIMIZER, round(elements * self._optimizer.moment_bits / 8))
+            self._started = True
+        self.ledger.pulse("update", elements * self._optimizer.step_bytes)
+        self.ledger.change(GRADIENTS, -elements * self._sizes.master)
+        self._sharded.clear()
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        return iter(())
+
+    def copies(self, microbatches: int) -> Copies:
+        return Copies()
+
+    @property
+    def share(self) -> float:
+        return 1 / self._shards
