@@ -3,6 +3,7 @@ most."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -55,7 +56,7 @@ class Ledger:
         """Phase -> its peak, in the order in which phases were first entered."""
         tops: dict[str, tuple[int, int]] = {}
         now, starts = 0, [*self._phases, ("", len(self._changes))]
-        for (name, start), (_, end) in zip(starts, starts[1:], strict=False):
+        for (name, start), (_, end) in itertools.pairwise(starts):
             top, where = tops.get(name, (-1, 0))
             if now > top:
                 top, where = now, start

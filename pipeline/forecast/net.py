@@ -1,4 +1,4 @@
-"""Layers of transformers as stories of memory, operation by operation as torch's autograd runs them.
+"""Layers of transformers as stories of memory, operation by operation as torch runs them.
 
 Sizes are bytes; `c` is the size of a number in the compute dtype. What an operation saves for
 backward is in torch's tools/autograd/derivatives.yaml.
@@ -203,8 +203,8 @@ class Net:
         return self.tape.node(out, [], back)
 
     def attention(self, q: Value, k: Value, v: Value, heads: int) -> Value:
-        """Attention that never holds its matrix (Dao et al. 2022, FlashAttention): keeps the inputs,
-        the output and a logarithm of a sum for each head and token."""
+        """Attention that never holds its matrix (Dao et al. 2022, FlashAttention): keeps its
+        inputs, the output and a logarithm of a sum for each head and token."""
         tape = self.tape
         sums = self.tensor(self.batch.tokens * heads, WIDE)
         out = self.tensor(q.bytes // q.element)

@@ -19,6 +19,7 @@ GRADIENTS = "gradients"
 WHOLE_GRADIENTS = "gradients before they are reduced"
 OPTIMIZER = "optimizer state"
 BUFFERS = "communication buffers"
+UPDATE = "temporaries of the update"
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
 Unit = int | None
@@ -34,8 +35,8 @@ class Traffic:
     """Of the whole tensors, over all calls: what each rank ends up with of an all-gather."""
     ranks: int
     """That take part in one."""
-    across: bool
-    """Whether they are on several nodes."""
+    apart: int = 1
+    """How far their numbers are apart: 1 are neighbours."""
     what: str
 
 
@@ -91,8 +92,3 @@ class Placement(ABC):
     def copies(self, microbatches: int) -> Copies:
         """Of an optimizer step of so many micro-batches."""
         return Copies()
-
-    @property
-    @abstractmethod
-    def share(self) -> float:
-        """Part of the training state that this rank holds, from 0 to 1."""

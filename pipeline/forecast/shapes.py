@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from pipeline.forecast.net import Net
     from pipeline.forecast.tape import Value
 
-SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element of a recipe's dtypes."""
+Taken = Literal["nothing", "one", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,10 +112,24 @@ class SampleShape:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShape:
-    """What an optimizer keeps and does."""
+    """What an optimizer keeps, and takes while it updates."""
 
     algorithm: str
-    moment_bits: float
+    """As `OptimizerPlan.algorithm`."""
+    bits: float
     """Bits of all moments of an element, scales counted."""
-    step_bytes: int = 0
-    """Bytes per updated element that an update takes while it runs, and gives back."""
+    moments: int
+    """How many numbers it keeps for each element."""
+    taken: Taken = "nothing"
+    """What an update takes for a moment, in the master dtype: nothing, as much as the largest
+    parameter, or as much as all that it updates."""
+
+    def state(self, elements: int) -> int:
+        """Bytes of the moments of so many elements."""
+        return round(elements * self.bits / 8)
+
+    def update(self, counts: Sequence[int], size: int) -> int:
+        """Bytes taken for a moment to update parameters of so many elements, `size` bytes each."""
+        if not counts or self.taken == "nothing":
+            return 0
+        return size * (sum(counts) if self.taken == "all" else max(counts))

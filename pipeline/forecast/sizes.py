@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.artifacts import Precision
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Of a number in a recipe's dtypes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -12,3 +17,12 @@ class Sizes:
     master: int
     compute: int
     reduce: int
+
+    @classmethod
+    def of(cls, precision: Precision) -> Sizes:
+        """Those of a policy."""
+        return cls(
+            master=BYTES[precision.master],
+            compute=BYTES[precision.compute],
+            reduce=BYTES[precision.reduce],
+        )

@@ -1,8 +1,8 @@
 """Forward and backward of a network as a story of memory: which tensors exist when.
 
 It follows torch's autograd engine. A tensor lives until nobody refers to it: variables of the
-forward pass, and what operations save for backward. In backward, nodes run in the reverse order; the
-saved tensors of a node are released when it has run, and so is the gradient that it was given.
+forward pass, and what operations save for backward. In backward, nodes run in the reverse order;
+the saved tensors of a node are released when it has run, and so is the gradient that it was given.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from pydantic import Field
 
 from pipeline.artifacts import Data, ModelSource
 from pipeline.errors import Problem
+from pipeline.forecast.shapes import SampleShape
+from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.data.selection import Selection, problems
 from stages.data.today import is_date
@@ -65,6 +67,9 @@ class ChatData(Selection):
                 message=f"{self.today!r} is no date", key="today", hint="write it as YYYY-MM-DD"
             )
         yield from problems(self)
+
+    def forecast(self, site: Site) -> SampleShape:
+        return SampleShape(length=self.sequence_length, packed=self.packing)
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Render and tokenise once, then map the samples. Raises DataError for an unusable row, and

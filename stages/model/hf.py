@@ -10,6 +10,8 @@ from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
+from pipeline.forecast.shapes import ModelShape
+from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
@@ -70,6 +72,11 @@ class HfModel:
 
         yield from problems(self)
         yield from speed_problems(self, plan)
+
+    def forecast(self, site: Site) -> ModelShape:
+        from stages.model.shapes.declared import declared_shape
+
+        return declared_shape(self)
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.open import open_source

@@ -8,9 +8,20 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
+from pipeline.artifacts import (
+    Checkpoints,
+    Data,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+    TrainedRun,
+)
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.placement import Placement
+from pipeline.forecast.result import Step
+from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
+from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.train.policies import Anomalies, Count, EarlyStopping
 
@@ -109,6 +120,19 @@ class TrainCausalLm:
         if self.micro_batch_size is not None:
             return self.micro_batch_size
         return -(-self.global_batch_size // (ranks * (self.accumulation or 1)))
+
+    def forecast(
+        self,
+        site: Site,
+        model: ModelShape,
+        data: SampleShape,
+        precision: Precision,
+        optimizer: OptimizerShape,
+        placement: Placement,
+    ) -> Step:
+        from stages.train.story import tell
+
+        return tell(self, site, model, data, precision, optimizer, placement)
 
     def run(
         self,

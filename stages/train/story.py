@@ -2,37 +2,104 @@
 
 from __future__ import annotations
 
-from pipeline.forecast.net import WIDE, Net
+from typing import TYPE_CHECKING
+
+from pipeline.artifacts import Precision
+from pipeline.forecast.net import WIDE, Batch, Net
 from pipeline.forecast.placement import Placement
-from pipeline.forecast.shapes import BlockShape, ModelShape
-from pipeline.forecast.tape import GRADIENTS, Value
+from pipeline.forecast.result import Step, Work
+from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, SampleShape
+from pipeline.forecast.site import Site
+from pipeline.forecast.sizes import BYTES
+from pipeline.forecast.tape import GRADIENTS, Tape, Value
+
+if TYPE_CHECKING:
+    from stages.train.causal_lm import TrainCausalLm
 
 LOGITS = "logits and loss"
 PIECE = 1 << 24
 """Elements of the product that `linear_loss` makes at a time."""
 
 
+LOAD, FORWARD, BACKWARD, UPDATE = "load", "forward and loss", "backward", "optimizer step"
+
+
+def tell(
+    config: TrainCausalLm,
+    site: Site,
+    model: ModelShape,
+    data: SampleShape,
+    precision: Precision,
+    optimizer: OptimizerShape,
+    placement: Placement,
+) -> Step:
+    """Two steps on the site's ledger, the second with optimizer state from the start; what a step
+    is made of."""
+    ledger = site.ledger
+    size = config.microbatch_size(site.ranks)
+    most = -(-config.global_batch_size // site.ranks)
+    count = -(-most // size)
+    batch = Batch(samples=min(size, most), length=data.length, packed=data.packed)
+    ledger.phase(LOAD)
+    placement.load()
+    story = Story(model, placement, batch, BYTES[precision.compute], config.loss_chunk_size)
+    for _ in range(2):
+        # Further micro-batches are like the last but one.
+        for number in range(min(count, 3)):
+            story.microbatch(last=number == min(count, 3) - 1)
+        ledger.phase(UPDATE)
+        placement.step()
+    return Step(
+        microbatches=count,
+        samples=config.global_batch_size,
+        tokens=config.global_batch_size * data.length,
+        work=_work(model, most * data.length, data.length),
+        update_bytes=0,
+    )
+
+
+def _work(model: ModelShape, tokens: int, length: int) -> Work:
+    """6 N and 12 L H Q T for a token, as `flops.py` counts; 4 N for what is not trained."""
+    table = model.root[0].elements if model.output is not model.root[0] else 0
+    frozen = model.parameters - model.trained
+    multiplied = 6 * (model.parameters - table) - 2 * frozen
+    attention = 12 * len(model.blocks) * model.attention * length
+    again = 0.0
+    if model.recomputed is not None:
+        some = model.blocks[:: model.recomputed.every]
+        inside = 2 * sum(weight.elements for block in some for weight in block.weights)
+        again = inside + 4 * len(some) * model.attention * length
+    return Work(useful=float(tokens * (multiplied + attention)), again=float(tokens * again))
+
+
 class Story:
     """Micro-batches of one rank."""
 
-    def __init__(self, model: ModelShape, net: Net, placement: Placement, chunk: int | None) -> None:
+    def __init__(
+        self,
+        model: ModelShape,
+        placement: Placement,
+        batch: Batch,
+        compute: int,
+        chunk: int | None,
+    ) -> None:
         self._model = model
-        self._net = net
-        self._tape = net.tape
+        self._tape = Tape(placement.ledger)
+        self._net = Net(self._tape, placement, batch, compute)
         self._placement = placement
         self._chunk = chunk
 
     def microbatch(self, *, last: bool) -> None:
         """Forward, loss and backward."""
         placement, tape = self._placement, self._tape
-        tape.ledger.phase("forward")
+        tape.ledger.phase(FORWARD)
         placement.begin(last=last)
         placement.before_forward(None)
         tape.then(lambda: placement.after_backward(None))
         out = self._model.forward(self._net, self._blocks, self._output)
         placement.after_forward(None)
         loss = self._in_full(out) if self._chunk is None else out
-        tape.ledger.phase("backward")
+        tape.ledger.phase(BACKWARD)
         placement.before_backward(None)
         tape.accumulate(loss, self._net.gradient(WIDE))
         tape.run_back()

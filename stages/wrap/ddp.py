@@ -9,6 +9,10 @@ from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
+from pipeline.forecast.placement import Placement
+from pipeline.forecast.shapes import ModelShape, OptimizerShape
+from pipeline.forecast.site import Site
+from pipeline.forecast.sizes import Sizes
 from pipeline.stage import Context
 
 
@@ -28,6 +32,21 @@ class Ddp:
     find_unused_parameters: bool = False
     """Search the graph every step for parameters without gradient; slow, for models that need
     it."""
+
+    def forecast(
+        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
+    ) -> Placement:
+        from stages.wrap.ddp_placement import DdpPlacement
+
+        return DdpPlacement(
+            site.ledger,
+            model,
+            optimizer,
+            Sizes.of(precision),
+            ranks=site.ranks,
+            views=self.gradient_as_bucket_view,
+            bucket=self.bucket_cap_mb << 20,
+        )
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from pipeline.forecast.ledger import Ledger
 from pipeline.forecast.placement import (
+    BUFFERS,
     GATHERED,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    UPDATE,
     Placement,
     Traffic,
 )
@@ -22,11 +24,9 @@ from pipeline.forecast.tape import Tape, Value
 class DdpPlacement(Placement):
     """A replica of everything.
 
-    The buckets that are reduced are there from the start to the end, and gradients are views of them
-    from the reduction on; in micro-batches before the last, which does not reduce, they are
-    tensors of their own, until the reduction copies them. Where
-    weights are cast for use, a module's forward makes the copies, and what backward needs of them
-    stays until it has run.
+    The buckets that are reduced are there from the start to the end. Gradients are views of them,
+    or tensors of their own beside them. Where weights are cast for use, a module's forward makes
+    the copies, and what backward needs of them stays until it has run.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class DdpPlacement(Placement):
         self._views = views
         self._weights = tuple(model.weights())
         self._started = False
-        self._last = True
         self._apart: set[Weight] = set()
         """Whose gradients are tensors of their own."""
 
@@ -60,6 +59,8 @@ class DdpPlacement(Placement):
         held = (w.elements * self._size(w) for w in self._weights)
         self.ledger.change(PARAMETERS, sum(held))
         self.ledger.change(GRADIENTS, self._trained * self._sizes.master)
+        largest = max((w.elements for w in self._weights if w.trained), default=0)
+        self.ledger.pulse(BUFFERS, largest * self._sizes.master)
 
     def _size(self, weight: Weight) -> int:
         return self._sizes.compute if weight.borrowed else self._sizes.master
@@ -81,32 +82,27 @@ class DdpPlacement(Placement):
     def _add(self, tape: Tape, weight: Weight, made: Value) -> None:
         """Add a gradient to what there is of it."""
         size = weight.elements * self._size(weight)
-        if weight in self._apart:
-            if self._last and self._views:
-                self.ledger.change(GRADIENTS, -size)
-                self._apart.discard(weight)
-        elif not (self._last and self._views):
+        if weight not in self._apart and not self._views:
             self.ledger.change(GRADIENTS, size)
             self._apart.add(weight)
             self.ledger.change(made.item, -made.bytes)  # it is this tensor
             return
         tape.drop(made)
 
-    def begin(self, *, last: bool) -> None:
-        self._last = last
-
     def step(self) -> None:
         if not self._started:
-            kept = self._trained * self._optimizer.moment_bits / 8
-            self.ledger.change(OPTIMIZER, round(kept))
+            self.ledger.change(OPTIMIZER, self._optimizer.state(self._trained))
             self._started = True
-        self.ledger.pulse("update", self._trained * self._optimizer.step_bytes)
+        counts = [weight.elements for weight in self._weights if weight.trained]
+        self.ledger.pulse(UPDATE, self._optimizer.update(counts, self._sizes.master))
         self.ledger.change(GRADIENTS, -sum(w.elements * self._size(w) for w in self._apart))
         self._apart.clear()
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        return iter(())
-
-    @property
-    def share(self) -> float:
-        return 1.0
+        if self.ranks > 1:
+            yield Traffic(
+                collective="all-reduce",
+                bytes=self._trained * self._sizes.reduce,
+                ranks=self.ranks,
+                what="gradients",
+            )

@@ -11,6 +11,10 @@ from annotated_types import Ge, Gt
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.placement import Placement
+from pipeline.forecast.shapes import ModelShape, OptimizerShape
+from pipeline.forecast.site import Site
+from pipeline.forecast.sizes import Sizes
 from pipeline.stage import Context, PlanView
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
@@ -61,6 +65,24 @@ class Fsdp:
             )
         if self.sharding == "no_shard" and self.cpu_offload:
             yield Problem(key="cpu_offload", message="needs a sharding", hint="use full_shard")
+
+    def forecast(
+        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
+    ) -> Placement:
+        from stages.wrap.fsdp_placement import FsdpPlacement
+
+        shards = {"no_shard": 1, "hybrid_shard": self.shard_size or site.local_ranks}
+        return FsdpPlacement(
+            site.ledger,
+            model,
+            optimizer,
+            Sizes.of(precision),
+            ranks=site.ranks,
+            shards=shards.get(self.sharding, site.ranks),
+            reshard=self.sharding in ("full_shard", "hybrid_shard"),
+            reduce_always=self.reduce_every_microbatch,
+            offload=self.cpu_offload,
+        )
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

@@ -156,7 +156,7 @@ class FsdpEngine(TorchEngine):
         assert isinstance(self.model, FSDPModule)
         reduces = last or self._reduce_always
         self.model.set_requires_gradient_sync(reduces)
-        # Else buffers of the root's gradients, whole and in fp32, would stay through the next forward.
+        # Or the buffer of the root's gradients would stay through the next forward.
         self.model.set_is_last_backward(reduces)
         yield
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.forecast.ledger import Ledger
+from pipeline.forecast.ledger import Ledger, Place
 from pipeline.forecast.placement import (
     BUFFERS,
     GATHERED,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    UPDATE,
     WHOLE_GRADIENTS,
     Copies,
     Placement,
@@ -42,6 +43,7 @@ class FsdpPlacement(Placement):
         shards: int,
         reshard: bool,
         reduce_always: bool,
+        offload: bool,
     ) -> None:
         self.ledger = ledger
         self.ranks = ranks
@@ -53,6 +55,8 @@ class FsdpPlacement(Placement):
         self._sizes = sizes
         self._reshard = reshard
         self._reduce_always = reduce_always
+        self._home: Place = "host" if offload else "device"
+        """Where shards are."""
         self._reduces = True
         self._gathered: set[Unit] = set()
         self._whole: dict[Unit, int] = {}
@@ -68,10 +72,14 @@ class FsdpPlacement(Placement):
 
     def load(self) -> None:
         self.ledger.explain(PARAMETERS, "master dtype x elements / shards, each matrix by rows")
-        self.ledger.change(PARAMETERS, sum(map(self._parameters, self._units)))
+        self.ledger.change(PARAMETERS, sum(map(self._parameters, self._units)), self._home)
 
     def _parameters(self, unit: Unit) -> int:
-        return self._shard(self._units[unit], self._sizes.master)
+        weights = self._units[unit]
+        return sum(self._shard([weight], self._size(weight)) for weight in weights)
+
+    def _size(self, weight: Weight) -> int:
+        return self._sizes.compute if weight.borrowed else self._sizes.master
 
     def _shard(self, weights: Sequence[Weight], size: int) -> int:
         """Bytes of the first rank's rows, which are the most."""
@@ -173,29 +181,59 @@ class FsdpPlacement(Placement):
         """The gradient's shard, in the master dtype, is added to what is there."""
         own = self._shard(trained, self._sizes.master)
         self.ledger.change(GRADIENTS, reduced)
-        if self._sizes.master != self._sizes.reduce:
-            self.ledger.change(GRADIENTS, own)
+        if self._sizes.master != self._sizes.reduce or self._home == "host":
+            self.ledger.change(GRADIENTS, own, self._home)
             self.ledger.change(GRADIENTS, -reduced)
         if unit in self._sharded:
-            self.ledger.change(GRADIENTS, -own)
+            self.ledger.change(GRADIENTS, -own, self._home)
         self._sharded.add(unit)
 
     def step(self) -> None:
-        trained = [w for weights in self._units.values() for w in weights if w.trained]
-        elements = self._shard(trained, 1)
+        counts = [
+            self._shard([w], 1) for weights in self._units.values() for w in weights if w.trained
+        ]
         if not self._started:
-            self.ledger.change(OPTIMIZER, round(elements * self._optimizer.moment_bits / 8))
+            self.ledger.change(OPTIMIZER, self._optimizer.state(sum(counts)), self._home)
             self._started = True
-        self.ledger.pulse("update", elements * self._optimizer.step_bytes)
-        self.ledger.change(GRADIENTS, -elements * self._sizes.master)
+        taken = self._optimizer.update(counts, self._sizes.master)
+        self.ledger.pulse(UPDATE, taken, self._home)
+        self.ledger.change(GRADIENTS, -sum(counts) * self._sizes.master, self._home)
         self._sharded.clear()
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        return iter(())
+        every = [weight for weights in self._units.values() for weight in weights]
+        root = self._shard(self._units[None], self._sizes.compute) * self._shards
+        gathered = self._shard(every, self._sizes.compute) * self._shards
+        trained = self._shard([w for w in every if w.trained], self._sizes.reduce) * self._shards
+        reductions = microbatches if self._reduce_always else 1
+        if self._shards > 1:
+            # What is not given up after forward is not gathered again.
+            again = gathered - root if self._reshard else 0
+            yield Traffic(
+                collective="all-gather",
+                bytes=(gathered + again) * microbatches,
+                ranks=self._shards,
+                what="parameters",
+            )
+            yield Traffic(
+                collective="reduce-scatter",
+                bytes=trained * reductions,
+                ranks=self._shards,
+                what="gradients",
+            )
+        if self.ranks > self._shards:
+            yield Traffic(
+                collective="all-reduce",
+                bytes=trained // self._shards * reductions,
+                ranks=self.ranks // self._shards,
+                apart=self._shards,
+                what="gradients' shards",
+            )
 
     def copies(self, microbatches: int) -> Copies:
-        return Copies()
-
-    @property
-    def share(self) -> float:
-        return 1 / self._shards
+        if self._home == "device":
+            return Copies()
+        every = [weight for weights in self._units.values() for weight in weights]
+        down = self._shard([w for w in every if w.trained], self._sizes.master)
+        up = self._shard(every, self._sizes.compute) * (2 if self._reshard else 1)
+        return Copies(host=(down + up) * microbatches)

@@ -41,11 +41,13 @@ def apply_step(
     lr_scale: float,
     max_grad_norm: float | None,
     admit: Admit | None = None,
+    keep_gradients: bool = False,
 ) -> StepReport:
     """One optimizer step over accumulated gradients (collective where they are sharded), left out
     where `admit` says no to their norm.
 
-    An overflow (non-finite gradient under loss scaling) skips the step and halves the scale.
+    With `keep_gradients` they are zeroed where they are. An overflow (non-finite gradient under loss
+    scaling) skips the step and halves the scale.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_scale
@@ -64,7 +66,7 @@ def apply_step(
             scaler.step(optimizer)
         scaler.update()  # by what was found when gradients were unscaled
         applied = applied and scaler.get_scale() >= scale
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not keep_gradients)
     return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
 
 

@@ -65,6 +65,8 @@ class TorchEngine(Engine):
     optimizer: Optimizer
     scaler: GradScaler | None
     plan: OptimizerPlan
+    keeps_gradients = False
+    """Whether gradients stay where they are between steps, as zeros, instead of being freed."""
 
     @property
     @abstractmethod
@@ -96,6 +98,7 @@ class TorchEngine(Engine):
             lr_scale=lr_scale,
             max_grad_norm=self.plan.max_grad_norm,
             admit=admit,
+            keep_gradients=self.keeps_gradients,
         )
 
     def state(self) -> EngineState:

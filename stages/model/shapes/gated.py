@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from pipeline.forecast.net import Net
+from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.shapes import BlockShape, ModelShape, Weight
 from pipeline.forecast.tape import Value
+
+Offsets = tuple[Weight | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GatedBlock(BlockShape):
-    """A block; weights as (outputs, inputs)."""
+    """A block; matrices as (outputs, inputs)."""
 
     heads: int
     q: Weight
@@ -23,17 +26,19 @@ class GatedBlock(BlockShape):
     up: Weight
     down: Weight
     norms: tuple[Weight, Weight]
-    biases: tuple[Weight | None, Weight | None, Weight | None, Weight | None] = (None,) * 4
-    """Of q, k, v and o."""
+    offsets: Offsets = (None,) * 4
+    """Biases of q, k, v and o."""
+    inner_offsets: Offsets = (None,) * 3
+    """Biases of gate, up and down."""
     head_norms: tuple[Weight, Weight] | None = None
     """Of queries and keys, head by head."""
 
-    @property
+    @cached_property
     def weights(self) -> Sequence[Weight]:  # type: ignore[override]
         """In module order."""
-        attention = (self.q, self.k, self.v, self.o, *self.biases, *(self.head_norms or ()))
-        every = (*attention, self.gate, self.up, self.down, *self.norms)
-        return tuple(weight for weight in every if weight is not None)
+        attention = (self.q, self.k, self.v, self.o, *self.offsets, *(self.head_norms or ()))
+        mlp = (self.gate, self.up, self.down, *self.inner_offsets)
+        return tuple(weight for weight in (*attention, *mlp, *self.norms) if weight is not None)
 
     def forward(self, net: Net, x: Value) -> Value:
         tape = net.tape
@@ -52,31 +57,30 @@ class GatedBlock(BlockShape):
 
     def _attend(self, net: Net, x: Value) -> Value:
         tape = net.tape
-        with net.module(self.q, self.k, self.v, self.o, *self.biases, *(self.head_norms or ())):
-            q, k, v = (
-                net.linear(x, weight, bias)
-                for weight, bias in zip((self.q, self.k, self.v), self.biases, strict=False)
-            )
+        with net.module(self.q, self.k, self.v, self.o, *self.offsets, *(self.head_norms or ())):
+            inputs = zip((self.q, self.k, self.v), self.offsets, strict=False)
+            q, k, v = (net.linear(x, weight, offset) for weight, offset in inputs)
             if self.head_norms is not None:
                 q = net.replaced(q, net.rms_norm(q, self.head_norms[0]))
                 k = net.replaced(k, net.rms_norm(k, self.head_norms[1]))
             q = net.replaced(q, net.rotary(q))
             k = net.replaced(k, net.rotary(k))
             mixed = net.attention(q, k, v, self.heads)
-            out = net.linear(mixed, self.o, self.biases[3])
+            out = net.linear(mixed, self.o, self.offsets[3])
             tape.drop(q, k, v, mixed)
             return out
 
     def _mlp(self, net: Net, x: Value) -> Value:
         tape = net.tape
-        with net.module(self.gate, self.up, self.down):
-            gate = net.linear(x, self.gate)
+        for_gate, for_up, for_down = self.inner_offsets
+        with net.module(self.gate, self.up, self.down, *self.inner_offsets):
+            gate = net.linear(x, self.gate, for_gate)
             active = net.activation(gate)
             tape.drop(gate)
-            up = net.linear(x, self.up)
+            up = net.linear(x, self.up, for_up)
             gated = net.multiply(active, up)
             tape.drop(active, up)
-            out = net.linear(gated, self.down)
+            out = net.linear(gated, self.down, for_down)
             tape.drop(gated)
             return out
 
@@ -89,6 +93,8 @@ class GatedModel(ModelShape):
     norm: Weight
     head: Weight
     """The table itself where they are tied."""
+    rotary: int
+    """Sines and cosines of a position, each."""
 
     @property
     def output(self) -> Weight:
@@ -99,6 +105,18 @@ class GatedModel(ModelShape):
     ) -> Value:
         with net.module(self.head):
             with net.module(self.table, self.norm):
-                x = through(net.embedding(self.table))
+                x = net.embedding(self.table)
+                angles = self._angles(net)
+                x = through(x)
                 x = net.replaced(x, net.rms_norm(x, self.norm))
+                net.tape.drop(angles)
             return loss(x)
+
+    def _angles(self, net: Net) -> Value:
+        """Sines and cosines of all positions, which all blocks keep for backward."""
+        rows = net.batch.tokens if net.batch.packed else net.batch.length
+        net.tape.pulse(2 * rows * self.rotary * WIDE)
+        angles = net.tensor(2 * rows * self.rotary, graded=False)
+        kept = net.tape.hold(angles)
+        net.tape.then(lambda: net.tape.drop(kept))
+        return angles

@@ -1,0 +1,91 @@
+"""Accelerators by name: memory, arithmetic and links, by the vendors' data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GIB = 1 << 30
+GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One device. Rates are the most that is possible."""
+
+    name: str
+    """Part of the device's own name."""
+    memory: int
+    """Bytes that programs can take, as its driver tells."""
+    flops: float
+    """Dense 16-bit floating-point operations a second with 32-bit accumulation."""
+    flops_fp32: float
+    """The same in 32 bits, without TF32."""
+    bandwidth: float
+    """Bytes a second between it and its own memory."""
+    peers: float
+    """Bytes a second that it sends to the other devices of its node, in one direction."""
+    host: float
+    """Bytes a second to or from its machine's memory, in one direction."""
+    narrow: bool = True
+    """Whether it computes in bf16."""
+
+
+def _device(
+    name: str, gib: float, tflops: float, fp32: float, memory_gbs: float, peers_gbs: float,
+    host_gbs: float, *, narrow: bool = True,
+) -> Accelerator:  # fmt: skip
+    return Accelerator(
+        name=name,
+        memory=round(gib * GIB),
+        flops=tflops * 1e12,
+        flops_fp32=fp32 * 1e12,
+        bandwidth=memory_gbs * GB,
+        peers=peers_gbs * GB,
+        host=host_gbs * GB,
+        narrow=narrow,
+    )
+
+
+ACCELERATORS = (
+    _device("B200", 178.3, 2250, 80, 8000, 900, 64),
+    _device("H200", 139.8, 989.5, 67, 4800, 450, 64),
+    _device("H100 PCIe", 79.2, 756.5, 51, 2000, 64, 64),
+    _device("H100 NVL", 93.1, 835.5, 60, 3900, 300, 64),
+    _device("H100", 79.2, 989.5, 67, 3350, 450, 64),
+    _device("H800", 79.2, 989.5, 67, 3350, 200, 64),
+    _device("A100 40GB", 39.4, 312, 19.5, 1555, 300, 32),
+    _device("A100", 79.2, 312, 19.5, 2039, 300, 32),
+    _device("A800", 79.2, 312, 19.5, 2039, 200, 32),
+    _device("L40S", 44.4, 362, 91.6, 864, 32, 32),
+    _device("L4", 22.0, 121, 30.3, 300, 32, 32),
+    _device("A10G", 22.0, 70, 35, 600, 32, 32),
+    _device("V100", 31.7, 125, 15.7, 900, 150, 16, narrow=False),
+    _device("RTX 4090", 23.6, 165.2, 82.6, 1008, 32, 32),
+    _device("RTX 3090", 23.6, 71, 35.6, 936, 32, 32),
+    _device("MI300X", 191.5, 1307.4, 163.4, 5300, 448, 64),
+    _device("MI250X", 63.9, 191.5, 47.9, 1638, 250, 36),
+)
+"""The more particular name first. Of the MI250X: one of its two dies, a device of its own.
+Memory is a little less than what is printed on the box: the driver takes some."""
+
+
+def find_accelerator(name: str) -> Accelerator | None:
+    """The device whose name, or part of it, `name` holds; None for one that is not known."""
+    words = f" {_words(name)} ".lower()
+    return next((d for d in ACCELERATORS if f" {_words(d.name)} ".lower() in words), None)
+
+
+def _words(name: str) -> str:
+    return name.replace("-", " ").replace("_", " ")
+
+
+NETWORKS: Mapping[str, float] = {
+    "10gbe": 1.25 * GB,
+    "25gbe": 3.125 * GB,
+    "100gbe": 12.5 * GB,
+    "200g": 25 * GB,
+    "400g": 50 * GB,
+    "800g": 100 * GB,
+}
+"""Name of a link -> bytes a second in one direction."""

@@ -1,0 +1,84 @@
+"""Ask a recipe's stages, in order, for what they will need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.errors import UsageError
+from pipeline.forecast.ledger import Peak
+from pipeline.forecast.placement import Placement
+from pipeline.forecast.result import Extras, Forecast, Host, Step
+from pipeline.forecast.shapes import ModelShape
+from pipeline.forecast.site import PROCESS, Site
+from pipeline.plan import Plan
+from pipeline.signature import needs
+
+METHOD = "forecast"
+
+
+def forecast(plan: Plan, site: Site) -> Forecast:
+    """What the recipe needs at that site. Raises UsageError when one of its stages that matters for
+    that does not tell, and StageError for a model whose sizes cannot be told."""
+    told = _ask(plan, site)
+    step = _last(told, Step)
+    placement = _last(told, Placement)
+    if step is None or placement is None:
+        mute = [f"{s.slot}: {s.use}" for s in plan.steps if not hasattr(s.stage, METHOD)]
+        raise UsageError(
+            f"what this recipe needs cannot be told: {', '.join(mute) or 'nothing is trained'}",
+            hint="these stages have no forecast" if mute else "give it a train slot",
+        )
+    extras = [each for each in told.values() if isinstance(each, Extras)]
+    model = _last(told, ModelShape)
+    return Forecast(
+        device=site.ledger.peaks("device"),
+        host=_host(site, [need for extra in extras for need in extra.host]),
+        disk={item: size * site.local_ranks for item, size in site.ledger.held("disk").items()},
+        storage=[file for extra in extras for file in extra.storage],
+        formulas=site.ledger.formulas,
+        traffic=list(placement.traffic(step.microbatches)),
+        copies=placement.copies(step.microbatches),
+        step=step,
+        caveats=() if model is None else tuple(model.caveats),
+    )
+
+
+def _ask(plan: Plan, site: Site) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for step in plan.steps:
+        if not hasattr(step.stage, METHOD):
+            continue
+        inputs: dict[str, Any] = {}
+        stage: type = type(step.stage)
+        for need in needs(stage, METHOD):
+            given = _last(told, need.type)
+            if given is None and not need.optional:
+                break
+            inputs[need.parameter] = given
+        else:
+            told[step.slot] = step.stage.forecast(site, **inputs)
+    return told
+
+
+def _last(told: Mapping[str, Any], kind: type) -> Any:
+    return next((each for each in reversed(told.values()) if isinstance(each, kind)), None)  # type: ignore[call-overload]
+
+
+def _host(site: Site, extra: list[Host]) -> dict[str, Peak]:
+    """Of one node: what its ranks hold, their libraries, and what stages take beside that."""
+    ranks = min(site.local_ranks, site.ranks)
+    phases: dict[str, Peak] = {}
+    everywhere = [need for need in extra if not need.phase]
+    for phase, peak in site.ledger.peaks("host").items():
+        items = {"processes": PROCESS * ranks}
+        items |= {item: size * ranks for item, size in peak.items.items()}
+        items |= {need.what: need.bytes for need in everywhere}
+        phases[phase] = Peak(bytes=sum(items.values()), items=items)
+    for need in extra:
+        if need.phase:
+            before = dict(phases[need.phase].items) if need.phase in phases else {}
+            before.setdefault("processes", PROCESS * ranks)
+            items = {**before, need.what: need.bytes}
+            phases[need.phase] = Peak(bytes=sum(items.values()), items=items)
+    return phases

@@ -1,0 +1,96 @@
+"""What a forecast says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.forecast.ledger import Peak
+from pipeline.forecast.placement import Copies, Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Arithmetic of one rank in an optimizer step, in floating-point operations."""
+
+    useful: float
+    """Of the model, forward and backward."""
+    again: float
+    """Of what is computed a second time."""
+
+    @property
+    def total(self) -> float:
+        """All that is done."""
+        return self.useful + self.again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An optimizer step, as the stage that trains has counted it."""
+
+    microbatches: int
+    """Of each rank."""
+    tokens: int
+    """Over all ranks, padding counted."""
+    work: Work
+    update_bytes: int
+    """What the optimizer reads and writes on one rank."""
+    update_on_host: bool = False
+    samples: int = 0
+    """Over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Files that a stage writes."""
+
+    what: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Host memory of one node that a stage takes at some time, beyond what the ledger says."""
+
+    phase: str
+    what: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What a stage needs beside the step: gives for slots that save, export and the like."""
+
+    storage: Sequence[Storage] = ()
+    host: Sequence[Host] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Of one recipe on one site. Bytes."""
+
+    device: Mapping[str, Peak]
+    """Phase -> what the fullest rank's device holds at its peak."""
+    host: Mapping[str, Peak]
+    """Phase -> what the fullest node's memory holds at its peak, files' cache not counted."""
+    disk: Mapping[str, int]
+    """Offloaded state on one node's disk, by item."""
+    storage: Sequence[Storage]
+    formulas: Mapping[str, str]
+    """Item -> how it comes about."""
+    traffic: Sequence[Traffic]
+    copies: Copies
+    step: Step | None
+    caveats: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def peak(self) -> int:
+        """Of device memory over all phases."""
+        return max((peak.bytes for peak in self.device.values()), default=0)
+
+    @property
+    def host_peak(self) -> int:
+        """Of host memory over all phases."""
+        return max((peak.bytes for peak in self.host.values()), default=0)
