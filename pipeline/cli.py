@@ -1,7 +1,7 @@
 """The `pipe` command. Importing this imports click and nothing heavier.
 
-Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 3 an import left something out,
-130 SIGINT, 143 SIGTERM, 129 SIGHUP.
+Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 3 an import left something out or a
+plan does not fit, 4 a run is not what was planned, 130 SIGINT, 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ COMMANDS = {
         "Turn other tools' configuration files into a recipe.",
     ),
     "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
+    "plan": ("pipeline.commands.plan:plan", "Tell what a recipe will need, and whether it fits."),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),
     "schema": ("pipeline.commands.schema:schema", "Print the JSON Schema of recipes, for editors."),

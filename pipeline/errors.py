@@ -77,6 +77,18 @@ class RecipeError(PipeError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+class NoFit(PipeError):
+    """What was asked for does not fit the hardware."""
+
+    exit_code = 3
+
+
+class PlanDrift(PipeError):
+    """What is about to run is not what was planned."""
+
+    exit_code = 4
+
+
 class PluginError(PipeError):
     """A stage plugin cannot be loaded or breaks the stage contract; names its distribution."""
 

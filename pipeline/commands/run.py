@@ -22,18 +22,33 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where the run's folder NAME-TIME is made.",
 )
-def run(recipe: Path, overrides: tuple[str, ...], run_dir: Path | None, runs: Path) -> None:
+@click.option(
+    "--plan",
+    "planned",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
+)
+def run(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    runs: Path,
+    planned: Path | None,
+) -> None:
     """Carry out RECIPE, from loading the model to exporting it.
 
     OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
     """
     from pipeline import rundir
+    from pipeline.forecast.saved import require_planned
     from pipeline.launch.environment import worker_world_size
     from pipeline.launch.start import start
     from pipeline.plan import plan_file
 
     def prepare() -> tuple[Plan, Path]:
         plan = plan_file(recipe, overrides, here=True, procs=worker_world_size())
+        if planned is not None:
+            require_planned(plan, planned)
         folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, plan.recipe.name)
         click.echo(f"run folder: {folder}")
         return plan, folder.resolve()

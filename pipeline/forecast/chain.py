@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.accelerators import GIB
 from pipeline.errors import UsageError
-from pipeline.forecast.ledger import Peak
+from pipeline.forecast.ledger import Peak, Place
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Extras, Forecast, Host, Step
 from pipeline.forecast.shapes import ModelShape
@@ -15,12 +16,16 @@ from pipeline.plan import Plan
 from pipeline.signature import needs
 
 METHOD = "forecast"
+PROCESSES = "processes"
 
 
 def forecast(plan: Plan, site: Site) -> Forecast:
-    """What the recipe needs at that site. Raises UsageError when one of its stages that matters for
-    that does not tell, and StageError for a model whose sizes cannot be told."""
-    told = _ask(plan, site)
+    """What the recipe needs at that site; errors as of `ask` and `assemble`."""
+    return assemble(plan, site, ask(plan, site))
+
+
+def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
+    """Put together what stages have told. Raises UsageError when one that matters did not."""
     step = _last(told, Step)
     placement = _last(told, Placement)
     if step is None or placement is None:
@@ -44,7 +49,8 @@ def forecast(plan: Plan, site: Site) -> Forecast:
     )
 
 
-def _ask(plan: Plan, site: Site) -> dict[str, Any]:
+def ask(plan: Plan, site: Site) -> dict[str, Any]:
+    """Slot -> what its stage told. Raises StageError for a model whose sizes cannot be told."""
     told: dict[str, Any] = {}
     for step in plan.steps:
         if not hasattr(step.stage, METHOD):
@@ -65,20 +71,20 @@ def _last(told: Mapping[str, Any], kind: type) -> Any:
     return next((each for each in reversed(told.values()) if isinstance(each, kind)), None)  # type: ignore[call-overload]
 
 
-def _host(site: Site, extra: list[Host]) -> dict[str, Peak]:
+def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:
     """Of one node: what its ranks hold, their libraries, and what stages take beside that."""
     ranks = min(site.local_ranks, site.ranks)
-    phases: dict[str, Peak] = {}
-    everywhere = [need for need in extra if not need.phase]
-    for phase, peak in site.ledger.peaks("host").items():
-        items = {"processes": PROCESS * ranks}
-        items |= {item: size * ranks for item, size in peak.items.items()}
-        items |= {need.what: need.bytes for need in everywhere}
-        phases[phase] = Peak(bytes=sum(items.values()), items=items)
+    site.ledger.explain(PROCESSES, f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs")
+    places: tuple[Place, ...] = ("host", "device") if site.device == "cpu" else ("host",)
+    held = site.ledger.peaks(*places)
+    phases = {
+        phase: {PROCESSES: PROCESS * ranks}
+        | {item: size * ranks for item, size in peak.items.items()}
+        for phase, peak in held.items()
+    }
     for need in extra:
-        if need.phase:
-            before = dict(phases[need.phase].items) if need.phase in phases else {}
-            before.setdefault("processes", PROCESS * ranks)
-            items = {**before, need.what: need.bytes}
-            phases[need.phase] = Peak(bytes=sum(items.values()), items=items)
-    return phases
+        site.ledger.explain(need.what, need.formula)
+        for phase in [need.phase] if need.phase else list(held):
+            items = phases.setdefault(phase, {PROCESSES: PROCESS * ranks})
+            items[need.what] = items.get(need.what, 0) + need.bytes
+    return {p: Peak(bytes=sum(items.values()), items=items) for p, items in phases.items()}

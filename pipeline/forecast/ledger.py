@@ -50,10 +50,11 @@ class Ledger:
 
     def held(self, place: Place = "device") -> dict[str, int]:
         """What is there now, by item."""
-        return self._held(len(self._changes), place)
+        return self._held(len(self._changes), (place,))
 
-    def peaks(self, place: Place = "device") -> dict[str, Peak]:
-        """Phase -> its peak, in the order in which phases were first entered."""
+    def peaks(self, *places: Place) -> dict[str, Peak]:
+        """Phase -> the peak of what these places hold together, in the order in which phases were
+        first entered."""
         tops: dict[str, tuple[int, int]] = {}
         now, starts = 0, [*self._phases, ("", len(self._changes))]
         for (name, start), (_, end) in itertools.pairwise(starts):
@@ -62,19 +63,19 @@ class Ledger:
                 top, where = now, start
             for index in range(start, end):
                 _, at, amount = self._changes[index]
-                if at == place:
+                if at in places:
                     now += amount
                     if now > top:
                         top, where = now, index + 1
             tops[name] = (top, where)
         return {
-            name: Peak(bytes=top, items=self._held(where, place))
+            name: Peak(bytes=top, items=self._held(where, places))
             for name, (top, where) in tops.items()
         }
 
-    def _held(self, count: int, place: Place) -> dict[str, int]:
+    def _held(self, count: int, places: tuple[Place, ...]) -> dict[str, int]:
         items: dict[str, int] = {}
         for item, at, amount in self._changes[:count]:
-            if at == place:
+            if at in places:
                 items[item] = items.get(item, 0) + amount
         return {item: amount for item, amount in items.items() if amount}

@@ -85,6 +85,11 @@ class Placement(ABC):
     def step(self) -> None:
         """Clip, update, drop the gradients."""
 
+    @property
+    @abstractmethod
+    def updated(self) -> int:
+        """Bytes that an update reads and writes in the device's memory."""
+
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         """Of an optimizer step of so many micro-batches."""

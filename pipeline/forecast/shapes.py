@@ -37,6 +37,11 @@ class BlockShape(ABC):
 
     weights: Sequence[Weight]
 
+    @property
+    def exported(self) -> Sequence[Weight]:
+        """What is left of them in an export."""
+        return self.weights
+
     @abstractmethod
     def forward(self, net: Net, x: Value) -> Value:
         """Tell `net` what is computed of the residual stream `x`; gives the next one. The caller
@@ -127,6 +132,11 @@ class OptimizerShape:
     def state(self, elements: int) -> int:
         """Bytes of the moments of so many elements."""
         return round(elements * self.bits / 8)
+
+    def touched(self, elements: int, size: int) -> int:
+        """Bytes read and written to update so many weights of `size` bytes: weight and moments both
+        ways, gradients, which are also read for the norm and clipped."""
+        return elements * (2 * size + 4 * size) + 2 * self.state(elements)
 
     def update(self, counts: Sequence[int], size: int) -> int:
         """Bytes taken for a moment to update parameters of so many elements, `size` bytes each."""

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
-from pipeline.artifacts import Checkpoints, ModelSource
+from pipeline.artifacts import Checkpoints, ModelSource, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.result import Extras
+from pipeline.forecast.shapes import ModelShape, OptimizerShape
+from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView, Room
 from stages.checkpoint.addresses import unknown_address
 
@@ -63,6 +66,13 @@ class CheckpointSettings(ABC):
             disk=missing * checkpoints.size,
             folder=Path(checkpoints.address),
         )
+
+    def forecast(
+        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
+    ) -> Extras:
+        from stages.checkpoint.forecast import extras
+
+        return extras(self, site, model, precision, optimizer)
 
     @abstractmethod
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:

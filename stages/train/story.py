@@ -21,7 +21,8 @@ PIECE = 1 << 24
 """Elements of the product that `linear_loss` makes at a time."""
 
 
-LOAD, FORWARD, BACKWARD, UPDATE = "load", "forward and loss", "backward", "optimizer step"
+LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
+UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
 
 
 def tell(
@@ -49,12 +50,14 @@ def tell(
             story.microbatch(last=number == min(count, 3) - 1)
         ledger.phase(UPDATE)
         placement.step()
+    for phase in (SAVE, RESUME):  # which hold what there is between two steps
+        ledger.phase(phase)
     return Step(
         microbatches=count,
         samples=config.global_batch_size,
         tokens=config.global_batch_size * data.length,
         work=_work(model, most * data.length, data.length),
-        update_bytes=0,
+        update_bytes=placement.updated,
     )
 
 

@@ -98,6 +98,10 @@ class DdpPlacement(Placement):
         self.ledger.change(GRADIENTS, -sum(w.elements * self._size(w) for w in self._apart))
         self._apart.clear()
 
+    @property
+    def updated(self) -> int:
+        return self._optimizer.touched(self._trained, self._sizes.master)
+
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         if self.ranks > 1:
             yield Traffic(

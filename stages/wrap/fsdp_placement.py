@@ -200,6 +200,12 @@ class FsdpPlacement(Placement):
         self.ledger.change(GRADIENTS, -sum(counts) * self._sizes.master, self._home)
         self._sharded.clear()
 
+    @property
+    def updated(self) -> int:
+        trained = [w for weights in self._units.values() for w in weights if w.trained]
+        touched = self._optimizer.touched(self._shard(trained, 1), self._sizes.master)
+        return touched if self._home == "device" else 0
+
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         every = [weight for weights in self._units.values() for weight in weights]
         root = self._shard(self._units[None], self._sizes.compute) * self._shards

@@ -1,0 +1,80 @@
+"""`pipe plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.errors import NoFit
+from pipeline.registry import Registry
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1)
+@click.option("--gpus", type=click.IntRange(min=1), help="GPUs of a node.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes. Without --gpus, of 8 GPUs.")
+@click.option("--gpu", help="Kind of GPU, as in H100, or 'A100 40GB'.")
+@click.option("--memory", type=float, help="GiB of a GPU, in place of what its kind has.")
+@click.option("--host-memory", type=float, help="GiB of host memory of a node.")
+@click.option("--interconnect", help="Between nodes: 100gbe, 400g, ..., or GB/s of a node.")
+@click.option("--nvme", type=float, help="GB/s of the disk that state is offloaded to.")
+@click.option(
+    "--overhead", type=float, help="GiB that a GPU loses beside tensors, in place of 1.5."
+)
+@click.option("--explain", is_flag=True, help="Say how each item comes about.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Save the plan, for `pipe run --plan`.",
+)
+@click.pass_obj
+def plan(
+    registry: Registry | None,
+    recipe: str,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    nodes: int | None,
+    gpu: str | None,
+    memory: float | None,
+    host_memory: float | None,
+    interconnect: str | None,
+    nvme: float | None,
+    overhead: float | None,
+    explain: bool,
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    """Tell what RECIPE will need: memory in every phase, disk, network, time.
+
+    By arithmetic alone: no GPU, no weights, no network beyond the model's config. Exit code 3 when
+    it does not fit.
+
+    OVERRIDES change the recipe first, as in train.micro_batch_size=2.
+    """
+    from pipeline.accelerators import GIB
+    from pipeline.forecast.fit import Margins
+    from pipeline.forecast.hardware import Asked
+    from pipeline.forecast.planning import draw_up
+    from pipeline.forecast.site import OVERHEAD
+
+    asked = Asked(
+        gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,
+        interconnect=interconnect, disk=nvme,
+    )  # fmt: skip
+    margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
+    drawn = draw_up(Path(recipe), overrides, asked, margins, registry)
+    record: dict[str, Any] = drawn.record()
+    if out is not None:
+        out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    if as_json:
+        click.echo(json.dumps(record))
+    else:
+        click.echo("\n".join(drawn.lines(explain=explain)))
+    if drawn.short:
+        sys.exit(NoFit.exit_code)

@@ -1,0 +1,60 @@
+"""Does a forecast fit the hardware?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.forecast.result import Forecast
+from pipeline.forecast.site import FRAGMENTATION, OVERHEAD, Hardware, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """Where there is too little."""
+
+    what: str
+    """`memory of a GPU`, `host memory of a node`, `disk`."""
+    phase: str
+    needed: int
+    """Bytes, everything counted."""
+    there: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margins:
+    """What a GPU loses beside tensors."""
+
+    overhead: int = OVERHEAD
+    """Bytes."""
+    fragmentation: float = FRAGMENTATION
+    """Share of tensors' bytes."""
+
+    def of(self, tensors: int) -> int:
+        """Bytes of a device that so many bytes of tensors take in all."""
+        return round(tensors * (1 + self.fragmentation)) + self.overhead
+
+
+def shortages(
+    forecast: Forecast, site: Site, hardware: Hardware, margins: Margins
+) -> Iterator[Shortage]:
+    """Everything that does not fit; nothing where the hardware is not known."""
+    if site.device != "cpu" and hardware.device_memory is not None and forecast.device:
+        phase, peak = max(forecast.device.items(), key=lambda item: item[1].bytes)
+        needed = margins.of(peak.bytes)
+        if needed > hardware.device_memory:
+            yield Shortage(
+                what="memory of a GPU", phase=phase, needed=needed, there=hardware.device_memory
+            )
+    if hardware.host_memory is not None and forecast.host:
+        phase, peak = max(forecast.host.items(), key=lambda item: item[1].bytes)
+        if peak.bytes > hardware.host_memory:
+            yield Shortage(
+                what="host memory of a node",
+                phase=phase,
+                needed=peak.bytes,
+                there=hardware.host_memory,
+            )
+    written = sum(file.bytes for file in forecast.storage)
+    if hardware.disk is not None and written > hardware.disk:
+        yield Shortage(what="disk", phase="checkpoint", needed=written, there=hardware.disk)

@@ -1,0 +1,127 @@
+"""A recipe, machines, and what comes of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts import Precision
+from pipeline.forecast import table
+from pipeline.forecast.chain import ask, assemble
+from pipeline.forecast.fit import Margins, Shortage, shortages
+from pipeline.forecast.hardware import Asked, hardware_of, site_of
+from pipeline.forecast.result import Forecast
+from pipeline.forecast.saved import identity
+from pipeline.forecast.shapes import ModelShape
+from pipeline.forecast.site import Hardware, Site
+from pipeline.forecast.timing import StepTime, step_time
+from pipeline.plan import Plan, plan_file
+from pipeline.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A plan of memory and time."""
+
+    plan: Plan
+    site: Site
+    hardware: Hardware
+    margins: Margins
+    forecast: Forecast
+    model: ModelShape | None
+
+    @property
+    def short(self) -> Sequence[Shortage]:
+        """What does not fit."""
+        return list(shortages(self.forecast, self.site, self.hardware, self.margins))
+
+    @property
+    def time(self) -> StepTime | None:
+        """Of a step."""
+        return step_time(self.forecast, self.site, self.hardware)
+
+    def lines(self, *, explain: bool) -> Iterator[str]:
+        """For people."""
+        yield from self._head()
+        yield ""
+        yield from table.lines(self.forecast, self.site, self.hardware, self.margins, self.time)
+        if explain:
+            yield ""
+            yield from table.explanations(self.forecast)
+        yield ""
+        yield table.verdict(self.short, self.forecast, self.site, self.hardware, self.margins)
+
+    def _head(self) -> Iterator[str]:
+        site, step = self.site, self.forecast.step
+        gpu = self.hardware.accelerator
+        device = "CPU process" if site.device == "cpu" else gpu.name if gpu else "GPU"
+        nodes = f"{site.nodes} node{'s' * (site.nodes > 1)}"
+        yield f"{self.plan.recipe.name} on {nodes}, {site.ranks} x {device}"
+        if self.model is not None:
+            parameters, trained = self.model.parameters, self.model.trained
+            yield f"{parameters / 1e9:.3g} G parameters, {trained / 1e9:.3g} G of them trained"
+        if step is not None:
+            yield (
+                f"{step.samples} samples of {step.tokens // step.samples} tokens a step: "
+                f"{step.microbatches} micro-batch{'es' * (step.microbatches > 1)} on each rank"
+            )
+
+    def record(self) -> dict[str, Any]:
+        """JSON. Bytes and seconds."""
+        time = self.time
+        return {
+            **identity(self.plan),
+            "site": {
+                "ranks": self.site.ranks,
+                "nodes": self.site.nodes,
+                "device": self.site.device,
+            },
+            "hardware": asdict(self.hardware),
+            "margins": asdict(self.margins),
+            "device": {phase: asdict(peak) for phase, peak in self.forecast.device.items()},
+            "host": {phase: asdict(peak) for phase, peak in self.forecast.host.items()},
+            "offloaded": dict(self.forecast.disk),
+            "storage": [asdict(file) for file in self.forecast.storage],
+            "traffic": [asdict(traffic) for traffic in self.forecast.traffic],
+            "copies": asdict(self.forecast.copies),
+            "step": asdict(self.forecast.step) if self.forecast.step else None,
+            "seconds": None if time is None else asdict(time) | {"least": time.least},
+            "formulas": dict(self.forecast.formulas),
+            "caveats": list(self.forecast.caveats),
+            "fits": not self.short
+            if self.hardware.device_memory or self.hardware.host_memory
+            else None,
+            "short": [asdict(short) for short in self.short],
+        }
+
+
+def draw_up(
+    recipe: Path,
+    overrides: Sequence[str],
+    asked: Asked,
+    margins: Margins,
+    registry: Registry | None = None,
+) -> Drawn:
+    """Check the recipe, and ask its stages. Raises RecipeError, UsageError and StageError."""
+    plan = plan_file(recipe, [*overrides, *asked.overrides], registry=registry)
+    return draw_up_plan(plan, asked, margins)
+
+
+def draw_up_plan(plan: Plan, asked: Asked, margins: Margins) -> Drawn:
+    """The same for a recipe that has been checked."""
+    site = site_of(asked, plan.view.procs, plan.view.device)
+    told = ask(plan, site)
+    policy = next((each for each in told.values() if isinstance(each, Precision)), None)
+    compute = policy.compute if policy else "fp32"
+    return Drawn(
+        plan=plan,
+        site=site,
+        hardware=hardware_of(asked, site, compute=compute),
+        margins=margins,
+        forecast=assemble(plan, site, told),
+        model=next(
+            (each for each in reversed(told.values()) if isinstance(each, ModelShape)), None
+        ),
+    )

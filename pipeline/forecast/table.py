@@ -1,0 +1,134 @@
+"""A forecast for people: tables in GiB, and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipeline.accelerators import GIB
+from pipeline.forecast.fit import Margins, Shortage
+from pipeline.forecast.ledger import Peak
+from pipeline.forecast.result import Forecast
+from pipeline.forecast.site import Hardware, Site
+from pipeline.forecast.timing import StepTime, crosses, sent
+from pipeline.throughput import human
+
+
+def lines(
+    forecast: Forecast,
+    site: Site,
+    hardware: Hardware,
+    margins: Margins,
+    time: StepTime | None,
+) -> Iterator[str]:
+    """Everything but the verdict."""
+    if site.device == "cpu":
+        yield from _table("memory of the fullest node, GiB", forecast.host)
+    else:
+        yield from _table("memory of the fullest GPU, GiB", forecast.device)
+        yield from _beside(forecast, hardware, margins)
+        yield ""
+        yield from _table("host memory of the fullest node, GiB", forecast.host)
+    yield ""
+    yield from _disk(forecast)
+    yield from _network(forecast, site)
+    yield from _time(time, hardware)
+    for caveat in forecast.caveats:
+        yield f"not counted: {caveat}"
+
+
+def explanations(forecast: Forecast) -> Iterator[str]:
+    """How each item comes about."""
+    yield "how these come about"
+    seen = [
+        item
+        for peaks in (forecast.device, forecast.host)
+        for p in peaks.values()
+        for item in p.items
+    ]
+    seen += list(forecast.disk)
+    width = max(map(len, seen), default=0)
+    for item in dict.fromkeys(seen):
+        yield f"  {item:<{width}}  {forecast.formulas.get(item, '')}".rstrip()
+
+
+def _table(title: str, peaks: Mapping[str, Peak]) -> Iterator[str]:
+    """Items as rows, phases as columns."""
+    items = list(dict.fromkeys(item for peak in peaks.values() for item in peak.items))
+    width = max((len(item) for item in [title, *items]), default=0)
+    columns = [(phase, max(len(phase), 6)) for phase in peaks]
+    yield f"{title:<{width}}" + "".join(f"  {phase:>{size}}" for phase, size in columns)
+    for item in items:
+        cells = ((peaks[phase].items.get(item, 0), size) for phase, size in columns)
+        yield f"{item:<{width}}" + "".join(f"  {_cell(value):>{size}}" for value, size in cells)
+    totals = ((peaks[phase].bytes, size) for phase, size in columns)
+    yield f"{'together':<{width}}" + "".join(f"  {_gib(value):>{size}}" for value, size in totals)
+
+
+def _beside(forecast: Forecast, hardware: Hardware, margins: Margins) -> Iterator[str]:
+    needed = margins.of(forecast.peak)
+    text = (
+        f"with {margins.fragmentation:.0%} lost between tensors and {_gib(margins.overhead)} GiB "
+        f"beside them (assumed): {_gib(needed)} GiB"
+    )
+    if hardware.device_memory is not None:
+        text += f" of {_gib(hardware.device_memory)}"
+    yield text
+
+
+def _disk(forecast: Forecast) -> Iterator[str]:
+    for file in forecast.storage:
+        yield f"disk: {human(file.bytes)} for {file.what} ({file.formula})"
+    for item, size in forecast.disk.items():
+        yield f"disk of a node: {human(size)} for {item}"
+
+
+def _network(forecast: Forecast, site: Site) -> Iterator[str]:
+    for traffic in forecast.traffic:
+        where = "between nodes" if crosses(traffic, site) else "inside a node"
+        yield (
+            f"a step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} among "
+            f"{traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
+        )
+    if forecast.copies.host:
+        yield f"a step: {human(forecast.copies.host)} between each GPU and its host"
+    if forecast.copies.disk:
+        yield f"a step: {human(forecast.copies.disk)} read and written by each rank on disk"
+
+
+def _time(time: StepTime | None, hardware: Hardware) -> Iterator[str]:
+    if time is None or not time.parts:
+        return
+    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
+    yield (
+        f"a step: at least {time.least:.3g} s, bound by {time.bound}; {time.most:.3g} s if nothing "
+        f"overlapped ({parts}; at the rates of data sheets, which no program reaches)"
+    )
+    if time.unknown:
+        yield f"the step's time leaves out: {', '.join(time.unknown)}, whose rate is not given"
+
+
+def verdict(
+    short: Sequence[Shortage], forecast: Forecast, site: Site, hardware: Hardware, margins: Margins
+) -> str:
+    """One line."""
+    if short:
+        return "\n".join(
+            f"does not fit: {_gib(s.needed)} GiB of {s.what} needed ({s.phase}), "
+            f"{_gib(s.there)} there"
+            for s in short
+        )
+    if site.device == "cpu" and hardware.host_memory is not None:
+        return f"fits: {_gib(forecast.host_peak)} GiB of {_gib(hardware.host_memory)} host memory"
+    if hardware.device_memory is None:
+        return "whether it fits: say --gpu or --memory"
+    left = hardware.device_memory - margins.of(forecast.peak)
+    return f"fits: {_gib(left)} GiB of each GPU to spare"
+
+
+def _cell(size: int) -> str:
+    return _gib(size) if size else "-"
+
+
+def _gib(size: int) -> str:
+    value = size / GIB
+    return f"{value:.1f}" if value >= 0.1 else f"{value:.2f}" if value >= 0.01 else "0.00"
