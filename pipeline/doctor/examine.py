@@ -100,7 +100,8 @@ class _Session:
         return self._failed(name, told) if told.failure else told
 
     def _failed(self, name: str, told: Told) -> Told:
-        self.failures.append(Failure(measurement=name, reason=told.failure))
+        failure = Failure(measurement=name, reason=told.failure, printed=told.printed)
+        self.failures.append(failure)
         return told
 
     def disk(self, folder: Folder, pace: Pace) -> dict[str, float]:

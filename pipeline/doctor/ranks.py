@@ -21,15 +21,17 @@ from pipeline.machine import usable_cores
 
 LOOK_SECONDS = 0.02
 LONGEST_REASON = 300
+LONGEST_PRINTED = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What the processes told, by rank, and why there is no more; `failure` is empty if there is
-    all."""
+    all. `printed` is the end of what the process that failed printed, the first if time was up."""
 
     records: tuple[tuple[dict[str, Any], ...], ...]
     failure: str = ""
+    printed: str = ""
 
     @property
     def all_records(self) -> tuple[dict[str, Any], ...]:
@@ -48,13 +50,14 @@ def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: fl
         started: list[subprocess.Popen[bytes]] = []
         try:
             started += _started(target, settings, procs, folder)
-            failure = _wait(started, folder, seconds)
+            failed, failure = _wait(started, folder, seconds)
         except OSError as error:
-            failure = f"no process could be started: {error}"
+            failed, failure = 0, f"no process could be started: {error}"
         finally:
             _kill(started)
         records = [tuple(jsonl.read(told(folder, rank))) for rank in range(procs)]
-        return Told(records=tuple(records), failure=failure)
+        printed = _printed(folder, failed)[-LONGEST_PRINTED:] if failure else ""
+        return Told(records=tuple(records), failure=failure, printed=printed)
 
 
 def told(folder: Path, rank: int) -> Path:
@@ -62,8 +65,13 @@ def told(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
-def _said(folder: Path, rank: int) -> Path:
+def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
+
+
+def _printed(folder: Path, rank: int) -> str:
+    log = _log(folder, rank)
+    return log.read_text("utf-8", errors="replace").strip() if log.exists() else ""
 
 
 def _started(
@@ -73,7 +81,7 @@ def _started(
     command = [sys.executable, "-P", "-m", "pipeline.doctor.rank", target, str(folder)]
     command += [str(os.getpid()), json.dumps(dict(settings))]
     for rank in range(procs):
-        with _said(folder, rank).open("wb") as log:
+        with _log(folder, rank).open("wb") as log:
             yield subprocess.Popen(
                 command, env=_environment(rank, procs), start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -92,25 +100,28 @@ def _environment(rank: int, procs: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **os.environ, **place}
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> str:
-    """Why one of them gave no result, as soon as that is certain; empty if all ended well."""
+def _wait(
+    processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float
+) -> tuple[int, str]:
+    """Which of them gave no result and why, as soon as that is certain; an empty text if all ended
+    well."""
     deadline = time.monotonic() + seconds
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                return _reason(code, _said(folder, rank))
+                return rank, _reason(code, _printed(folder, rank))
         if all(code == 0 for code in codes):
-            return ""
+            return 0, ""
         if time.monotonic() > deadline:
-            return f"given up after {seconds:.0f} s"
+            return 0, f"given up after {seconds:.0f} s"
         time.sleep(LOOK_SECONDS)
 
 
-def _reason(code: int, log: Path) -> str:
+def _reason(code: int, printed: str) -> str:
     if code < 0:
         return f"its process was killed ({signal.Signals(-code).name})"
-    lines = log.read_text("utf-8", errors="replace").strip().splitlines()
+    lines = printed.splitlines()
     return lines[-1][:LONGEST_REASON] if lines else f"exit code {code}"
 
 

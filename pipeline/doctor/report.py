@@ -152,10 +152,12 @@ class Network(Record):
 
 
 class Failure(Record):
-    """A measurement without a result, and why."""
+    """A measurement without a result, or without all of it, and why; `printed` is what its process
+    printed last."""
 
     measurement: str
     reason: str
+    printed: str = ""
 
 
 class Machine(Record):

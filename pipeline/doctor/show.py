@@ -127,17 +127,18 @@ def _processes(machine: Machine) -> str:
 def _rates(machine: Machine) -> Iterator[Row]:
     for dtype, flops in machine.matmul_flops:
         if flops is not None or dtype != "fp16":
-            yield f"matrix products, {dtype}", _aligned(flops, 1e12, "TFLOP/s")
-    yield "copy in host memory", _aligned(machine.host_copy_bytes_per_s, 1e9, "GB/s")
+            told = UNKNOWN if flops is None else f"{flops / 1e12:.3f} TFLOP/s"
+            yield f"matrix products, {dtype}", f"{told:>15}"
+    yield "copy in host memory", _rate(machine.host_copy_bytes_per_s)
     if machine.device == "cuda":
-        yield "host to GPU, page-locked", _aligned(machine.h2d_bytes_per_s, 1e9, "GB/s")
-        yield "host to GPU, pageable", _aligned(machine.h2d_pageable_bytes_per_s, 1e9, "GB/s")
-        yield "GPU to host, page-locked", _aligned(machine.d2h_bytes_per_s, 1e9, "GB/s")
-        yield "GPU to host, pageable", _aligned(machine.d2h_pageable_bytes_per_s, 1e9, "GB/s")
+        yield "host to GPU, page-locked", _rate(machine.h2d_bytes_per_s)
+        yield "host to GPU, pageable", _rate(machine.h2d_pageable_bytes_per_s)
+        yield "GPU to host, page-locked", _rate(machine.d2h_bytes_per_s)
+        yield "GPU to host, pageable", _rate(machine.d2h_pageable_bytes_per_s)
     else:
-        yield "between host and GPU", f"{UNKNOWN:>8} no GPU"
-    yield "disk, written and synced", _aligned(machine.disk_write_bytes_per_s, 1e9, "GB/s")
-    yield "disk, read uncached", _aligned(machine.disk_read_bytes_per_s, 1e9, "GB/s")
+        yield "between host and GPU", f"{'no GPU':>15}"
+    yield "disk, written, synced", _rate(machine.disk_write_bytes_per_s)
+    yield "disk, read, cache dropped", _rate(machine.disk_read_bytes_per_s)
 
 
 def _collectives(machine: Machine) -> Iterator[str]:
@@ -146,7 +147,7 @@ def _collectives(machine: Machine) -> Iterator[str]:
         if not rows:
             continue
         yield f"{name}, {machine.procs} processes ({backend})"
-        yield f"  {'size':>10} {'time':>12} {'algorithm':>14} {'bus bandwidth':>14}"
+        yield f"  {'size':>10} {'time':>12} {'algorithm':>15} {'bus bandwidth':>15}"
         yield from map(_collective, rows)
         yield f"  latency: {rows[0].seconds * 1e6:.0f} us, at {_binary(rows[0].bytes)}"
         yield ""
@@ -156,8 +157,8 @@ def _collectives(machine: Machine) -> Iterator[str]:
 
 
 def _collective(row: Collective) -> str:
-    rates = f"{row.algbw / 1e9:>9.2f} GB/s {row.busbw / 1e9:>9.2f} GB/s"
-    return f"  {_binary(row.bytes):>10} {row.seconds * 1e3:>9.3f} ms {rates}"
+    time = f"{row.seconds * 1e3:>9.3f} ms"
+    return f"  {_binary(row.bytes):>10} {time} {_rate(row.algbw)} {_rate(row.busbw)}"
 
 
 def _finding(finding: Finding) -> Iterator[str]:
@@ -186,8 +187,9 @@ def _bytes(size: int | None) -> str:
     return UNKNOWN if size is None else human(size)
 
 
-def _aligned(rate: float | None, scale: float, unit: str) -> str:
-    return f"{UNKNOWN:>8}" if rate is None else f"{rate / scale:>8.2f} {unit}"
+def _rate(rate: float | None) -> str:
+    told = UNKNOWN if rate is None else f"{human(rate)}/s"
+    return f"{told:>15}"
 
 
 def _binary(size: int) -> str:

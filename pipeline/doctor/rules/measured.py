@@ -33,13 +33,15 @@ def failed(machine: Machine) -> Iterator[Finding]:
         fatal = FATAL.get(failure.measurement)
         # what ran out of time may only be slow
         late = failure.reason.startswith(("given up", "no time"))
+        nccl = failure.measurement == "collectives" and machine.device == "cuda"
+        log = "NCCL_DEBUG=INFO " if nccl else ""
         yield Finding(
             severity="error" if fatal and not late else "warning",
             name="failed",
             seen=f"{failure.measurement}: {failure.reason}",
             why=fatal if fatal and not late else "what it measures is slow, hangs or is missing",
-            do="NCCL_DEBUG=INFO and TORCH_CPP_LOG_LEVEL=INFO tell more; run pipe doctor again when "
-            "the machine is idle",
+            do=f"{log}pipe doctor --json, when the machine is idle: `failures` has what the process "
+            "printed",
         )
 
 

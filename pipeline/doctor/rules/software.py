@@ -9,13 +9,16 @@ from pipeline.doctor.rules.finding import Finding
 
 
 def torch_cannot_use_gpus(machine: Machine) -> Iterator[Finding]:
-    """The driver has GPUs, and torch none: a build without CUDA, or one newer than the driver."""
+    """The driver has GPUs that torch has not: it has no CUDA, or one newer than the driver."""
     software = machine.software
-    if not software.gpus or machine.devices or "torch" not in software.packages:
+    gpus, usable = software.gpus or 0, len(machine.devices)
+    if usable >= gpus or "torch" not in software.packages:
         return
     torch = f"torch {software.packages['torch']}"
     driver = f"driver {software.driver}" if software.driver else "the driver"
-    if software.torch_cuda is None and software.torch_problem is None:
+    if usable:
+        seen, do = f"{torch} can use {usable} only", "nvidia-smi tells the state of the others"
+    elif software.torch_cuda is None and software.torch_problem is None:
         seen, do = f"{torch} was built without CUDA", "pip install a torch built for CUDA"
     else:
         told = software.torch_problem or "torch does not say why"
@@ -25,7 +28,7 @@ def torch_cannot_use_gpus(machine: Machine) -> Iterator[Finding]:
     yield Finding(
         severity="error",
         name="driver",
-        seen=f"{software.gpus} GPUs, but {seen}",
+        seen=f"{gpus} GPUs, but {seen}",
         why="a run starts a process for each of them, which fails",
         do=do,
     )

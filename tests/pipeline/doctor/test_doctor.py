@@ -118,18 +118,18 @@ def test_the_report(found: Any) -> None:
     lines = doctor().stdout.splitlines()
     start = lines.index("measured, 2 processes, per process")
     assert lines[start + 1 : start + 8] == [
-        "  matrix products, fp32         0.10 TFLOP/s",
-        "  matrix products, bf16         1.00 TFLOP/s",
-        "  copy in host memory           5.00 GB/s",
-        "  between host and GPU             - no GPU",
-        "  disk, written and synced      1.00 GB/s",
-        "  disk, read uncached           1.00 GB/s",
+        "  matrix products, fp32        0.100 TFLOP/s",
+        "  matrix products, bf16        1.000 TFLOP/s",
+        "  copy in host memory               5.0 GB/s",
+        "  between host and GPU                no GPU",
+        "  disk, written, synced             1.0 GB/s",
+        "  disk, read, cache dropped         1.0 GB/s",
         "",
     ]
     start = lines.index("all-gather, 2 processes (gloo)")
     assert lines[start + 1 : start + 4] == [
-        "        size         time      algorithm  bus bandwidth",
-        "       1 MiB     1.000 ms      1.05 GB/s      0.52 GB/s",
+        "        size         time       algorithm   bus bandwidth",
+        "       1 MiB     1.000 ms        1.0 GB/s      524.3 MB/s",
         "  latency: 1000 us, at 1 MiB",
     ]
 
@@ -148,7 +148,8 @@ def test_what_hangs_is_reported_and_the_rest_goes_on(
 ) -> None:
     def measure(target: str, settings: Any, *, procs: int, seconds: float) -> Told:
         if target == "pipeline.doctor.matmul:measure":
-            return Told(records=(({"fp32": 2e9},), ()), failure=f"given up after {seconds:.0f} s")
+            reason = f"given up after {seconds:.0f} s"
+            return Told(records=(({"fp32": 2e9},), ()), failure=reason, printed="a log")
         rates = {"host_copy_bytes_per_s": 2e9}, {"host_copy_bytes_per_s": 1e9}
         copies = target == "pipeline.doctor.copies:measure"
         return Told(records=tuple((rate,) for rate in rates) if copies else ())
@@ -156,7 +157,9 @@ def test_what_hangs_is_reported_and_the_rest_goes_on(
     monkeypatch.setattr(module, "measure", measure)
     result = doctor("--json", "--quick", "--procs", "2", "--folder", str(tmp_path))
     told = json.loads(result.stdout)
-    assert told["failures"] == [{"measurement": "matmul", "reason": "given up after 7 s"}]
+    assert told["failures"] == [
+        {"measurement": "matmul", "reason": "given up after 7 s", "printed": "a log"}
+    ]
     assert told["matmul_flops"] == {"fp32": 2e9, "bf16": None, "fp16": None}
     assert told["host_copy_bytes_per_s"] == 1e9  # of the slower process
     assert told["allreduce"] == []

@@ -30,6 +30,7 @@ def hang(settings, tell):
 
 def fail(settings, tell):
     if os.environ["RANK"] == "1":
+        print("before the end", flush=True)
         raise OSError(28, "No space left on device")
     time.sleep(60)
 
@@ -75,6 +76,7 @@ def test_a_measurement_that_hangs_is_given_up_with_all_it_started() -> None:
 def test_the_first_failure_ends_the_others() -> None:
     told = measure("own_measurements:fail", {}, procs=2, seconds=30)
     assert told.failure == "No space left on device"
+    assert told.printed == "before the end\nNo space left on device"
     assert measure("own_measurements:die", {}, procs=1, seconds=30).failure == (
         "its process was killed (SIGABRT)"
     )

@@ -77,6 +77,11 @@ def test_gpus_and_a_torch_for_processors(healthy: Machine) -> None:
     )
 
 
+def test_some_gpus_cannot_be_used(gpus: Machine) -> None:
+    machine = changed(gpus, "software", gpus=8, torch_cuda="13.0")
+    assert told(machine) == ("error", "driver", "8 GPUs, but torch 2.13.0+cpu can use 4 only")
+
+
 def test_torch_is_newer_than_the_driver(healthy: Machine) -> None:
     problem = "The NVIDIA driver on your system is too old (found version 11040)."
     machine = changed(
