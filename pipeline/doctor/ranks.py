@@ -26,17 +26,27 @@ LONGEST_PRINTED = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What the processes told, by rank, and why there is no more; `failure` is empty if there is
-    all. `printed` is the end of what the process that failed printed, the first if time was up."""
+    """What the processes told, by rank, and why there is no more: `failure`, empty if there is all,
+    `late` if their time was up. `printed` is the end of what the process that failed printed."""
 
-    records: tuple[tuple[dict[str, Any], ...], ...]
+    records: tuple[tuple[dict[str, Any], ...], ...] = ()
     failure: str = ""
+    late: bool = False
     printed: str = ""
 
     @property
     def all_records(self) -> tuple[dict[str, Any], ...]:
         """Those of every rank."""
         return tuple(record for rank in self.records for record in rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """How the processes ended: which failed and why; an empty text if none did."""
+
+    failure: str = ""
+    rank: int = 0
+    late: bool = False
 
 
 def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: float) -> Told:
@@ -50,14 +60,14 @@ def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: fl
         started: list[subprocess.Popen[bytes]] = []
         try:
             started += _started(target, settings, procs, folder)
-            failed, failure = _wait(started, folder, seconds)
+            end = _wait(started, folder, seconds)
         except OSError as error:
-            failed, failure = 0, f"no process could be started: {error}"
+            end = _End(failure=f"no process could be started: {error}")
         finally:
             _kill(started)
         records = [tuple(jsonl.read(told(folder, rank))) for rank in range(procs)]
-        printed = _printed(folder, failed)[-LONGEST_PRINTED:] if failure else ""
-        return Told(records=tuple(records), failure=failure, printed=printed)
+        printed = _printed(folder, end.rank)[-LONGEST_PRINTED:] if end.failure else ""
+        return Told(records=tuple(records), failure=end.failure, late=end.late, printed=printed)
 
 
 def told(folder: Path, rank: int) -> Path:
@@ -100,21 +110,18 @@ def _environment(rank: int, procs: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **os.environ, **place}
 
 
-def _wait(
-    processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float
-) -> tuple[int, str]:
-    """Which of them gave no result and why, as soon as that is certain; an empty text if all ended
-    well."""
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> _End:
+    """Returns as soon as one failed, all ended well, or time is up."""
     deadline = time.monotonic() + seconds
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                return rank, _reason(code, _printed(folder, rank))
+                return _End(failure=_reason(code, _printed(folder, rank)), rank=rank)
         if all(code == 0 for code in codes):
-            return 0, ""
+            return _End()
         if time.monotonic() > deadline:
-            return 0, f"given up after {seconds:.0f} s"
+            return _End(failure=f"given up after {seconds:.0f} s", late=True)
         time.sleep(LOOK_SECONDS)
 
 

@@ -152,11 +152,12 @@ class Network(Record):
 
 
 class Failure(Record):
-    """A measurement without a result, or without all of it, and why; `printed` is what its process
-    printed last."""
+    """A measurement without a result, or without all of it, and why. `late`: its time was up, so
+    it may only be slow. `printed` is what its process printed last."""
 
     measurement: str
     reason: str
+    late: bool = False
     printed: str = ""
 
 

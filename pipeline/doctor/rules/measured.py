@@ -11,8 +11,8 @@ from pipeline.throughput import human
 
 LARGE = 64 << 20
 NVLINK_BUSBW = 20e9
-"""Bytes per second: less than one link of the first generation that servers have carries in a
-direction, and more than PCIe 3.0 does."""
+"""Bytes per second: what one link of the first NVLink carries in a direction, and more than PCIe
+3.0 does."""
 
 WEIGHTS = 7e9
 BYTES_PER_WEIGHT = 12
@@ -30,18 +30,16 @@ FATAL = {
 def failed(machine: Machine) -> Iterator[Finding]:
     """A measurement that gave no result."""
     for failure in machine.failures:
-        fatal = FATAL.get(failure.measurement)
-        # what ran out of time may only be slow
-        late = failure.reason.startswith(("given up", "no time"))
+        fatal = None if failure.late else FATAL.get(failure.measurement)
         nccl = failure.measurement == "collectives" and machine.device == "cuda"
         log = "NCCL_DEBUG=INFO " if nccl else ""
         yield Finding(
-            severity="error" if fatal and not late else "warning",
+            severity="error" if fatal else "warning",
             name="failed",
             seen=f"{failure.measurement}: {failure.reason}",
-            why=fatal if fatal and not late else "what it measures is slow, hangs or is missing",
-            do=f"{log}pipe doctor --json, when the machine is idle: `failures` has what the process "
-            "printed",
+            why=fatal or "what it measures is slow, hangs or is missing",
+            do=f"{log}pipe doctor --json, when the machine is idle: `failures` has what the "
+            "process printed",
         )
 
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main
 from pipeline.doctor import examine as module
+from pipeline.doctor import session
 from pipeline.doctor.pace import QUICK
 from pipeline.doctor.ranks import Told
 from pipeline.doctor.report import Machine, read_machine
@@ -137,10 +138,47 @@ def test_the_report(found: Any) -> None:
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"name": "H100", "memory_bytes": 80, "compute_capability": "9.0"}
     told = Told(records=(({"cuda": "13.0", "devices": [gpu]},),))
-    monkeypatch.setattr(module, "measure", lambda *_, **__: told)
+    monkeypatch.setattr(session, "measure", lambda *_, **__: told)
     result = doctor("--procs", "2")
     assert result.exit_code == 2
     assert "error: --procs 2, but this machine has 1 GPU " in result.stderr
+
+
+def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of two of them, and shown; the answers are made up."""
+    gpu = {"name": "H100", "memory_bytes": 80 * 10**9, "compute_capability": "9.0"}
+    answers: dict[str, list[dict[str, Any]]] = {
+        "torch_facts": [{"cuda": "13.0", "nccl": "2.28.3", "devices": [gpu, gpu]}],
+        "disk": [{"disk_write_bytes_per_s": 2e9}, {"disk_read_bytes_per_s": 3e9}],
+        "matmul": [{"fp32": 5e13}, {"bf16": 7e14}, {"fp16": 6e14}],
+        "copies": [{"h2d_bytes_per_s": 5e10}, {"d2h_bytes_per_s": 4e10}],
+        "collectives": [{"operation": "allreduce", "bytes": 1 << 26, "seconds": 5e-4}],
+    }
+    asked: dict[str, tuple[int, float, Any]] = {}
+
+    def measure(target: str, settings: Any, *, procs: int, seconds: float) -> Told:
+        name = target.removeprefix("pipeline.doctor.").removesuffix(":measure")
+        asked[name] = (procs, round(seconds), settings["device"])
+        return Told(records=(tuple(answers[name]),))
+
+    monkeypatch.setattr(session, "measure", measure)
+    lines = doctor("--folder", str(tmp_path), "--out", "machine.json").stdout.splitlines()
+    assert asked == {
+        "torch_facts": (1, 33, "cpu"),
+        "disk": (1, 33, "cuda"),
+        "matmul": (2, 44, "cuda"),
+        "copies": (2, 33, "cuda"),
+        "collectives": (2, 77, "cuda"),
+    }
+    assert "  1  H100, 80.0 GB, compute capability 9.0" in lines
+    assert "  matrix products, fp16      600.000 TFLOP/s" in lines
+    assert "  host to GPU, page-locked         50.0 GB/s" in lines
+    assert "  GPU to host, pageable                    -" in lines
+    assert "all-reduce, 2 processes (NCCL)" in lines
+    assert "      64 MiB     0.500 ms      134.2 GB/s      134.2 GB/s" in lines
+    machine = read_machine(Path("machine.json"))
+    assert (machine.device, machine.procs, machine.matmul_flops.fp16) == ("cuda", 2, 6e14)
+    assert (machine.software.nccl, machine.h2d_bytes_per_s) == ("2.28.3", 5e10)
 
 
 def test_what_hangs_is_reported_and_the_rest_goes_on(
@@ -149,16 +187,21 @@ def test_what_hangs_is_reported_and_the_rest_goes_on(
     def measure(target: str, settings: Any, *, procs: int, seconds: float) -> Told:
         if target == "pipeline.doctor.matmul:measure":
             reason = f"given up after {seconds:.0f} s"
-            return Told(records=(({"fp32": 2e9},), ()), failure=reason, printed="a log")
+            return Told(records=(({"fp32": 2e9},), ()), failure=reason, late=True, printed="a log")
         rates = {"host_copy_bytes_per_s": 2e9}, {"host_copy_bytes_per_s": 1e9}
         copies = target == "pipeline.doctor.copies:measure"
         return Told(records=tuple((rate,) for rate in rates) if copies else ())
 
-    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(session, "measure", measure)
     result = doctor("--json", "--quick", "--procs", "2", "--folder", str(tmp_path))
     told = json.loads(result.stdout)
     assert told["failures"] == [
-        {"measurement": "matmul", "reason": "given up after 7 s", "printed": "a log"}
+        {
+            "measurement": "matmul",
+            "reason": "given up after 7 s",
+            "late": True,
+            "printed": "a log",
+        }
     ]
     assert told["matmul_flops"] == {"fp32": 2e9, "bf16": None, "fp16": None}
     assert told["host_copy_bytes_per_s"] == 1e9  # of the slower process

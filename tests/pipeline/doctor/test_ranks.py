@@ -67,7 +67,7 @@ def test_a_measurement_that_hangs_is_given_up_with_all_it_started() -> None:
     began = time.monotonic()
     told = measure("own_measurements:hang", {}, procs=2, seconds=2)
     assert time.monotonic() - began < 20
-    assert told.failure == "given up after 2 s"
+    assert (told.failure, told.late) == ("given up after 2 s", True)
     pids = [record["pid"] for record in told.all_records]
     assert len(pids) == 4
     assert not any(map(psutil.pid_exists, pids))
@@ -75,7 +75,7 @@ def test_a_measurement_that_hangs_is_given_up_with_all_it_started() -> None:
 
 def test_the_first_failure_ends_the_others() -> None:
     told = measure("own_measurements:fail", {}, procs=2, seconds=30)
-    assert told.failure == "No space left on device"
+    assert (told.failure, told.late) == ("No space left on device", False)
     assert told.printed == "before the end\nNo space left on device"
     assert measure("own_measurements:die", {}, procs=1, seconds=30).failure == (
         "its process was killed (SIGABRT)"
