@@ -1,7 +1,8 @@
 """The `pipe` command. Importing this imports click and nothing heavier.
 
 Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 3 an import left something out or a
-plan does not fit, 4 a run is not what was planned, 130 SIGINT, 143 SIGTERM, 129 SIGHUP.
+plan does not fit, 4 a run is not what was planned, 5 training will fail on this machine (doctor),
+130 SIGINT, 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ COMMANDS = {
     "import": (
         "pipeline.commands.import_:import_",
         "Turn other tools' configuration files into a recipe.",
+    ),
+    "doctor": (
+        "pipeline.commands.doctor:doctor",
+        "Measure this machine, and say what will hurt.",
     ),
     "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
     "plan": ("pipeline.commands.plan:plan", "Tell what a recipe will need, and whether it fits."),

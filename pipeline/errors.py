@@ -137,6 +137,12 @@ class RunStopped(PipeError):
         super().__init__(message, hint=hint)
 
 
+class MachineUnfit(PipeError):
+    """`pipe doctor` found what training will fail on."""
+
+    exit_code = 5
+
+
 class RunLocked(UsageError):
     """Another live process works in this run folder."""
 

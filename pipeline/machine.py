@@ -1,8 +1,9 @@
-"""What this machine has left."""
+"""What this machine has, and what it has left."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,27 +22,58 @@ def free_memory() -> int:
     return max(min(free, *_left_in_groups(), sys.maxsize), 0)
 
 
+def total_memory() -> int | None:
+    """Bytes of host memory that processes here may hold together: the machine's, or what a control
+    group leaves of it; None where the system does not say."""
+    try:
+        total = _figures(Path("/proc/meminfo"))["MemTotal"] * 1024
+    except OSError:
+        return None
+    return min([total, *(limit for _, _, limit in _memory_limits())])
+
+
+def usable_cores() -> float:
+    """Cores' worth of processor time that processes here may use together: this process's affinity,
+    or a control group's quota, which need not be whole."""
+    return min([float(len(os.sched_getaffinity(0))), *_quotas()])
+
+
 def _left_in_groups() -> Iterator[int]:
-    """Of every control group that this process is in, and those above them, of either version."""
-    for folder, limit, used in _groups():
-        with contextlib.suppress(OSError, ValueError, KeyError):
+    for folder, used, limit in _memory_limits():
+        with contextlib.suppress(OSError, ValueError):
             figures = _figures(folder / "memory.stat")
             # Memory that cannot be taken back; what is shared (snapshots) is kept like files.
-            held = sum(figures.get(name, 0) for name in (used, "shmem"))
-            yield int((folder / limit).read_text("ascii")) - held
+            yield limit - sum(figures.get(name, 0) for name in (used, "shmem"))
 
 
-def _groups() -> Iterator[tuple[Path, str, str]]:
-    """Folder, name of the file with the limit, and of the figure of private memory."""
+def _memory_limits() -> Iterator[tuple[Path, str, int]]:
+    """Folder, name of the figure of private memory, and limit in bytes, where there is one."""
+    for folder, old in _groups("memory"):
+        file, used = ("memory.limit_in_bytes", "rss") if old else ("memory.max", "anon")
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            yield folder, used, int((folder / file).read_text("ascii"))
+
+
+def _quotas() -> Iterator[float]:
+    for folder, old in _groups("cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError):  # "max", or -1, is no quota
+            quota, period = " ".join((folder / name).read_text("ascii") for name in names).split()
+            if int(quota) > 0:
+                yield int(quota) / int(period)
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Every control group that this process is in, and those above them, of either version: its
+    folder, and whether it is of the old one."""
     for line in _OWN.read_text("ascii").splitlines() if _OWN.exists() else ():
         _, controllers, place = line.split(":", 2)
-        old = "memory" in controllers.split(",")
+        old = controller in controllers.split(",")
         if not old and controllers:
             continue
-        root = _CGROUPS / "memory" if old else _CGROUPS
-        names = ("memory.limit_in_bytes", "rss") if old else ("memory.max", "anon")
+        root = _CGROUPS / controller if old else _CGROUPS
         for parent in (Path(place), *Path(place).parents):
-            yield (root / parent.relative_to("/"), *names)
+            yield root / parent.relative_to("/"), old
 
 
 def _figures(file: Path) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.accelerators import GIB
 from pipeline.errors import UsageError
@@ -14,6 +14,8 @@ from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import PROCESS, Site
 from pipeline.plan import Plan
 from pipeline.signature import needs
+
+T = TypeVar("T")
 
 METHOD = "forecast"
 PROCESSES = "processes"
@@ -26,8 +28,8 @@ def forecast(plan: Plan, site: Site) -> Forecast:
 
 def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
     """Put together what stages have told. Raises UsageError when one that matters did not."""
-    step = _last(told, Step)
-    placement = _last(told, Placement)
+    step = latest(told, Step)
+    placement = latest(told, Placement)
     if step is None or placement is None:
         mute = [f"{s.slot}: {s.use}" for s in plan.steps if not hasattr(s.stage, METHOD)]
         raise UsageError(
@@ -35,7 +37,7 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
             hint="these stages have no forecast" if mute else "give it a train slot",
         )
     extras = [each for each in told.values() if isinstance(each, Extras)]
-    model = _last(told, ModelShape)
+    model = latest(told, ModelShape)
     return Forecast(
         device=site.ledger.peaks("device"),
         host=_host(site, [need for extra in extras for need in extra.host]),
@@ -58,7 +60,7 @@ def ask(plan: Plan, site: Site) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
         stage: type = type(step.stage)
         for need in needs(stage, METHOD):
-            given = _last(told, need.type)
+            given = latest(told, need.type)
             if given is None and not need.optional:
                 break
             inputs[need.parameter] = given
@@ -67,8 +69,9 @@ def ask(plan: Plan, site: Site) -> dict[str, Any]:
     return told
 
 
-def _last(told: Mapping[str, Any], kind: type) -> Any:
-    return next((each for each in reversed(told.values()) if isinstance(each, kind)), None)  # type: ignore[call-overload]
+def latest(told: Mapping[str, Any], kind: type[T]) -> T | None:
+    """What the latest slot has told that told something of this kind."""
+    return next((each for each in reversed(told.values()) if isinstance(each, kind)), None)
 
 
 def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.artifacts import Precision
 from pipeline.forecast import table
-from pipeline.forecast.chain import ask, assemble
+from pipeline.forecast.chain import ask, assemble, latest
 from pipeline.forecast.fit import Margins, Shortage, shortages
 from pipeline.forecast.hardware import Asked, hardware_of, site_of
 from pipeline.forecast.result import Forecast
@@ -36,6 +36,12 @@ class Drawn:
     def short(self) -> Sequence[Shortage]:
         """What does not fit."""
         return list(shortages(self.forecast, self.site, self.hardware, self.margins))
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the memory is not known."""
+        known = self.hardware.host_memory if self.site.device == "cpu" else None
+        return not self.short if known or self.hardware.device_memory else None
 
     @property
     def time(self) -> StepTime | None:
@@ -73,11 +79,9 @@ class Drawn:
         time = self.time
         return {
             **identity(self.plan),
-            "site": {
-                "ranks": self.site.ranks,
-                "nodes": self.site.nodes,
-                "device": self.site.device,
-            },
+            "ranks": self.site.ranks,
+            "nodes": self.site.nodes,
+            "computes_on": self.site.device,
             "hardware": asdict(self.hardware),
             "margins": asdict(self.margins),
             "device": {phase: asdict(peak) for phase, peak in self.forecast.device.items()},
@@ -90,9 +94,7 @@ class Drawn:
             "seconds": None if time is None else asdict(time) | {"least": time.least},
             "formulas": dict(self.forecast.formulas),
             "caveats": list(self.forecast.caveats),
-            "fits": not self.short
-            if self.hardware.device_memory or self.hardware.host_memory
-            else None,
+            "fits": self.fits,
             "short": [asdict(short) for short in self.short],
         }
 
@@ -113,7 +115,7 @@ def draw_up_plan(plan: Plan, asked: Asked, margins: Margins) -> Drawn:
     """The same for a recipe that has been checked."""
     site = site_of(asked, plan.view.procs, plan.view.device)
     told = ask(plan, site)
-    policy = next((each for each in told.values() if isinstance(each, Precision)), None)
+    policy = latest(told, Precision)
     compute = policy.compute if policy else "fp32"
     return Drawn(
         plan=plan,
@@ -121,7 +123,5 @@ def draw_up_plan(plan: Plan, asked: Asked, margins: Margins) -> Drawn:
         hardware=hardware_of(asked, site, compute=compute),
         margins=margins,
         forecast=assemble(plan, site, told),
-        model=next(
-            (each for each in reversed(told.values()) if isinstance(each, ModelShape)), None
-        ),
+        model=latest(told, ModelShape),
     )

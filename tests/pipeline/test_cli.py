@@ -322,7 +322,15 @@ def test_help_imports_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("--help",), ("--version",), ("stages",), ("stages", "train.causal_lm"), ("check",)]
+    "args",
+    [
+        ("--help",),
+        ("--version",),
+        ("stages",),
+        ("stages", "train.causal_lm"),
+        ("check",),
+        ("doctor", "--help"),
+    ],
 )
 def test_commands_are_lean(args: tuple[str, ...], tmp_path: Path) -> None:
     if args == ("check",):

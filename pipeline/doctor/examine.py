@@ -1,0 +1,84 @@
+"""Fill a Machine: the inventory, and what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.doctor import bandwidth
+from pipeline.doctor.folders import folders
+from pipeline.doctor.host import host
+from pipeline.doctor.kernel import environment, kernel
+from pipeline.doctor.network import network
+from pipeline.doctor.pace import FULL, QUICK
+from pipeline.doctor.report import Collective, Device, Machine, Matmul
+from pipeline.doctor.session import Session
+from pipeline.doctor.software import operators, software, topology
+from pipeline.errors import UsageError
+from pipeline.machine import total_memory, usable_cores
+
+
+def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], None]) -> Machine:
+    """Look at this machine and measure it with `procs` processes (None: one per GPU, or two).
+
+    `say` is told what is measured next. Raises UsageError if there are fewer GPUs than `procs`.
+    """
+    session = Session(pace=QUICK if quick else FULL, say=say)
+    torch = session.torch()
+    devices = tuple(Device.model_validate(each) for each in torch.get("devices", ()))
+    session.procs = _count(procs, len(devices))
+    if devices:
+        session.use_gpus()
+    places = folders(runs)
+    disk = session.disk(places[0])
+    matmul = session.matmul()
+    copies = session.copies()
+    collectives = session.collectives()
+    return Machine(
+        device=session.device,
+        devices=devices,
+        procs=session.procs,
+        taken=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        host_memory_bytes=total_memory(),
+        matmul_flops=Matmul.model_validate({"fp32": None, "bf16": None, **matmul}),
+        allreduce=_collectives("allreduce", bandwidth.allreduce, collectives, session.procs),
+        allgather=_collectives("allgather", bandwidth.allgather, collectives, session.procs),
+        **_rates(("host_copy", "h2d", "d2h", "h2d_pageable", "d2h_pageable"), copies),
+        **_rates(("disk_write", "disk_read"), disk),
+        host=host(),
+        topology=topology(),
+        network=network(),
+        software=software(torch),
+        operators=operators(),
+        kernel=kernel(),
+        folders=places,
+        environment=environment(os.environ),
+        failures=tuple(session.failures),
+    )
+
+
+def _count(procs: int | None, gpus: int) -> int:
+    if gpus and procs is not None and procs > gpus:
+        raise UsageError(
+            f"--procs {procs}, but this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
+            hint="measure its processors instead: CUDA_VISIBLE_DEVICES= pipe doctor",
+        )
+    return procs or gpus or max(1, min(2, int(usable_cores())))
+
+
+def _collectives(
+    name: str,
+    make: Callable[[int, float, int], Collective],
+    records: Iterable[Mapping[str, Any]],
+    procs: int,
+) -> tuple[Collective, ...]:
+    mine = [record for record in records if record["operation"] == name]
+    return tuple(make(record["bytes"], record["seconds"], procs) for record in mine)
+
+
+def _rates(names: Iterable[str], found: Mapping[str, float]) -> dict[str, Any]:
+    """All fields of that kind, None for what was not measured."""
+    return {f"{name}_bytes_per_s": found.get(f"{name}_bytes_per_s") for name in names}

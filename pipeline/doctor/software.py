@@ -1,0 +1,120 @@
+"""Versions, and what compiles operators; nothing heavy is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.devices import gpu_count
+from pipeline.doctor.report import Operators, Software, Topology
+from pipeline.doctor.topology import parse_topology, visible
+
+PACKAGES = (
+    "pipetrain", "torch", "torchvision", "torchaudio", "triton", "transformers", "deepspeed",
+    "accelerate", "safetensors", "numpy", "peft", "bitsandbytes", "torchao", "flash_attn",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+)  # fmt: skip
+COMPANIONS = ("torchvision", "torchaudio")
+"""Packages whose compiled code fits one torch only."""
+ANSWER_SECONDS = 10
+"""nvidia-smi takes seconds where no process keeps the driver awake."""
+
+
+def software(torch: Mapping[str, Any]) -> Software:
+    """Versions; `torch` is what torch_facts.py told, empty if nothing."""
+    return Software(
+        python=platform.python_version(),
+        packages=versions(PACKAGES),
+        needs_torch=needs_torch(),
+        torch_cuda=torch.get("cuda"),
+        torch_problem=torch.get("problem"),
+        nccl=torch.get("nccl"),
+        driver=driver(),
+        gpus=gpu_count(),
+    )
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Those of `names` that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def needs_torch() -> dict[str, str]:
+    """The torch that each companion says it was built for."""
+    found = {}
+    for name in COMPANIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for requirement in importlib.metadata.requires(name) or ():
+                if exact := re.match(r"torch\s*\(?==\s*([\w.+]+)", requirement):
+                    found[name] = exact[1]
+    return found
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's kernel driver."""
+    said = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return said.splitlines()[0].strip() if said else None
+
+
+def topology() -> Topology:
+    """How the GPUs that a process here would see reach each other; empty without nvidia-smi."""
+    whole = parse_topology(_ask("nvidia-smi", "topo", "-m") or "")
+    return visible(whole, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def operators() -> Operators:
+    """What DeepSpeed's operators are compiled with, found as torch and DeepSpeed look for it."""
+    chosen = os.environ.get("CXX", "c++").split()
+    scripts = sysconfig.get_path("scripts")
+    return Operators(
+        known=True,
+        compiler=shutil.which(chosen[0]) if chosen else None,
+        ninja=shutil.which("ninja") or shutil.which("ninja", path=scripts),
+        cuda_home=_cuda_home(),
+        libaio=_has_libaio(),
+    )
+
+
+def _cuda_home() -> str | None:
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if given:
+        return given if (Path(given) / "bin/nvcc").exists() else None
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        return str(Path(nvcc).parent.parent)
+    return "/usr/local/cuda" if Path("/usr/local/cuda/bin/nvcc").exists() else None
+
+
+def _has_libaio() -> bool:
+    """The library and its header."""
+    folders = [Path("/usr/include"), Path("/usr/local/include")]
+    folders += [Path(each) for each in os.environ.get("CPATH", "").split(os.pathsep) if each]
+    header = any((folder / "libaio.h").exists() for folder in folders)
+    return header and ctypes.util.find_library("aio") is not None
+
+
+def _ask(*command: str) -> str | None:
+    """What a command prints; None if it is not there, fails, or does not answer."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,64 @@
+"""How GPUs reach each other: the table that `nvidia-smi topo -m` prints.
+
+    GPU0  GPU1  NIC0  CPU Affinity  NUMA Affinity  GPU NUMA ID
+    GPU0   X    NV18  PIX           0-47           0              N/A
+
+Cells are separated by tabs, or by blanks where the table was pasted. Newer drivers underline the
+header with terminal codes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pipeline.doctor.report import Link, Topology
+
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_GPU = re.compile(r"GPU\d+")
+
+
+def parse_topology(text: str) -> Topology:
+    """Links between GPUs, each pair once, and the GPUs' memory nodes. Empty if there is no such
+    table."""
+    lines = [line.split() for line in _TERMINAL_CODES.sub("", text).splitlines()]
+    header = next((i for i, cells in enumerate(lines) if cells and _is_header(cells)), None)
+    if header is None:
+        return Topology()
+    columns = _columns(lines[header])
+    links, numa = [], {}
+    for cells in lines[header + 1 :]:
+        if not cells or not _GPU.fullmatch(cells[0]):
+            break
+        own, kinds, rest = cells[0], cells[1 : len(columns) + 1], cells[len(columns) + 1 :]
+        for other, kind in zip(columns, kinds, strict=False):
+            if _GPU.fullmatch(other) and columns.index(own) < columns.index(other):
+                links.append(Link(a=own, b=other, kind=kind))
+        if len(rest) > 1 and rest[1] != "N/A":
+            numa[own] = rest[1]
+    return Topology(links=tuple(links), numa=numa)
+
+
+def visible(topology: Topology, chosen: str | None) -> Topology:
+    """What remains of it under CUDA_VISIBLE_DEVICES=`chosen`, if that gives numbers."""
+    numbers = [part.strip() for part in (chosen or "").split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        return topology
+    names = {f"GPU{number}" for number in numbers}
+    links = tuple(link for link in topology.links if {link.a, link.b} <= names)
+    numa = {gpu: node for gpu, node in topology.numa.items() if gpu in names}
+    return Topology(links=links, numa=numa)
+
+
+def _is_header(cells: list[str]) -> bool:
+    # the first row of the table begins like its header, and goes on with X
+    return bool(_GPU.fullmatch(cells[0])) and (len(cells) == 1 or cells[1] != "X")
+
+
+def _columns(cells: list[str]) -> list[str]:
+    """Devices; "CPU Affinity" and what follows are none."""
+    return cells[: cells.index("CPU")] if "CPU" in cells else cells
+
+
+def is_nvlink(link: Link) -> bool:
+    """NV4 is four NVLinks; NODE and the like go over PCIe."""
+    return re.fullmatch(r"NV\d+", link.kind) is not None

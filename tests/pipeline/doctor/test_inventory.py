@@ -1,0 +1,136 @@
+"""What is read off the system."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from pipeline import machine
+from pipeline.doctor import folders, host, kernel, network, software
+
+
+def test_cores_and_memory_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    system = machine.total_memory()
+    assert system == psutil.virtual_memory().total
+    assert machine.usable_cores() == 8
+    (tmp_path / "own").write_text("0::/job/step\n")
+    for place, quota, limit in (
+        ("job/step", "max 100000", "max"),
+        ("job", "150000 100000", "9000"),
+    ):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "cpu.max").write_text(f"{quota}\n")
+        (tmp_path / place / "memory.max").write_text(f"{limit}\n")
+    assert machine.usable_cores() == 1.5
+    assert machine.total_memory() == 9000
+    (tmp_path / "own").write_text("4:cpu,cpuacct:/old\n3:memory:/old\n0::/\n")
+    (tmp_path / "cpu/old").mkdir(parents=True)
+    (tmp_path / "cpu/old/cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu/old/cpu.cfs_period_us").write_text("100000\n")
+    assert machine.usable_cores() == 8
+    (tmp_path / "cpu/old/cpu.cfs_quota_us").write_text("300000\n")
+    assert machine.usable_cores() == 3
+
+
+def test_processor(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\n")
+    assert host._processor(tmp_path / "cpuinfo") == "AMD EPYC 9654"
+    assert host.host().cores == machine.usable_cores()
+
+
+def test_environment_holds_no_secrets() -> None:
+    given = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "OMP_NUM_THREADS": "1", "GLOO_X": "1"}
+    expected = {"GLOO_X": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    assert kernel.environment(given) == expected
+
+
+def test_kernel(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nCapEff:\t0000000000004000\n")
+    assert kernel._locks_freely(tmp_path / "status") is True
+    (tmp_path / "status").write_text("CapEff:\t0000000000000000\n")
+    assert kernel._locks_freely(tmp_path / "status") is False
+    assert kernel._locks_freely(tmp_path / "none") is None
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert kernel._chosen(tmp_path / "enabled") == "madvise"
+    assert set(kernel.kernel().limits) == {"open_files", "locked_memory", "processes", "core"}
+
+
+def test_the_nearest_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [("/", "ext4"), ("/data", "autofs"), ("/data", "nfs4"), ("/database", "xfs")]
+    found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: found)
+    assert folders.filesystem(Path("/data/runs")) == "nfs4"
+    assert folders.filesystem(Path("/home")) == "ext4"
+    runs, temporary = folders.folders(tmp_path)
+    assert (runs.path, runs.writable) == (str(tmp_path), True)
+    assert temporary.use == "temporary files"
+
+
+def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(up: bool, speed: int, flags: str) -> SimpleNamespace:
+        return SimpleNamespace(isup=up, speed=speed, flags=flags)
+
+    states = {
+        "lo": state(True, 0, "up,loopback,running"),
+        "eth1": state(False, 1000, "broadcast"),
+        "eth0": state(True, 25000, "up,broadcast"),
+        "tun0": state(True, 0, "up"),
+    }
+    monkeypatch.setattr("psutil.net_if_stats", lambda: states)
+    found = [(each.name, each.bits_per_s) for each in network.network().interfaces]
+    assert found == [("eth0", 25e9), ("tun0", None)]
+
+
+def test_the_torch_that_torchvision_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        if name != "torchvision":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return ["numpy", "torch==2.12.0", "pillow!=8.3.*,>=5.3.0"]
+
+    monkeypatch.setattr("importlib.metadata.requires", requires)
+    assert software.needs_torch() == {"torchvision": "2.12.0"}
+
+
+def test_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "clang++ -O2")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    assert software.operators().compiler is None
+    assert software.operators().cuda_home is None
+    (tmp_path / "bin").mkdir()
+    for name in ("clang++", "ninja", "bin/nvcc"):
+        (tmp_path / name).touch(mode=0o755)
+    tools = software.operators()
+    assert (tools.compiler, tools.ninja, tools.cuda_home) == (
+        str(tmp_path / "clang++"),
+        str(tmp_path / "ninja"),
+        str(tmp_path),
+    )
+
+
+def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    command = tmp_path / "nvidia-smi"
+    recorded = Path(__file__).parent / "topologies/nvlink_pairs.txt"
+    command.write_text(
+        f'#!/bin/sh\nif [ "$1" = topo ]; then cat {recorded}; else echo 580.95.05; fi\n'
+    )
+    command.chmod(0o755)
+    assert software.driver() == "580.95.05"
+    assert len(software.topology().links) == 6
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert len(software.topology().links) == 1
+    command.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(software, "ANSWER_SECONDS", 0.2)
+    assert software.driver() is None

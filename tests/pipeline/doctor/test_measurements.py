@@ -1,0 +1,112 @@
+"""The measurements themselves, tiny."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.doctor import bandwidth, copies, disk, matmul, torch_facts
+from pipeline.doctor.ranks import measure
+from pipeline.doctor.timing import seconds_each
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+
+def test_two_processes_exchange(tmp_path: Path) -> None:
+    settings = {
+        "device": "cpu",
+        "store": str(tmp_path / "store"),
+        "sizes": [1000, 4096],
+        "budget": 0.01,
+    }
+    told = measure("pipeline.doctor.collectives:measure", settings, procs=2, seconds=60)
+    assert told.failure == ""
+    first, second = told.records
+    assert [(record["operation"], record["bytes"]) for record in first] == [
+        ("allreduce", 1000),
+        ("allgather", 1000),
+        ("allreduce", 4096),
+        ("allgather", 4096),
+    ]
+    assert second == ()
+    for record in first:
+        assert record["seconds"] > 0
+        result = getattr(bandwidth, record["operation"])(record["bytes"], record["seconds"], 2)
+        assert result.algbw == pytest.approx(record["bytes"] / record["seconds"])
+        factor = {"allreduce": 1.0, "allgather": 0.5}[record["operation"]]
+        assert result.busbw == pytest.approx(factor * result.algbw)
+
+
+def test_the_disk(tmp_path: Path) -> None:
+    records: list[dict[str, float]] = []
+    disk.measure({"folder": str(tmp_path), "size": 1 << 20, "budget": 5}, records.append)
+    assert [set(record) for record in records] == [
+        {"disk_write_bytes_per_s"},
+        {"disk_read_bytes_per_s"},
+    ]
+    assert all(rate > 0 for record in records for rate in record.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_is_left_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part's fsync takes 3 s of a clock; 5 s are given for 1 GiB."""
+    now = [0.0]
+    written: list[int] = []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("os.fsync", lambda _: now.__setitem__(0, now[0] + 3))
+    monkeypatch.setattr(disk, "write_at", lambda _, offset, data: written.append(len(data)))
+    done, seconds = disk._write(0, memoryview(bytes(disk.PIECE)), 1 << 30, 5)
+    assert (done, seconds) == (2 * disk.BETWEEN_SYNCS, 6)
+    assert sum(written) == done
+
+
+def test_copies_and_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "SMALLEST", 32)
+    monkeypatch.setattr(matmul, "LARGEST", 64)
+    records: list[dict[str, float]] = []
+    settings = {"device": "cpu", "size": 1 << 16, "dtypes": ["fp32", "bf16"], "budget": 0.01}
+    copies.measure(settings, records.append)
+    matmul.measure(settings, records.append)
+    assert [list(record) for record in records] == [["host_copy_bytes_per_s"], ["fp32"], ["bf16"]]
+    assert all(rate > 0 for record in records for rate in record.values())
+
+
+def test_repetitions_follow_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An action of 2 s here, 4 s on the slowest; 40 s are given, so 10 repetitions for all."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def action() -> None:
+        now[0] += 2
+
+    seconds = seconds_each(action, device="cpu", budget=40, agree=lambda seconds: 2 * seconds)
+    assert seconds == 4
+    assert now[0] == 2 * (1 + 1 + 10)
+
+
+def test_torch_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", None)
+    records: list[dict[str, object]] = []
+    torch_facts.measure({}, records.append)
+    assert records == [{"cuda": None, "nccl": None, "problem": None, "devices": []}]
+
+
+def test_torch_tells_why_it_cannot_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    def available() -> bool:
+        warnings.warn("The NVIDIA driver on your system is too old\nmore", stacklevel=1)
+        return False
+
+    monkeypatch.setattr("torch.cuda.is_available", available)
+    monkeypatch.setattr("torch.version.cuda", None)
+    records: list[dict[str, object]] = []
+    torch_facts.measure({}, records.append)
+    assert records[0]["problem"] == "The NVIDIA driver on your system is too old"

@@ -1,0 +1,99 @@
+"""Processes that measure: what becomes of those that hang, fail or are left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.doctor.ranks import measure
+
+MEASUREMENTS = """
+import os, subprocess, sys, time
+
+def rates(settings, tell):
+    print("noise of a library")
+    tell({"rank": int(os.environ["RANK"]), "threads": os.environ["OMP_NUM_THREADS"], **settings})
+
+def hang(settings, tell):
+    tell({"pid": os.getpid()})
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
+                             start_new_session=True)
+    tell({"pid": child.pid})
+    time.sleep(60)
+
+def fail(settings, tell):
+    if os.environ["RANK"] == "1":
+        print("before the end", flush=True)
+        raise OSError(28, "No space left on device")
+    time.sleep(60)
+
+def die(settings, tell):
+    os.abort()
+"""
+
+
+@pytest.fixture(autouse=True)
+def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_measurements.py").write_text(MEASUREMENTS)
+    path = [str(tmp_path), str(Path(__file__).parents[3])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
+def test_what_every_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    told = measure("own_measurements:rates", {"size": 1}, procs=2, seconds=30)
+    assert told.failure == ""
+    assert told.all_records == (
+        {"rank": 0, "threads": "3", "size": 1},
+        {"rank": 1, "threads": "3", "size": 1},
+    )
+
+
+def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("pipeline.doctor.ranks.usable_cores", lambda: 7.5)
+    told = measure("own_measurements:rates", {}, procs=2, seconds=30)
+    assert [record["threads"] for record in told.all_records] == ["3", "3"]
+
+
+def test_a_measurement_that_hangs_is_given_up_with_all_it_started() -> None:
+    began = time.monotonic()
+    told = measure("own_measurements:hang", {}, procs=2, seconds=2)
+    assert time.monotonic() - began < 20
+    assert (told.failure, told.late) == ("given up after 2 s", True)
+    pids = [record["pid"] for record in told.all_records]
+    assert len(pids) == 4
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_the_first_failure_ends_the_others() -> None:
+    told = measure("own_measurements:fail", {}, procs=2, seconds=30)
+    assert (told.failure, told.late) == ("No space left on device", False)
+    assert told.printed == "before the end\nNo space left on device"
+    assert measure("own_measurements:die", {}, procs=1, seconds=30).failure == (
+        "its process was killed (SIGABRT)"
+    )
+    assert "no_such_module" in measure("no_such_module:f", {}, procs=1, seconds=30).failure
+
+
+def test_no_process_outlives_a_killed_command(tmp_path: Path) -> None:
+    program = (
+        "from pipeline.doctor.ranks import measure\n"
+        "measure('own_measurements:hang', {}, procs=1, seconds=60)\n"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("pipe-doctor-*/*.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (rank,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert rank.wait(10) is None or not rank.is_running()

@@ -1,0 +1,370 @@
+"""What is found in a machine that is described."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.doctor import bandwidth
+from pipeline.doctor.report import (
+    Device,
+    Failure,
+    Folder,
+    Interface,
+    Limit,
+    Machine,
+    Network,
+    Record,
+)
+from pipeline.doctor.rules import findings
+from pipeline.doctor.rules.finding import Finding
+from pipeline.doctor.topology import parse_topology
+
+GB = 10**9
+RECORDED = Path(__file__).parent / "topologies"
+H100 = Device(name="H100", memory_bytes=80 * GB, compute_capability="9.0")
+V100 = Device(name="V100", memory_bytes=16 * GB, compute_capability="7.0")
+
+
+def changed(machine: Machine, section: str | None = None, **values: Any) -> Machine:
+    if section is None:
+        return machine.model_copy(update=values)
+    part: Record = getattr(machine, section)
+    return machine.model_copy(update={section: part.model_copy(update=values)})
+
+
+def limited(machine: Machine, name: str, soft: int | None) -> Machine:
+    limits = machine.kernel.limits | {name: Limit(soft=soft, hard=soft)}
+    return changed(machine, "kernel", limits=limits)
+
+
+def folder(machine: Machine, **values: Any) -> Machine:
+    return machine.model_copy(update={"folders": (machine.folders[0].model_copy(update=values),)})
+
+
+def only(machine: Machine) -> Finding:
+    (finding,) = findings(machine)
+    return finding
+
+
+def told(machine: Machine) -> tuple[str, str, str]:
+    finding = only(machine)
+    return finding.severity, finding.name, finding.seen
+
+
+def topology(machine: Machine, name: str) -> Machine:
+    table = parse_topology((RECORDED / f"{name}.txt").read_text())
+    return machine.model_copy(update={"topology": table})
+
+
+def test_nothing_hurts(healthy: Machine) -> None:
+    assert findings(healthy) == []
+
+
+def test_a_rule_that_is_not_told_something_is_silent(healthy: Machine) -> None:
+    """As with a file that a person wrote, for a machine that is elsewhere."""
+    needed = {name for name, field in Machine.model_fields.items() if field.is_required()}
+    assert findings(Machine.model_validate(healthy.model_dump(include=needed))) == []
+
+
+def test_gpus_and_a_torch_for_processors(healthy: Machine) -> None:
+    assert told(changed(healthy, "software", gpus=8)) == (
+        "error",
+        "driver",
+        "8 GPUs, but torch 2.13.0+cpu was built without CUDA",
+    )
+
+
+def test_some_gpus_cannot_be_used(gpus: Machine) -> None:
+    machine = changed(gpus, "software", gpus=8, torch_cuda="13.0")
+    assert told(machine) == ("error", "driver", "8 GPUs, but torch 2.13.0+cpu can use 4 only")
+
+
+def test_torch_is_newer_than_the_driver(healthy: Machine) -> None:
+    problem = "The NVIDIA driver on your system is too old (found version 11040)."
+    machine = changed(
+        healthy,
+        "software",
+        gpus=2,
+        driver="470.57.02",
+        torch_cuda="13.0",
+        torch_problem=problem,
+        packages={"torch": "2.13.0"},
+    )
+    assert told(machine) == (
+        "error",
+        "driver",
+        f"2 GPUs, but torch 2.13.0 for CUDA 13.0 cannot use them under driver 470.57.02: {problem}",
+    )
+
+
+def test_torch_for_cuda_without_a_driver(healthy: Machine) -> None:
+    severity, name, seen = told(changed(healthy, "software", torch_cuda="13.0"))
+    assert (severity, name) == ("warning", "no-driver")
+    assert seen == "torch is built for CUDA 13.0, but there is no GPU with a driver"
+
+
+def test_torch_is_missing_or_broken(healthy: Machine) -> None:
+    assert told(changed(healthy, "software", packages={})) == (
+        "error",
+        "torch",
+        "torch is not installed",
+    )
+    problem = "torch cannot be imported: libcudart.so.13: cannot open shared object file"
+    assert told(changed(healthy, "software", torch_problem=problem)) == ("error", "torch", problem)
+
+
+@pytest.mark.parametrize(
+    ("torch", "own", "needed", "fits"),
+    [
+        ("2.13.0+cpu", "0.28.0", "2.13.0", True),
+        ("2.13.0+cpu", "0.28.0+cpu", "2.13.0", True),
+        ("2.13.0+cu130", "0.28.0+cu130", "2.13.0+cu130", True),
+        ("2.13.0+cpu", "0.28.0+cu130", "2.13.0", False),
+        ("2.13.0+cpu", "0.27.0", "2.12.0", False),
+    ],
+)
+def test_torchvision_of_another_build(
+    healthy: Machine, torch: str, own: str, needed: str, fits: bool
+) -> None:
+    packages = {"torch": torch, "torchvision": own}
+    machine = changed(healthy, "software", packages=packages, needs_torch={"torchvision": needed})
+    seen = f"torchvision {own} was built for torch {needed}, but torch is {torch}"
+    expected = [] if fits else [("error", "torchvision", seen)]
+    found = findings(machine)
+    assert [(finding.severity, finding.name, finding.seen) for finding in found] == expected
+
+
+def test_operators(healthy: Machine) -> None:
+    assert told(changed(healthy, "operators", compiler=None)) == (
+        "warning",
+        "compiler",
+        "no C++ compiler",
+    )
+    both = changed(healthy, "operators", compiler=None, ninja=None)
+    assert told(both)[2] == "no C++ compiler and no ninja"
+    assert told(changed(healthy, "operators", libaio=False))[:2] == ("note", "libaio")
+    assert told(changed(healthy, devices=(H100,)))[:2] == ("warning", "cuda-home")
+
+
+@pytest.fixture
+def gpus(healthy: Machine) -> Machine:
+    machine = changed(healthy, device="cuda", devices=(H100,) * 4)
+    return changed(machine, "operators", cuda_home="/usr/local/cuda")
+
+
+def test_nvlink_everywhere(gpus: Machine) -> None:
+    assert findings(topology(gpus, "nvswitch")) == []
+
+
+def test_pairs_across_memory_nodes_are_named(gpus: Machine) -> None:
+    assert told(topology(gpus, "nvlink_pairs")) == (
+        "warning",
+        "across-numa",
+        "GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3: only over the link between processors (SYS)",
+    )
+
+
+def test_no_nvlink(gpus: Machine) -> None:
+    assert told(topology(gpus, "pcie")) == (
+        "warning",
+        "no-nvlink",
+        "GPU0-GPU1, GPU0-GPU2, GPU0-GPU3, GPU1-GPU2 and 2 more pairs: no NVLink (NODE: several "
+        "host bridges of a processor, PHB: a PCIe host bridge, the processor, PIX: one PCIe "
+        "bridge, PXB: several PCIe bridges)",
+    )
+
+
+def test_nvlink_that_is_not_used(gpus: Machine) -> None:
+    machine = topology(gpus, "nvswitch")
+    slow = (bandwidth.allreduce(256 << 20, 0.05, 2),)
+    assert told(changed(machine, allreduce=slow)) == (
+        "warning",
+        "nvlink-unused",
+        "all-reduce has a bus bandwidth of 5.4 GB/s, though NVLink connects all GPUs",
+    )
+    fast = (bandwidth.allreduce(256 << 20, 0.001, 2),)
+    assert findings(changed(machine, allreduce=fast)) == []
+
+
+def test_old_unlike_and_busy_gpus(gpus: Machine) -> None:
+    found = findings(changed(gpus, devices=(H100, V100)))
+    assert [(finding.name, finding.seen) for finding in found] == [
+        ("bf16", "V100 has compute capability 7.0, below 8.0"),
+        ("unlike-gpus", "GPUs of different kinds: H100, V100"),
+    ]
+    ampere = H100.model_copy(update={"compute_capability": "8.0"})
+    assert findings(changed(gpus, devices=(ampere,))) == []
+    busy = H100.model_copy(update={"memory_free_bytes": 20 * GB})
+    assert told(changed(gpus, devices=(H100, busy))) == (
+        "warning",
+        "gpu-in-use",
+        "GPU 1 has 20.0 GB of 80.0 GB free",
+    )
+
+
+@pytest.mark.parametrize(
+    ("measurement", "late", "severity"),
+    [
+        ("collectives", False, "error"),
+        ("torch", False, "error"),
+        ("collectives", True, "warning"),
+        ("matmul", True, "warning"),
+        ("disk", False, "warning"),
+    ],
+)
+def test_failed_measurements(healthy: Machine, measurement: str, late: bool, severity: str) -> None:
+    failures = (Failure(measurement=measurement, reason="why", late=late),)
+    expected = (severity, "failed", f"{measurement}: why")
+    assert told(changed(healthy, failures=failures)) == expected
+
+
+def test_a_slow_disk_in_minutes(healthy: Machine) -> None:
+    finding = only(changed(healthy, disk_write_bytes_per_s=50e6))
+    assert (finding.severity, finding.name) == ("warning", "slow-disk")
+    assert finding.seen == "50.0 MB/s are written"
+    # 7e9 weights * 12 bytes / 50e6 bytes/s / 60 s
+    assert finding.why == "the checkpoint of a 7B model with its AdamW, 84.0 GB, takes 28 min"
+
+
+def test_shared_memory(healthy: Machine) -> None:
+    docker = {"shared_memory_bytes": 64 << 20, "shared_memory_free_bytes": 64 << 20}
+    machine = changed(healthy, "kernel", **docker)
+    assert told(machine) == (
+        "warning",
+        "shared-memory",
+        "/dev/shm has 67.1 MB of 67.1 MB free, for 2 processes",
+    )
+    assert findings(changed(machine, procs=1)) == []
+
+
+def test_locked_memory(healthy: Machine) -> None:
+    machine = limited(healthy, "locked_memory", 8 << 20)
+    assert told(machine) == (
+        "warning",
+        "locked-memory",
+        "8.4 MB of memory may be locked (ulimit -l)",
+    )
+    assert findings(changed(machine, "kernel", locks_freely=True)) == []
+    fast = changed(machine, network=Network(rdma=("mlx5_0",)))
+    assert only(fast).why.endswith("and mlx5_0 cannot register memory")
+
+
+def test_memory(healthy: Machine) -> None:
+    assert told(changed(healthy, "host", swap_used_bytes=GB)) == (
+        "warning",
+        "swap",
+        "1.0 GB of swap are in use",
+    )
+    assert told(changed(healthy, "host", memory_free_bytes=GB)) == (
+        "warning",
+        "host-memory",
+        "1.0 GB of 64.0 GB of host memory are free",
+    )
+    assert told(changed(healthy, "kernel", overcommit_memory=2))[:2] == ("warning", "overcommit")
+
+
+def test_processes(healthy: Machine) -> None:
+    assert told(changed(healthy, procs=16)) == ("warning", "cores", "16 processes share 8 cores")
+    assert told(limited(healthy, "open_files", 1024)) == (
+        "warning",
+        "open-files",
+        "a process may open 1024 files (ulimit -n)",
+    )
+    assert told(limited(healthy, "processes", 512))[:2] == ("warning", "processes")
+    assert told(limited(healthy, "core", None))[:2] == ("note", "core-dumps")
+
+
+@pytest.mark.parametrize(("threads", "hurts"), [("4", False), ("5", True), ("1", False)])
+def test_threads(healthy: Machine, threads: str, hurts: bool) -> None:
+    machine = changed(healthy, environment={"OMP_NUM_THREADS": threads})
+    assert [finding.name for finding in findings(machine)] == ["threads"] * hurts
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("NCCL_P2P_DISABLE", "1", "slow-switch"),
+        ("NCCL_P2P_DISABLE", "0", None),
+        ("NCCL_IB_DISABLE", "1", None),  # there is none to be disabled
+        ("CUDA_LAUNCH_BLOCKING", "1", "slow-switch"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow-switch"),
+        ("TORCH_DISTRIBUTED_DEBUG", "INFO", None),
+        ("GLOO_SOCKET_IFNAME", "ib0", "interface"),
+        ("NCCL_SOCKET_IFNAME", "eth", None),
+        ("NCCL_SOCKET_IFNAME", "^docker", None),
+        ("NCCL_SOCKET_IFNAME", "=eth0", None),
+        ("MASTER_ADDR", "8.8.8.8", "public-address"),
+        ("MASTER_ADDR", "10.0.0.1", None),
+        ("MASTER_ADDR", "node-0", None),
+    ],
+)
+def test_environment(healthy: Machine, variable: str, value: str, expected: str | None) -> None:
+    network = Network(interfaces=(Interface(name="eth0", bits_per_s=None),))
+    machine = changed(healthy, environment={variable: value}, network=network)
+    assert [finding.name for finding in findings(machine)] == ([expected] if expected else [])
+    if expected:
+        assert only(machine).seen.startswith(f"{variable}={value}")
+
+
+def test_infiniband_that_is_switched_off(healthy: Machine) -> None:
+    network = Network(rdma=("mlx5_0",))
+    machine = changed(healthy, environment={"NCCL_IB_DISABLE": "1"}, network=network)
+    assert told(machine) == ("warning", "slow-switch", "NCCL_IB_DISABLE=1")
+
+
+@pytest.mark.parametrize(
+    ("values", "severity", "name", "seen"),
+    [
+        ({"writable": False}, "error", "not-writable", "/data, for runs, cannot be written to"),
+        ({"free_bytes": GB}, "warning", "disk-space", "/data has 1.0 GB free"),
+        ({"filesystem": "nfs4"}, "warning", "network-folder", "/data, for runs, is on nfs4"),
+        ({"filesystem": "tmpfs"}, "warning", "folder-in-memory", "/data is on tmpfs"),
+        (
+            {"filesystem": "overlay"},
+            "note",
+            "container-layer",
+            "/data is in the container itself (overlay)",
+        ),
+    ],
+)
+def test_folders(
+    healthy: Machine, values: dict[str, Any], severity: str, name: str, seen: str
+) -> None:
+    assert told(folder(healthy, **values)) == (severity, name, seen)
+
+
+def test_temporary_files(healthy: Machine) -> None:
+    place = Folder(
+        use="temporary files", path="/tmp", filesystem="tmpfs", free_bytes=GB, writable=True
+    )
+    assert findings(changed(healthy, folders=(place,))) == []
+
+
+def test_a_slow_network(healthy: Machine) -> None:
+    slow, unknown = (Interface(name="eth0", bits_per_s=speed) for speed in (1e9, None))
+    machine = changed(healthy, network=Network(interfaces=(slow,)))
+    assert told(machine) == (
+        "note",
+        "slow-network",
+        "the fastest interface has 1 Gbit/s, and there is no RDMA",
+    )
+    for interfaces in ((slow, unknown), (Interface(name="eth1", bits_per_s=25e9),)):
+        assert findings(changed(healthy, network=Network(interfaces=interfaces))) == []
+
+
+def test_the_worst_comes_first(healthy: Machine) -> None:
+    machine = folder(healthy, writable=False, filesystem="overlay", free_bytes=GB)
+    assert [finding.severity for finding in findings(machine)] == ["error", "warning", "note"]
+
+
+def test_every_finding_is_documented() -> None:
+    """Each rule file's names are in the tables of docs/doctor.md."""
+    root = Path(__file__).parents[3]
+    rules = "".join(path.read_text() for path in (root / "pipeline/doctor/rules").glob("*.py"))
+    names = [part.partition('"')[0] for part in rules.split('name="')[1:]]
+    documented = (root / "docs/doctor.md").read_text()
+    assert len(names) > 25
+    assert [name for name in names if f"| `{name}` |" not in documented] == []
