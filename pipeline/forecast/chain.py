@@ -71,7 +71,7 @@ def ask(plan: Plan, site: Site) -> dict[str, Any]:
 
 def latest(told: Mapping[str, Any], kind: type[T]) -> T | None:
     """What the latest slot has told that told something of this kind."""
-    return next((each for each in reversed(told.values()) if isinstance(each, kind)), None)
+    return next((each for each in reversed([*told.values()]) if isinstance(each, kind)), None)
 
 
 def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:
