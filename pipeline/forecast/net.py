@@ -30,6 +30,8 @@ class Batch:
     samples: int
     length: int
     packed: bool = False
+    mask: int | None = None
+    """Bytes of a number of dropout's mask; None: as of what is dropped."""
 
     @property
     def tokens(self) -> int:
@@ -81,13 +83,36 @@ class Net:
         return new
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
-        """Matrix product with a weight of shape (outputs, inputs)."""
+        """Matrix product with a weight of shape (outputs, inputs), and with its update if it has
+        one."""
+        update = weight.update
+        if update is None:
+            return self._product(x, weight, bias)
+        tape = self.tape
+        with self.module(*weight.parts):
+            out = self._product(x, weight, bias)
+            dropped = self._dropped(x) if update.dropout else tape.hold(x)
+            narrow = self._product(dropped, update.down)
+            tape.drop(dropped)
+            wide = self._product(narrow, update.up)
+            tape.drop(narrow)
+            scaled = self._by_number(wide)
+            tape.drop(wide)
+            total = self.add(out, scaled)
+            tape.drop(out, scaled)
+            return total
+
+    def _product(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
         w, b = self.weight(weight), None if bias is None else self.weight(bias)
         graded = x.graded or w.graded or bool(b and b.graded)
+        unpacked = None if weight.packed is None else self.tensor(weight.elements)
         out = self.tensor(self.batch.tokens * weight.shape[0], graded=graded)
+        self.tape.drop(unpacked)
 
         def back(upstream: Value) -> Parts:
+            again = self.gradient(weight.elements * self.c) if unpacked else None
             mine = self.gradient(x.bytes) if x.graded else None
+            self.tape.drop(again)
             own = self.gradient(weight.elements * self.c) if w.graded else None
             if b is not None and bias is not None and b.graded:
                 yield b, self.gradient(bias.elements * self.c)
@@ -96,6 +121,26 @@ class Net:
 
         saved = [*([x] if w.graded else []), *([w] if x.graded else [])]
         return self.tape.node(out, saved, back)
+
+    def _dropped(self, x: Value) -> Value:
+        """Dropout, which keeps its mask."""
+        mask = self.tensor(x.bytes // x.element, self.batch.mask or x.element, graded=False)
+        out = self.tensor(x.bytes // x.element, x.element, graded=x.graded)
+
+        def back(upstream: Value) -> Parts:
+            yield x, self.gradient(x.bytes)
+
+        self.tape.node(out, [mask], back)
+        self.tape.drop(mask)
+        return out
+
+    def _by_number(self, x: Value) -> Value:
+        out = self.tensor(x.bytes // x.element, x.element, graded=x.graded)
+
+        def back(upstream: Value) -> Parts:
+            yield x, self.gradient(x.bytes)
+
+        return self.tape.node(out, [], back)
 
     def cast(self, x: Value, size: int) -> Value:
         """Another dtype; the same tensor where it has numbers of that size already."""
@@ -206,12 +251,13 @@ class Net:
         """Attention that never holds its matrix (Dao et al. 2022, FlashAttention): keeps its
         inputs, the output and a logarithm of a sum for each head and token."""
         tape = self.tape
-        sums = self.tensor(self.batch.tokens * heads, WIDE)
-        out = self.tensor(q.bytes // q.element)
+        graded = q.graded or k.graded or v.graded
+        sums = self.tensor(self.batch.tokens * heads, WIDE, graded=graded)
+        out = self.tensor(q.bytes // q.element, graded=graded)
 
         def back(upstream: Value) -> Parts:
-            parts = [(x, self.gradient(x.bytes)) for x in (q, k, v)]
-            yield from parts
+            for x in (q, k, v):
+                yield x, self.gradient(x.bytes)
 
         tape.node(out, [q, k, v, out, sums], back)
         tape.drop(sums)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 if TYPE_CHECKING:
     from pipeline.forecast.net import Net
@@ -20,27 +21,64 @@ class Weight:
     """A parameter. Tied ones are one object."""
 
     name: str
-    """Within its block, or in the whole model where it belongs to none."""
+    """As the model's module calls it."""
     shape: tuple[int, ...]
     trained: bool = True
     borrowed: bool = False
     """Held in the compute dtype (`ModelSource.borrowed`)."""
+    packed: int | None = None
+    """Bytes that it is held in, flat, whatever its dtype would take; None: as numbers."""
+    update: Update | None = None
+    """What is trained beside it, if it is a matrix."""
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """How many numbers it has."""
         return math.prod(self.shape)
+
+    def bytes(self, size: int) -> int:
+        """Bytes in which it is held, as numbers of `size` bytes where it is numbers."""
+        return self.elements * size if self.packed is None else self.packed
+
+    def shard(self, shards: int, size: int) -> int:
+        """Bytes of the first of so many shards by rows, which is the largest."""
+        if self.packed is not None:
+            return -(-self.packed // (shards * size)) * size
+        return -(-self.shape[0] // shards) * (self.elements // self.shape[0]) * size
+
+    @functools.cached_property
+    def parts(self) -> tuple[Weight, ...]:
+        """The weight and its update, in module order."""
+        return (self,) if self.update is None else (self, self.update.down, self.update.up)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """A low-rank update of a matrix (Hu et al. 2021, LoRA)."""
+
+    down: Weight
+    """Shape (rank, inputs)."""
+    up: Weight
+    """Shape (outputs, rank)."""
+    dropout: bool = False
 
 
 class BlockShape(ABC):
     """A transformer block."""
 
-    weights: Sequence[Weight]
-
     @property
-    def exported(self) -> Sequence[Weight]:
-        """What is left of them in an export."""
-        return self.weights
+    @abstractmethod
+    def own(self) -> Sequence[Weight]:
+        """Its weights, in module order, without updates."""
+
+    @functools.cached_property
+    def weights(self) -> Sequence[Weight]:
+        """Its weights and their updates, in module order."""
+        return tuple(part for weight in self.own for part in weight.parts)
+
+    @abstractmethod
+    def changed(self, change: Callable[[Weight], Weight]) -> Self:
+        """The same block with every own weight replaced."""
 
     @abstractmethod
     def forward(self, net: Net, x: Value) -> Value:
@@ -81,6 +119,10 @@ class ModelShape(ABC):
         yield from self.root
         for block in self.blocks:
             yield from block.weights
+
+    @abstractmethod
+    def changed(self, change: Callable[[Weight], Weight]) -> Self:
+        """The same model with every own weight replaced; tied ones stay one."""
 
     @property
     def parameters(self) -> int:

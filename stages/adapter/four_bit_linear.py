@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from stages.adapter.compat import bitsandbytes
-from stages.adapter.four_bits import packed_bytes, rounded, unpack
+from stages.adapter.four_bit_sizes import packed_bytes
+from stages.adapter.four_bits import rounded, unpack
 from stages.model.linear import linear_layers
 
 if TYPE_CHECKING:

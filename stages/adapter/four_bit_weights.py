@@ -10,15 +10,8 @@ import torch
 
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.state.blocks import CHUNK
-from stages.adapter.four_bits import (
-    BLOCK,
-    SCALE,
-    code_bytes,
-    codes,
-    packed_bytes,
-    rounded,
-    scales,
-)
+from stages.adapter.four_bit_sizes import BLOCK, SCALE, code_bytes, packed_bytes
+from stages.adapter.four_bits import codes, rounded, scales
 from stages.weights.computed import ComputedReader
 
 if TYPE_CHECKING:

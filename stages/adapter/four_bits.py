@@ -16,27 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from stages.adapter.compat import bitsandbytes
+from stages.adapter.four_bit_sizes import BLOCK, code_bytes, packed_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stages.adapter.artifact import FourBits
-
-BLOCK = 64
-"""Elements that share a scale: the paper's block size, and bitsandbytes' default."""
-
-SCALE = torch.float32.itemsize
-"""Bytes of one."""
-
-
-def code_bytes(elements: int) -> int:
-    """Bytes of the codes, rounded up to where a scale can begin."""
-    return math.ceil(elements / (2 * SCALE)) * SCALE
-
-
-def packed_bytes(elements: int) -> int:
-    """Bytes of a packed weight: 4.5 bits an element, rounded up."""
-    return code_bytes(elements) + math.ceil(elements / BLOCK) * SCALE
 
 
 def codes(values: Tensor, kind: FourBits) -> Tensor:

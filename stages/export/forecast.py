@@ -15,7 +15,7 @@ def extras(dtype: str, model: ModelShape) -> Extras:
     belongs to no block and one block at a time."""
     size = BYTES.get(dtype, BYTES["fp32"])
     root = sum(weight.elements for weight in model.root)
-    blocks = [sum(weight.elements for weight in block.exported) for block in model.blocks]
+    blocks = [sum(weight.elements for weight in block.own) for block in model.blocks]
     return Extras(
         host=[
             Host(

@@ -40,7 +40,12 @@ def tell(
     size = config.microbatch_size(site.ranks)
     most = -(-config.global_batch_size // site.ranks)
     count = -(-most // size)
-    batch = Batch(samples=min(size, most), length=data.length, packed=data.packed)
+    batch = Batch(
+        samples=min(size, most),
+        length=data.length,
+        packed=data.packed,
+        mask=None if site.device == "cpu" else 1,  # torch's kernels for GPUs keep a bool
+    )
     ledger.phase(LOAD)
     placement.load()
     story = Story(model, placement, batch, BYTES[precision.compute], config.loss_chunk_size)

@@ -56,7 +56,7 @@ class DdpPlacement(Placement):
         return sum(weight.elements for weight in self._weights if weight.trained)
 
     def load(self) -> None:
-        held = (w.elements * self._size(w) for w in self._weights)
+        held = (w.bytes(self._size(w)) for w in self._weights)
         self.ledger.change(PARAMETERS, sum(held))
         self.ledger.change(GRADIENTS, self._trained * self._sizes.master)
         largest = max((w.elements for w in self._weights if w.trained), default=0)
@@ -72,7 +72,7 @@ class DdpPlacement(Placement):
         own = Value(0, GATHERED, graded=weight.trained, leaf=leaf)
         if self._size(weight) == size:
             return own
-        cast = tape.make(weight.elements * size, GATHERED, graded=weight.trained)
+        cast = tape.make(weight.bytes(size), GATHERED, graded=weight.trained)
 
         def back(upstream: Value) -> list[tuple[Value, Value | None]]:
             return [(own, tape.make(weight.elements * self._sizes.master, PASSING))]

@@ -83,8 +83,7 @@ class FsdpPlacement(Placement):
 
     def _shard(self, weights: Sequence[Weight], size: int) -> int:
         """Bytes of the first rank's rows, which are the most."""
-        rows = (-(-w.shape[0] // self._shards) * (w.elements // w.shape[0]) for w in weights)
-        return sum(rows) * size
+        return sum(weight.shard(self._shards, size) for weight in weights)
 
     def begin(self, *, last: bool) -> None:
         self._reduces = last or self._reduce_always
@@ -107,14 +106,15 @@ class FsdpPlacement(Placement):
 
     def _open(self, unit: Unit) -> None:
         self._gathered.add(unit)
-        elements = sum(weight.elements for weight in self._units[unit])
-        self.ledger.change(GATHERED, elements * self._sizes.compute)
+        self.ledger.change(GATHERED, self._whole_unit(unit))
 
     def _close(self, unit: Unit) -> None:
         if unit in self._gathered:
             self._gathered.discard(unit)
-            elements = sum(weight.elements for weight in self._units[unit])
-            self.ledger.change(GATHERED, -elements * self._sizes.compute)
+            self.ledger.change(GATHERED, -self._whole_unit(unit))
+
+    def _whole_unit(self, unit: Unit) -> int:
+        return sum(weight.bytes(self._sizes.compute) for weight in self._units[unit])
 
     def before_forward(self, unit: Unit) -> None:
         if unit in self._gathered:
@@ -160,7 +160,8 @@ class FsdpPlacement(Placement):
         self._scattering = mine * self._shards
         self.ledger.change(BUFFERS, self._scattering)
         # A variable of the function that reduces still holds the last gradient.
-        last = trained[-1].elements * self._sizes.compute if trained else 0
+        held = trained[-1:] if self._shards > 1 else []
+        last = sum(weight.elements for weight in held) * self._sizes.compute
         self.ledger.change(WHOLE_GRADIENTS, last - whole - self._accumulated.pop(unit, 0))
         self._keep(unit, trained, mine)
         self.ledger.change(WHOLE_GRADIENTS, -last)

@@ -46,11 +46,11 @@ def shape_of(config: Config, recomputed: Recomputed | None, caveats: tuple[str, 
         )
     full = {**DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None}}
     hidden, vocabulary = int(full["hidden_size"]), int(full["vocab_size"])
-    table = Weight(name="embed_tokens", shape=(vocabulary, hidden))
-    norm = Weight(name="norm", shape=(hidden,))
+    table = Weight(name="model.embed_tokens.weight", shape=(vocabulary, hidden))
+    norm = Weight(name="model.norm.weight", shape=(hidden,))
     head = table
     if not full["tie_word_embeddings"]:
-        head = Weight(name="lm_head", shape=(vocabulary, hidden))
+        head = Weight(name="lm_head.weight", shape=(vocabulary, hidden))
     heads = int(full["num_attention_heads"])
     size = int(full.get("head_dim") or hidden // heads)
     return GatedModel(
@@ -58,7 +58,10 @@ def shape_of(config: Config, recomputed: Recomputed | None, caveats: tuple[str, 
         hidden=hidden,
         vocabulary=vocabulary,
         root=(table, norm) if head is table else (table, norm, head),
-        blocks=[_block(kind, full, heads, size) for _ in range(int(full["num_hidden_layers"]))],
+        blocks=[
+            _block(f"model.layers.{place}", kind, full, heads, size)
+            for place in range(int(full["num_hidden_layers"]))
+        ],
         attention=heads * size,
         recomputed=recomputed,
         caveats=caveats,
@@ -69,20 +72,21 @@ def shape_of(config: Config, recomputed: Recomputed | None, caveats: tuple[str, 
     )
 
 
-def _block(kind: str, config: Config, heads: int, size: int) -> GatedBlock:
+def _block(place: str, kind: str, config: Config, heads: int, size: int) -> GatedBlock:
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     queries = heads * size
     keys = int(config["num_key_value_heads"] or heads) * size
     biased = _BIASED.get(kind, _never)(config)
 
     def matrix(name: str, *shape: int) -> Weight:
-        return Weight(name=name, shape=shape)
+        return Weight(name=f"{place}.{name}.weight", shape=shape)
 
     def bias(name: str, width: int, wanted: bool) -> Weight | None:
-        return Weight(name=f"{name}.bias", shape=(width,)) if wanted else None
+        name = f"{place}.{name}.bias"
+        return Weight(name=name, shape=(width,)) if wanted else None
 
     widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
-    offsets = [bias(name, width, name in biased) for name, width in widths.items()]
+    offsets = [bias(f"self_attn.{n}", width, n in biased) for n, width in widths.items()]
     mlp = bool(config.get("mlp_bias"))
     return GatedBlock(
         heads=heads,
@@ -100,8 +104,16 @@ def _block(kind: str, config: Config, heads: int, size: int) -> GatedBlock:
             bias("mlp.up_proj", inner, mlp),
             bias("mlp.down_proj", hidden, mlp),
         ),
-        head_norms=(matrix("q_norm", size), matrix("k_norm", size)) if kind == "qwen3" else None,
+        head_norms=_head_norms(kind, matrix, size),
     )
+
+
+def _head_norms(
+    kind: str, vector: Callable[[str, int], Weight], size: int
+) -> tuple[Weight, Weight] | None:
+    if kind != "qwen3":
+        return None
+    return vector("self_attn.q_norm", size), vector("self_attn.k_norm", size)
 
 
 def _never(config: Config) -> frozenset[str]:

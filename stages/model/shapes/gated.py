@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Self
 
 from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.shapes import BlockShape, ModelShape, Weight
@@ -34,11 +35,29 @@ class GatedBlock(BlockShape):
     """Of queries and keys, head by head."""
 
     @cached_property
-    def weights(self) -> Sequence[Weight]:  # type: ignore[override]
-        """In module order."""
+    def own(self) -> Sequence[Weight]:
         attention = (self.q, self.k, self.v, self.o, *self.offsets, *(self.head_norms or ()))
         mlp = (self.gate, self.up, self.down, *self.inner_offsets)
         return tuple(weight for weight in (*attention, *mlp, *self.norms) if weight is not None)
+
+    def changed(self, change: Callable[[Weight], Weight]) -> Self:
+        def each(weights: Offsets) -> Any:
+            return tuple(None if weight is None else change(weight) for weight in weights)
+
+        return replace(
+            self,
+            q=change(self.q),
+            k=change(self.k),
+            v=change(self.v),
+            o=change(self.o),
+            gate=change(self.gate),
+            up=change(self.up),
+            down=change(self.down),
+            norms=each(self.norms),
+            offsets=each(self.offsets),
+            inner_offsets=each(self.inner_offsets),
+            head_norms=None if self.head_norms is None else each(self.head_norms),
+        )
 
     def forward(self, net: Net, x: Value) -> Value:
         tape = net.tape
@@ -95,6 +114,17 @@ class GatedModel(ModelShape):
     """The table itself where they are tied."""
     rotary: int
     """Sines and cosines of a position, each."""
+
+    def changed(self, change: Callable[[Weight], Weight]) -> Self:
+        new = {weight: change(weight) for weight in self.root}
+        return replace(
+            self,
+            root=tuple(new.values()),
+            blocks=[block.changed(change) for block in self.blocks],
+            table=new[self.table],
+            norm=new[self.norm],
+            head=new[self.head],
+        )
 
     @property
     def output(self) -> Weight:

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from pipeline.errors import StageError
 from stages.adapter.artifact import FourBits
 from stages.adapter.four_bit_linear import FourBitLinear
+from stages.adapter.four_bit_sizes import BLOCK, packed_bytes
 from stages.adapter.four_bit_weights import PackedReader, RoundedReader
-from stages.adapter.four_bits import BLOCK, packed_bytes, unpack
+from stages.adapter.four_bits import unpack
 from stages.adapter.lora import Lora
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
