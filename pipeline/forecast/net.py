@@ -7,6 +7,7 @@ backward is in torch's tools/autograd/derivatives.yaml.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,17 @@ class Batch:
         return self.samples * self.length
 
 
+@dataclass(kw_only=True)
+class Kept:
+    """Results that a part which is computed again keeps from the first time (selective activation
+    checkpointing): filled in forward, used up in backward."""
+
+    products: bool = False
+    attention: bool = False
+    filling: deque[Value] | None = None
+    using: deque[Value] | None = None
+
+
 class Net:
     """A network on one rank: layers that tell their tape, on weights that a strategy holds.
 
@@ -50,6 +62,7 @@ class Net:
         self.placement = placement
         self.batch = batch
         self.c = compute
+        self.kept = Kept()
         self._using: list[dict[Weight, Value]] = []
 
     @contextlib.contextmanager
@@ -72,6 +85,17 @@ class Net:
         made = self.tape.make(elements * size, graded=graded)
         made.element = size
         return made
+
+    def _result(self, elements: int, size: int, graded: bool, *, kept: bool) -> Value:
+        """A new tensor, or the one that was kept when it was computed the first time."""
+        if kept and self.kept.using:
+            value = self.kept.using.popleft()
+            value.graded = graded
+            return value
+        value = self.tensor(elements, size, graded=graded)
+        if kept and self.kept.filling is not None:
+            self.kept.filling.append(self.tape.hold(value))
+        return value
 
     def gradient(self, size: int) -> Value:
         """A new gradient of so many bytes."""
@@ -106,7 +130,8 @@ class Net:
         w, b = self.weight(weight), None if bias is None else self.weight(bias)
         graded = x.graded or w.graded or bool(b and b.graded)
         unpacked = None if weight.packed is None else self.tensor(weight.elements)
-        out = self.tensor(self.batch.tokens * weight.shape[0], graded=graded)
+        rows = self.batch.tokens
+        out = self._result(rows * weight.shape[0], self.c, graded, kept=self.kept.products)
         self.tape.drop(unpacked)
 
         def back(upstream: Value) -> Parts:
@@ -252,8 +277,9 @@ class Net:
         inputs, the output and a logarithm of a sum for each head and token."""
         tape = self.tape
         graded = q.graded or k.graded or v.graded
-        sums = self.tensor(self.batch.tokens * heads, WIDE, graded=graded)
-        out = self.tensor(q.bytes // q.element, graded=graded)
+        kept = self.kept.attention
+        sums = self._result(self.batch.tokens * heads, WIDE, graded, kept=kept)
+        out = self._result(q.bytes // q.element, self.c, graded, kept=kept)
 
         def back(upstream: Value) -> Parts:
             for x in (q, k, v):

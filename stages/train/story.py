@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts import Precision
-from pipeline.forecast.net import WIDE, Batch, Net
+from pipeline.forecast.net import WIDE, Batch, Kept, Net
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Step, Work
-from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, SampleShape
+from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, Recomputed, SampleShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
 from pipeline.forecast.tape import GRADIENTS, Tape, Value
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stages.train.causal_lm import TrainCausalLm
 
 LOGITS = "logits and loss"
+OFFLOADED = "offloaded activations"
 PIECE = 1 << 24
 """Elements of the product that `linear_loss` makes at a time."""
 
@@ -124,31 +126,48 @@ class Story:
         tape.then(lambda: placement.after_backward(place))
         again = self._model.recomputed
         if again is not None and place % again.every == 0:
-            out = self._recomputed(block, x)
+            out = self._recomputed(block, x, again)
         else:
             out = block.forward(self._net, x)
         tape.then(lambda: placement.before_backward(place))
         placement.after_forward(place)
         return out
 
-    def _recomputed(self, block: BlockShape, x: Value) -> Value:
-        tape = self._tape
+    def _recomputed(self, block: BlockShape, x: Value, how: Recomputed) -> Value:
+        net, tape = self._net, self._tape
+        kept = deque[Value]()
+        net.kept = Kept(
+            products=how.keep == "matmuls", attention=how.keep != "nothing", filling=kept
+        )
         tape.recording = False
-        out = block.forward(self._net, x)
+        out = block.forward(net, x)
         tape.recording = True
+        net.kept = Kept()
+        if how.offload:
+            tape.ledger.change(OFFLOADED, x.bytes, "host")
 
         def back(upstream: Value) -> list[tuple[Value, Value | None]]:
-            inner = Value(0, GRADIENTS, graded=x.graded)
-            inner.bytes, inner.element = x.bytes, x.element
-            tape.hold(inner)
+            if how.offload:
+                inner = net.tensor(x.bytes // x.element, x.element, graded=x.graded)
+                tape.ledger.change(OFFLOADED, -x.bytes, "host")
+            else:
+                inner = Value(0, GRADIENTS, graded=x.graded, element=x.element)
+                inner.bytes = x.bytes
+                tape.hold(inner)
             start = tape.mark()
-            result = block.forward(self._net, inner)
+            net.kept = Kept(
+                products=how.keep == "matmuls", attention=how.keep != "nothing", using=kept
+            )
+            result = block.forward(net, inner)
+            net.kept = Kept()
             tape.accumulate(result, tape.hold(upstream))
             tape.drop(result)
             tape.run_back(start)
+            if how.offload:
+                tape.drop(inner)
             return [(x, inner.gradient)]
 
-        return tape.node(out, [x], back)
+        return tape.node(out, [] if how.offload else [x], back)
 
     def _output(self, hidden: Value) -> Value:
         """Logits, or the loss itself where it is computed in chunks."""
