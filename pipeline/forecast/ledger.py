@@ -28,6 +28,7 @@ class Ledger:
     formulas: dict[str, str] = field(default_factory=dict)
     """Item -> how its bytes come about, for people."""
     _changes: list[tuple[str, Place, int]] = field(default_factory=list, repr=False)
+    _now: dict[str, int] = field(default_factory=dict, repr=False)
     _phases: list[tuple[str, int]] = field(default_factory=list, repr=False)
 
     def phase(self, name: str) -> None:
@@ -38,6 +39,11 @@ class Ledger:
         """So many bytes more, or fewer, of an item."""
         if amount:
             self._changes.append((item, place, amount))
+            self._now[item] = self._now.get(item, 0) + amount
+
+    def now(self, item: str) -> int:
+        """Bytes of an item, wherever."""
+        return self._now.get(item, 0)
 
     def pulse(self, item: str, amount: int, place: Place = "device") -> None:
         """Bytes that are there for a moment only."""

@@ -9,6 +9,7 @@ from pipeline.forecast.result import Extras, Host, Storage
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
+from pipeline.throughput import human
 
 if TYPE_CHECKING:
     from stages.checkpoint.settings import CheckpointSettings
@@ -42,7 +43,7 @@ def extras(
             Storage(
                 what=f"{kept} checkpoint{'s' * (kept > 1)}",
                 bytes=kept * size,
-                formula=f"{kept} x {size / model.parameters:.1f} bytes a parameter",
+                formula=f"{kept} x {human(size)}",
             )
         ],
     )

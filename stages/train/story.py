@@ -12,7 +12,7 @@ from pipeline.forecast.result import Step, Work
 from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, Recomputed, SampleShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
-from pipeline.forecast.tape import GRADIENTS, Tape, Value
+from pipeline.forecast.tape import ACTIVATIONS, GRADIENTS, Tape, Value
 
 if TYPE_CHECKING:
     from stages.train.causal_lm import TrainCausalLm
@@ -57,6 +57,7 @@ def tell(
             story.microbatch(last=number == min(count, 3) - 1)
         ledger.phase(UPDATE)
         placement.step()
+    story.explain()
     for phase in (SAVE, RESUME):  # which hold what there is between two steps
         ledger.phase(phase)
     return Step(
@@ -98,6 +99,26 @@ class Story:
         self._net = Net(self._tape, placement, batch, compute)
         self._placement = placement
         self._chunk = chunk
+        self._kept = 0
+        """Bytes that a block's forward leaves."""
+
+    def explain(self) -> None:
+        """Say how what it takes comes about."""
+        model, net, tell = self._model, self._net, self._tape.ledger.explain
+        tokens, blocks = net.batch.tokens, len(model.blocks)
+        tell(
+            ACTIVATIONS,
+            f"{tokens} tokens; of {blocks} blocks each keeps {self._kept / tokens:.6g} bytes a "
+            "token for backward; and what is being computed",
+        )
+        tell(GRADIENTS, "of what backward has come to")
+        tell(OFFLOADED, "inputs of blocks that are computed again")
+        if self._chunk is None:
+            rows = f"{tokens} tokens x {model.vocabulary} x"
+            tell(LOGITS, f"{rows} ({net.c} bytes of logits, 4 in fp32, 4 of logarithms)")
+        else:
+            rows = f"{min(self._chunk, tokens)} tokens x {model.vocabulary}"
+            tell(LOGITS, f"{rows}, and gradients of the head: {model.output.elements} x 4 bytes")
 
     def microbatch(self, *, last: bool) -> None:
         """Forward, loss and backward."""
@@ -125,10 +146,12 @@ class Story:
         placement.before_forward(place)
         tape.then(lambda: placement.after_backward(place))
         again = self._model.recomputed
+        before = tape.ledger.now(ACTIVATIONS)
         if again is not None and place % again.every == 0:
             out = self._recomputed(block, x, again)
         else:
             out = block.forward(self._net, x)
+        self._kept = max(tape.ledger.now(ACTIVATIONS) - before, self._kept if place else 0)
         tape.then(lambda: placement.before_backward(place))
         placement.after_forward(place)
         return out

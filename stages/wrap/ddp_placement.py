@@ -62,6 +62,22 @@ class DdpPlacement(Placement):
         largest = max((w.elements for w in self._weights if w.trained), default=0)
         self.ledger.pulse(BUFFERS, largest * self._sizes.master)
 
+        self._explain()
+
+    def _explain(self) -> None:
+        own = sum(w.elements for w in self._weights if not w.borrowed)
+        lent = sum(w.elements for w in self._weights if w.borrowed)
+        sizes, trained, tell = self._sizes, self._trained, self.ledger.explain
+        parts = [f"{sizes.master} bytes x {own / 1e9:.4g} G"] if own else []
+        parts += [f"what is borrowed of {lent / 1e9:.4g} G"] if lent else []
+        tell(PARAMETERS, " + ".join(parts))
+        beside = "" if self._views else ", and once more beside the buckets"
+        tell(GRADIENTS, f"{sizes.master} bytes x {trained / 1e9:.4g} G trained, in buckets{beside}")
+        tell(OPTIMIZER, f"{self._optimizer.bits / 8:.4g} bytes x {trained / 1e9:.4g} G trained")
+        tell(GATHERED, f"copies in {sizes.compute} bytes of weights that backward will need")
+        tell(BUFFERS, "the largest gradient, once, when buckets are laid out")
+        tell(UPDATE, "what the optimizer's kernel takes")
+
     def _size(self, weight: Weight) -> int:
         return self._sizes.compute if weight.borrowed else self._sizes.master
 

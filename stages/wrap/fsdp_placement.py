@@ -71,8 +71,29 @@ class FsdpPlacement(Placement):
         self._started = False
 
     def load(self) -> None:
-        self.ledger.explain(PARAMETERS, "master dtype x elements / shards, each matrix by rows")
+        self._explain()
         self.ledger.change(PARAMETERS, sum(map(self._parameters, self._units)), self._home)
+
+    def _explain(self) -> None:
+        every = [weight for weights in self._units.values() for weight in weights]
+        own = sum(weight.elements for weight in every if not weight.borrowed)
+        lent = sum(weight.elements for weight in every if weight.borrowed)
+        trained = sum(weight.elements for weight in every if weight.trained)
+        sizes, shards, tell = self._sizes, self._shards, self.ledger.explain
+        parts = [f"{sizes.master} bytes x {own / 1e9:.4g} G"] if own else []
+        parts += [f"what is borrowed of {lent / 1e9:.4g} G"] if lent else []
+        tell(PARAMETERS, f"({' + '.join(parts)}) / {shards} shards, each matrix by rows")
+        tell(GRADIENTS, f"{sizes.master} bytes x {trained / 1e9:.4g} G trained / {shards} shards")
+        bits = self._optimizer.bits
+        tell(OPTIMIZER, f"{bits / 8:.4g} bytes x {trained / 1e9:.4g} G trained / {shards} shards")
+        tell(GATHERED, f"{sizes.compute} bytes x units that are gathered: the root, blocks in use")
+        tell(
+            BUFFERS,
+            f"{sizes.compute} bytes x the unit that is gathered next, {sizes.reduce} bytes x the "
+            "one whose gradients are reduced",
+        )
+        tell(WHOLE_GRADIENTS, f"{sizes.compute} bytes x the root and the block in backward")
+        tell(UPDATE, "what the optimizer's kernel takes")
 
     def _parameters(self, unit: Unit) -> int:
         weights = self._units[unit]
