@@ -39,6 +39,10 @@ COMMANDS = {
     ),
     "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
     "plan": ("pipeline.commands.plan:plan", "Tell what a recipe will need, and whether it fits."),
+    "advise": (
+        "pipeline.commands.advise:advise",
+        "Find the fastest way to train a model that fits, and write its recipe.",
+    ),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),
     "schema": ("pipeline.commands.schema:schema", "Print the JSON Schema of recipes, for editors."),

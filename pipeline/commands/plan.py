@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.errors import NoFit
 from pipeline.registry import Registry
+
+if TYPE_CHECKING:
+    from pipeline.forecast.fit import Margins
+    from pipeline.forecast.hardware import Asked
+    from pipeline.forecast.planning import Drawn
 
 
 @click.command()
@@ -77,4 +84,29 @@ def plan(
     else:
         click.echo("\n".join(drawn.lines(explain=explain)))
     if drawn.short:
+        if not as_json:
+            _tell_remedies(drawn, Path(recipe), overrides, asked, margins, registry)
         sys.exit(NoFit.exit_code)
+
+
+def _tell_remedies(
+    drawn: Drawn,
+    recipe: Path,
+    overrides: tuple[str, ...],
+    asked: Asked,
+    margins: Margins,
+    registry: Registry | None,
+) -> None:
+    from pipeline.forecast.options import installed_strategies
+    from pipeline.forecast.planning import draw_up
+    from pipeline.forecast.remedies import remedies
+
+    def draw(more: Sequence[str], times: int) -> Drawn:
+        there = replace(asked, nodes=drawn.site.nodes * times, gpus=drawn.site.local_ranks)
+        return draw_up(recipe, [*overrides, *more], there, margins, registry)
+
+    known = installed_strategies(registry or Registry.installed())
+    found = [remedy.line() for remedy in remedies(drawn, draw, known)]
+    click.echo("it would fit with" if found else "nothing here makes it fit")
+    for line in found:
+        click.echo(f"  {line}")

@@ -61,17 +61,17 @@ def _table(title: str, peaks: Mapping[str, Peak]) -> Iterator[str]:
         cells = ((peaks[phase].items.get(item, 0), size) for phase, size in columns)
         yield f"{item:<{width}}" + "".join(f"  {_cell(value):>{size}}" for value, size in cells)
     totals = ((peaks[phase].bytes, size) for phase, size in columns)
-    yield f"{'together':<{width}}" + "".join(f"  {_gib(value):>{size}}" for value, size in totals)
+    yield f"{'together':<{width}}" + "".join(f"  {gib(value):>{size}}" for value, size in totals)
 
 
 def _beside(forecast: Forecast, hardware: Hardware, margins: Margins) -> Iterator[str]:
     needed = margins.of(forecast.peak)
     text = (
-        f"with {margins.fragmentation:.0%} lost between tensors and {_gib(margins.overhead)} GiB "
-        f"beside them (assumed): {_gib(needed)} GiB"
+        f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB "
+        f"beside them (assumed): {gib(needed)} GiB"
     )
     if hardware.device_memory is not None:
-        text += f" of {_gib(hardware.device_memory)}"
+        text += f" of {gib(hardware.device_memory)}"
     yield text
 
 
@@ -113,22 +113,23 @@ def verdict(
     """One line."""
     if short:
         return "\n".join(
-            f"does not fit: {_gib(s.needed)} GiB of {s.what} needed ({s.phase}), "
-            f"{_gib(s.there)} there"
+            f"does not fit: {gib(s.needed)} GiB of {s.what} needed ({s.phase}), "
+            f"{gib(s.there)} there"
             for s in short
         )
     if site.device == "cpu" and hardware.host_memory is not None:
-        return f"fits: {_gib(forecast.host_peak)} GiB of {_gib(hardware.host_memory)} host memory"
+        return f"fits: {gib(forecast.host_peak)} GiB of {gib(hardware.host_memory)} host memory"
     if hardware.device_memory is None:
         return "whether it fits: say --gpu or --memory"
     left = hardware.device_memory - margins.of(forecast.peak)
-    return f"fits: {_gib(left)} GiB of each GPU to spare"
+    return f"fits: {gib(left)} GiB of each GPU to spare"
 
 
 def _cell(size: int) -> str:
-    return _gib(size) if size else "-"
+    return gib(size) if size else "-"
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """GiB, with as many digits as mean something."""
     value = size / GIB
     return f"{value:.1f}" if value >= 0.1 else f"{value:.2f}" if value >= 0.01 else "0.00"

@@ -10,6 +10,7 @@ from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
+from pipeline.forecast.options import RECOMPUTE, Saving
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
@@ -77,6 +78,14 @@ class HfModel:
         from stages.model.shapes.declared import declared_shape
 
         return declared_shape(self)
+
+    def savings(self, ranks: int) -> Iterator[Saving]:
+        if self.activation_checkpointing is None:
+            yield Saving(
+                order=RECOMPUTE,
+                what="activations of blocks are computed again in backward",
+                fields={"activation_checkpointing": {}},
+            )
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.open import open_source

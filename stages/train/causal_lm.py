@@ -18,6 +18,7 @@ from pipeline.artifacts import (
 )
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.options import CHUNK, SMALLER, Saving
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
@@ -133,6 +134,22 @@ class TrainCausalLm:
         from stages.train.story import tell
 
         return tell(self, site, model, data, precision, optimizer, placement)
+
+    def savings(self, ranks: int) -> Iterator[Saving]:
+        if self.loss_chunk_size is None:
+            yield Saving(
+                order=CHUNK,
+                what="the logits of 1024 tokens are there at a time",
+                fields={"loss_chunk_size": 1024},
+            )
+        size = self.microbatch_size(ranks)
+        if size > 1:
+            half = size // 2
+            yield Saving(
+                order=SMALLER,
+                what=f"micro-batches of {half} instead of {size}, more of them",
+                fields={"micro_batch_size": half},
+            )
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
+from pipeline.forecast.options import Order, Strategy
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
@@ -32,6 +34,11 @@ class Ddp:
     find_unused_parameters: bool = False
     """Search the graph every step for parameters without gradient; slow, for models that need
     it."""
+
+    @classmethod
+    def strategies(cls) -> Mapping[str, Strategy]:
+        what = "every rank holds everything"
+        return {"ddp": Strategy(order=Order.REPLICATED, what=what, fields={})}
 
     def forecast(
         self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape

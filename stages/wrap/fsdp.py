@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.options import Order, Strategy
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
@@ -65,6 +66,26 @@ class Fsdp:
             )
         if self.sharding == "no_shard" and self.cpu_offload:
             yield Problem(key="cpu_offload", message="needs a sharding", hint="use full_shard")
+
+    @classmethod
+    def strategies(cls) -> Mapping[str, Strategy]:
+        return {
+            "fsdp-shard-grad-op": Strategy(
+                order=Order.PARTLY_SHARDED,
+                what="shards, gathered once for forward and backward",
+                fields={"sharding": "shard_grad_op"},
+            ),
+            "fsdp": Strategy(
+                order=Order.SHARDED,
+                what="shards over all ranks, gathered block by block",
+                fields={"sharding": "full_shard"},
+            ),
+            "fsdp-hybrid": Strategy(
+                order=Order.SHARDED_WITHIN_NODES,
+                what="shards within each node, gradients averaged across nodes",
+                fields={"sharding": "hybrid_shard"},
+            ),
+        }
 
     def forecast(
         self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape

@@ -1,0 +1,119 @@
+"""`pipe advise`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.errors import NoFit, UsageError
+from pipeline.registry import Registry
+
+EXAMPLE = [
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]},
+    {"messages": [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]},
+]
+"""Rows of the data that the recipe names when none is given."""
+
+
+@click.command()
+@click.argument("model")
+@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of a node.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--gpu", help="Kind of GPU, as in H100, or 'A100 40GB'.")
+@click.option("--memory", type=float, help="GiB of a GPU, in place of what its kind has.")
+@click.option("--host-memory", type=float, help="GiB of host memory of a node.")
+@click.option("--interconnect", help="Between nodes: 100gbe, 400g, ..., or GB/s of a node.")
+@click.option("--nvme", type=float, help="GB/s of the disk that state is offloaded to.")
+@click.option("--overhead", type=float, help="GiB that a GPU loses beside tensors; default 1.5.")
+@click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
+@click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)
+@click.option("--global-batch", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--micro-batch", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--data", type=click.Path(path_type=Path, exists=True), help="Conversations, JSON.")
+@click.option("--revision", help="Commit of a hub model.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Where to write the recipe."
+)
+@click.pass_obj
+def advise(
+    registry: Registry | None,
+    model: str,
+    gpus: int,
+    nodes: int,
+    gpu: str | None,
+    memory: float | None,
+    host_memory: float | None,
+    interconnect: str | None,
+    nvme: float | None,
+    overhead: float | None,
+    full: bool,
+    seq: int,
+    global_batch: int,
+    micro_batch: int,
+    data: Path | None,
+    revision: str | None,
+    out: Path | None,
+) -> None:
+    """Find the fastest way to train MODEL on given GPUs, and write its recipe.
+
+    MODEL is a folder, a hub id, a GGUF file or a config.json. Every way that was rejected is shown
+    with what it would need. Exit code 3 when nothing fits.
+    """
+    from pipeline.accelerators import GIB
+    from pipeline.forecast.advising import Task
+    from pipeline.forecast.advising import advise as walk
+    from pipeline.forecast.fit import Margins
+    from pipeline.forecast.hardware import Asked
+    from pipeline.forecast.site import OVERHEAD
+
+    if gpu is None and memory is None:
+        raise UsageError("say what GPUs these are", hint="--gpu H100, or --memory 80")
+    name = _name(model, lora=not full)
+    target = out or Path(f"{name}.yaml")
+    if target.exists():
+        raise UsageError(f"{target} exists", hint="name another file with --out")
+    asked = Asked(
+        gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,
+        interconnect=interconnect, disk=nvme,
+    )  # fmt: skip
+    margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
+    example = target.with_suffix(".example.jsonl")
+    if data is None:
+        example.write_text("".join(json.dumps(row) + "\n" for row in EXAMPLE), "utf-8")
+    task = Task(
+        name=name, model=_model(model, revision), data=data or example, lora=not full,
+        sequence=seq, global_batch=global_batch, micro_batch=micro_batch, compute="bf16",
+    )  # fmt: skip
+    advice = walk(task, asked, margins, registry or Registry.installed())
+    click.echo("\n".join(advice.lines()))
+    if advice.draft is None:
+        if data is None:
+            example.unlink()
+        click.echo("nothing fits: it takes more or larger GPUs", err=True)
+        sys.exit(NoFit.exit_code)
+    target.write_text(advice.draft.text(), "utf-8")
+    yours = "" if data is not None else f"; its data is an example in {example}: put yours there"
+    click.echo(f"\nwritten: {target}{yours}")
+
+
+def _name(model: str, *, lora: bool) -> str:
+    base = Path(model).name if Path(model).name != "config.json" else Path(model).parent.name
+    words = re.sub(r"[^A-Za-z0-9._-]+", "-", base.removesuffix(".gguf")).strip("-.") or "model"
+    return f"{words}-lora" if lora else words
+
+
+def _model(model: str, revision: str | None) -> dict[str, Any]:
+    """Fields of the model slot. A path is written so that it means the same from anywhere."""
+    path = Path(model).expanduser()
+    if path.name.endswith(".json") and path.is_file():
+        return {"config": str(path.absolute())}
+    if path.exists():
+        return {"path": str(path.absolute())}
+    if revision is not None:
+        return {"path": model, "revision": revision}
+    return {"path": model, "allow_floating_revision": True}

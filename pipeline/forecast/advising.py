@@ -1,0 +1,165 @@
+"""From a model and machines to a recipe that fits them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UsageError
+from pipeline.forecast.advice import Tried, Walk, slot_override
+from pipeline.forecast.draft import Draft
+from pipeline.forecast.fit import Margins
+from pipeline.forecast.hardware import Asked
+from pipeline.forecast.options import Order, installed_strategies
+from pipeline.forecast.planning import Drawn, draw_up
+from pipeline.registry import Registry
+
+MOST_NODES = 512
+"""How far `more GPUs` is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be trained."""
+
+    name: str
+    model: dict[str, Any]
+    """Fields of the model slot."""
+    data: Path
+    lora: bool
+    sequence: int
+    global_batch: int
+    micro_batch: int
+    compute: str
+
+
+def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
+    """The recipe before a strategy is chosen. Raises UsageError when none is installed."""
+    strategies = installed_strategies(registry)
+    if not strategies:
+        raise UsageError("no installed stage offers a strategy")
+    ranks = (asked.gpus or 1) * (asked.nodes or 1)
+    adapter = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}} if task.lora else {}
+    slots: dict[str, dict[str, Any]] = {
+        "model": {"use": "model.hf", **task.model},
+        **adapter,
+        "precision": {"use": "precision.policy", "compute": task.compute},
+        "data": {
+            "use": "data.chat",
+            "files": str(task.data.absolute()),
+            "sequence_length": task.sequence,
+            "heldout_fraction": 0.02,
+        },
+        "optimizer": {
+            "use": "optimizer.adamw",
+            "lr": 1e-4 if task.lora else 1e-5,
+            "weight_decay": 0.0 if task.lora else 0.1,
+            "warmup_ratio": 0.03,
+        },
+        "wrap": strategies[0].slot,
+        "checkpoint": {"use": "checkpoint.sharded", "every": 200, "keep": 2},
+        "train": {
+            "use": "train.causal_lm",
+            "epochs": 1,
+            "global_batch_size": task.global_batch,
+            "micro_batch_size": min(task.micro_batch, -(-task.global_batch // ranks)),
+        },
+        "consolidate": {"use": "consolidate.stream"},
+        "export": {"use": "export.safetensors", "dtype": "bf16"},
+    }
+    return Draft(
+        head=[],
+        top={"name": task.name, "seed": 0, "launch": {"procs": ranks, "device": "cuda"}},
+        slots=slots,
+        reasons={},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What came of it."""
+
+    draft: Draft | None
+    """None: nothing fits."""
+    chosen: Tried | None
+    tried: Sequence[Tried]
+    nodes_needed: int | None
+    """The fewest nodes on which it fits without offloading, of those that were asked about; None
+    where that is not known, or not needed."""
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        for tried in self.tried:
+            mark = "chosen  " if tried is self.chosen else "fits    " if tried.fits else "too much"
+            yield f"{mark}  {tried.what}"
+            yield f"          {tried.told()}"
+        if self.nodes_needed is not None:
+            yield f"without offloading it would fit on {self.nodes_needed} nodes"
+
+
+def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Advice:
+    """Walk the decision order. Raises PipeError for what cannot be planned at all."""
+    draft = draft_of(task, asked, registry)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(draft.text(), "utf-8")
+
+        def draw(overrides: Sequence[str]) -> Drawn:
+            return draw_up(file, overrides, asked, margins, registry)
+
+        walk = Walk(
+            draw=draw,
+            strategies=installed_strategies(registry),
+            few_trained=task.lora,
+            nodes=asked.nodes or 1,
+            tried=[],
+        )
+        chosen = walk.run()
+        needed = None
+        if chosen is None or _offloads(chosen, walk):
+            needed = _nodes(file, walk, asked, margins, registry)
+    final = None
+    if chosen is not None:
+        head = _head(task, walk.tried, chosen)
+        final = replace(draft, head=head).changed(chosen.overrides, chosen.reasons)
+    return Advice(draft=final, chosen=chosen, tried=walk.tried, nodes_needed=needed)
+
+
+def _offloads(chosen: Tried, walk: Walk) -> bool:
+    return any(
+        slot_override("wrap", named.slot) in chosen.overrides
+        for named in walk.strategies
+        if named.strategy.order >= Order.OFFLOADED
+    )
+
+
+def _nodes(
+    file: Path, walk: Walk, asked: Asked, margins: Margins, registry: Registry
+) -> int | None:
+    """The fewest nodes, doubling, on which the most sparing way without offloading fits."""
+    sharded = [named for named in walk.strategies if named.strategy.order == Order.SHARDED]
+    slots = {slot_override("wrap", named.slot) for named in sharded}
+    ways = [tried for tried in walk.tried if slots & set(tried.overrides)]
+    if not ways:
+        return None
+    nodes = (asked.nodes or 1) * 2
+    while nodes <= MOST_NODES:
+        more = replace(asked, nodes=nodes)
+        if not draw_up(file, ways[-1].overrides, more, margins, registry).short:
+            return nodes
+        nodes *= 2
+    return None
+
+
+def _head(task: Task, tried: Sequence[Tried], chosen: Tried) -> list[str]:
+    what = "low-rank updates" if task.lora else "all weights"
+    lines = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", ""]
+    lines.append(f"Chosen: {chosen.what}: {chosen.told()}.")
+    rejected = [one for one in tried if one is not chosen and not one.fits]
+    if rejected:
+        lines += ["", "What came before it in the order and needs too much:"]
+        lines += [f"  {one.what}: {one.told()}" for one in rejected]
+    return lines
