@@ -1,4 +1,4 @@
-"""Well-known models on 1 to 512 GPUs: numbers that were looked at once, and the arithmetic by hand."""
+"""Well-known models on 1 to 512 GPUs: numbers that were looked at, and the arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ GOLDEN = {
     ("405B", 64): (472.8, 137.3, 137.3),
     ("405B", 512): (410.6, 67.7, 67.7),
 }
-"""(model, GPUs) -> GiB of tensors on each at the peak: fully sharded, one sample of 4096 tokens at a
-time, in bf16 with fp32 masters; with activations computed again; and with the loss in chunks."""
+"""(model, GPUs) -> GiB of tensors on each at the peak: fully sharded, one sample of 4096 tokens at
+a time, in bf16 with fp32 masters; with activations computed again; and with the loss in chunks."""
 
 ROOMS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}
 """What is printed on a GPU's box -> GiB that its driver gives."""
