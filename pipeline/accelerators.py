@@ -71,13 +71,13 @@ Memory is a little less than what is printed on the box: the driver takes some."
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """The device whose name, or part of it, `name` holds; None for one that is not known."""
-    words = f" {_words(name)} ".lower()
-    return next((d for d in ACCELERATORS if f" {_words(d.name)} ".lower() in words), None)
+    """The first device all words of whose name are in `name`; None for one that is not known."""
+    words = _words(name)
+    return next((device for device in ACCELERATORS if _words(device.name) <= words), None)
 
 
-def _words(name: str) -> str:
-    return name.replace("-", " ").replace("_", " ")
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace("-", " ").replace("_", " ").split())
 
 
 NETWORKS: Mapping[str, float] = {

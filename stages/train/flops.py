@@ -19,29 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.accelerators import find_accelerator
 from pipeline.engine import Engine
 from stages.model.names import stands_for
-
-PEAKS = {
-    "B200": 2250e12,
-    "H200": 989.5e12,
-    "H100 PCIe": 756.5e12,
-    "H100 NVL": 835.5e12,
-    "H100": 989.5e12,
-    "H800": 989.5e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "MI300X": 1307.4e12,
-    "MI250X": 191.5e12,
-}
-"""Part of the device's name, the more particular first -> dense 16-bit floating-point operations a
-second with 32-bit accumulation, by the vendors' data sheets (of the MI250X: one of its two dies,
-which is a device of its own)."""
 
 NARROW = (["bf16"], ["fp16"])
 """What an engine says of its compute dtype where the peaks apply."""
@@ -86,13 +66,9 @@ def utilisation(engine: Engine) -> Utilisation | None:
 
 
 def known_peak(device_name: str) -> float | None:
-    """Peak of the device of that name; None for one that is not in the table."""
-    found = (peak for part, peak in PEAKS.items() if f" {part} " in f" {_words(device_name)} ")
-    return next(found, None)
-
-
-def _words(name: str) -> str:
-    return name.replace("-", " ").replace("_", " ")
+    """Peak of the device of that name; None for one that is not known."""
+    device = find_accelerator(device_name)
+    return None if device is None else device.flops
 
 
 def known_cost(engine: Engine) -> Cost | None:

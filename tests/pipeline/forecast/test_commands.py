@@ -1,0 +1,192 @@
+"""`pipe plan`, `pipe advise` and `pipe run --plan`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+FAMILY = [
+    path.name
+    for path in sorted(RECIPES.glob("*.yaml"))
+    if "zero" not in path.name  # tested with their strategy
+]
+
+
+def pipe(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def planned(*arguments: str | Path) -> dict[str, Any]:
+    result = pipe("plan", "--json", *arguments)
+    record: dict[str, Any] = json.loads(result.output)
+    assert result.exit_code == (0 if record["fits"] in (True, None) else 3)
+    return record
+
+
+@pytest.mark.parametrize("recipe", FAMILY)
+def test_every_recipe_can_be_planned(recipe: str) -> None:
+    record = planned(RECIPES / recipe)
+    phases = ["load", "forward and loss", "backward", "optimizer step", "checkpoint", "resume"]
+    assert list(record["device"]) == phases
+    assert list(record["host"]) == [*phases, "export"]
+    assert record["step"]["work"]["useful"] > 0
+    assert {file["what"] for file in record["storage"]} >= {"export"}
+    shown = pipe("plan", RECIPES / recipe, "--explain")
+    assert shown.exit_code in (0, 3), shown.output
+    told = shown.output.split("how these come about")[1]
+    items = {item for peak in record["device"].values() for item in peak["items"]}
+    for item in items:
+        line = next(line for line in told.splitlines() if line.startswith(f"  {item}  "))
+        assert line.removeprefix(f"  {item}").strip(), item
+
+
+def test_a_plan_needs_neither_torch_nor_a_second() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter()\n"
+        "from pipeline.cli import main\n"
+        f"main(['plan', {str(RECIPES / 'llama70b_fsdp.yaml')!r}, '--gpu', 'H100'],"
+        " standalone_mode=False)\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fits: " in done.stdout
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    result = pipe("plan", RECIPES / "llama8b_ddp.yaml", "--gpu", "H100")
+    assert result.exit_code == 3
+    assert "does not fit: " in result.output
+    remedy = result.output.split("it would fit with\n")[1].splitlines()[0].strip()
+    override = remedy.rsplit("  (", 1)[0].strip("'")
+    again = pipe("plan", RECIPES / "llama8b_ddp.yaml", override, "--gpu", "H100")
+    assert again.exit_code == 0, again.output
+
+
+def test_savings_of_the_recipes_own_stages_come_first() -> None:
+    recipe = RECIPES / "llama8b_fsdp.yaml"
+    result = pipe("plan", recipe, "--memory", "40")
+    assert result.exit_code == 3
+    lines = result.output.split("it would fit with\n")[1].splitlines()
+    assert lines[0].startswith("  model.activation_checkpointing={}")
+
+
+def test_more_room_is_taken_into_account() -> None:
+    recipe = RECIPES / "llama8b_fsdp.yaml"
+    assert planned(recipe, "--memory", "60")["fits"] is True
+    assert planned(recipe, "--memory", "60", "--overhead", "20")["fits"] is False
+    assert planned(recipe)["fits"] is None
+
+
+def test_a_saved_plan_is_run_and_nothing_else(tmp_path: Path) -> None:
+    recipe, saved = RECIPES / "smollm_ddp.yaml", tmp_path / "plan.json"
+    made = pipe("plan", recipe, "--out", saved)
+    assert made.exit_code == 0, made.output
+    for change, told in (
+        ("train.steps=3", "slot `train` has changed"),
+        ("launch.procs=3", "3 processes instead of 2"),
+        ("seed=5", "the seed has changed"),
+    ):
+        result = pipe("run", recipe, change, "--plan", saved, "--runs", tmp_path / "runs")
+        assert result.exit_code == 4, result.output
+        assert told in result.output
+    record = json.loads(saved.read_text("utf-8"))
+    record["versions"]["torch"] = "1.0"
+    saved.write_text(json.dumps(record), "utf-8")
+    result = pipe("run", recipe, "--plan", saved, "--runs", tmp_path / "runs")
+    assert result.exit_code == 4
+    assert "instead of 1.0" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema_version": 9}'])
+def test_a_file_that_is_no_plan(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(content, "utf-8")
+    result = pipe("run", RECIPES / "smollm_ddp.yaml", "--plan", file)
+    assert result.exit_code == 2
+    assert "plan.json" in result.output
+
+
+ADVISED = {
+    "one GPU": ("Qwen/Qwen2.5-0.5B", "--gpus", "1", "--gpu", "H100"),
+    "replicated": ("HuggingFaceTB/SmolLM2-135M", "--gpus", "8", "--gpu", "A100"),
+    "adapters": ("meta-llama/Llama-3.1-8B", "--gpus", "2", "--gpu", "A100", "--lora"),
+    "sharded": ("meta-llama/Llama-3.1-8B", "--gpus", "8", "--gpu", "H100"),
+    "small": ("Qwen/Qwen2.5-7B", "--gpus", "8", "--gpu", "A10G", "--lora"),
+    "many": ("meta-llama/Llama-3.1-70B", "--gpus", "8", "--nodes", "8", "--gpu", "H100"),
+    "hybrid": ("meta-llama/Llama-3.1-8B", "--gpus", "8", "--nodes", "4", "--gpu", "H100"),
+    "large": ("meta-llama/Llama-3.1-405B", "--gpus", "8", "--nodes", "64", "--gpu", "H200"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ADVISED)
+def test_advice_passes_its_own_check_and_plan(case: str, tmp_path: Path) -> None:
+    file = tmp_path / "advised.yaml"
+    model, *machines = ADVISED[case]
+    result = pipe("advise", model, *machines, "--interconnect", "400g", "--out", file)
+    assert result.exit_code == 0, result.output
+    assert "chosen  " in result.output
+    checked = pipe("check", file)
+    assert checked.exit_code == 0, checked.output
+    known = [option for option in machines if option != "--lora"]
+    assert pipe("plan", file, *known).exit_code == 0
+
+
+def wrap_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    file = tmp_path / "advised.yaml"
+    result = pipe("advise", *arguments, "--out", file)
+    assert result.exit_code == 0, result.output
+    recipe = yaml.safe_load(file.read_text("utf-8"))
+    wrap: dict[str, Any] = recipe["stages"]["wrap"]
+    return wrap
+
+
+def test_a_small_model_is_replicated(tmp_path: Path) -> None:
+    wrap = wrap_of(tmp_path, "HuggingFaceTB/SmolLM2-135M", "--gpus", "8", "--gpu", "H100")
+    assert wrap == {"use": "wrap.ddp"}
+
+
+def test_several_nodes_shard_within_each_where_that_fits(tmp_path: Path) -> None:
+    model = ("meta-llama/Llama-3.1-8B", "--gpus", "8", "--gpu", "H100", "--micro-batch", "1")
+    one = wrap_of(tmp_path, *model)
+    (tmp_path / "advised.yaml").unlink()
+    assert one["sharding"] == "full_shard"
+    assert wrap_of(tmp_path, *model, "--nodes", "4")["sharding"] == "hybrid_shard"
+
+
+def test_rejected_ways_are_told_with_their_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "advised.yaml"
+    result = pipe(
+        "advise", "meta-llama/Llama-3.1-8B", "--gpus", "8", "--gpu", "H100", "--out", file
+    )
+    rejected = [line for line in result.output.splitlines() if line.startswith("too much")]
+    assert rejected[0] == "too much  ddp: every rank holds everything"
+    head = file.read_text("utf-8").split("name:")[0]
+    assert "ddp: every rank holds everything: " in head
+    assert "GiB of 79.2 a GPU" in head
+
+
+def test_advice_does_not_overwrite(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine", "utf-8")
+    result = pipe("advise", "Qwen/Qwen2.5-7B", "--gpus", "8", "--gpu", "H100", "--out", file)
+    assert result.exit_code == 2
+    assert file.read_text("utf-8") == "mine"
+
+
+def test_advice_about_no_gpu(tmp_path: Path) -> None:
+    result = pipe("advise", "Qwen/Qwen2.5-7B", "--gpus", "8", "--out", tmp_path / "x.yaml")
+    assert result.exit_code == 2
+    assert "--gpu H100, or --memory 80" in result.output
+    assert not list(tmp_path.iterdir())
