@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Durable, TrainedRun
 from pipeline.errors import StageError
+from pipeline.forecast.after import tell
 from pipeline.journal import Journal
 from pipeline.preflight import look_ahead, rehearse
 from pipeline.stage import Context
@@ -40,9 +41,12 @@ class Runner:
                 self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
         for step in self.plan.steps:
             if step.slot in todo.run:
-                if step.gives is not None and issubclass(step.gives, TrainedRun):
+                trains = step.gives is not None and issubclass(step.gives, TrainedRun)
+                if trains:
                     self._before_training(step, todo)
                 self._run_step(step)
+                if trains and self.ctx.dist.is_main:
+                    tell(self.plan, self.ctx)
             self._drop_read(step.slot)
 
     def close(self) -> None:

@@ -1,0 +1,73 @@
+"""After a training: the memory that was predicted, and what it took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.accelerators import GIB
+from pipeline.files import replace_text
+from pipeline.forecast.chain import forecast
+from pipeline.forecast.site import Site
+from pipeline.metrics import records
+
+if TYPE_CHECKING:
+    from pipeline.plan import Plan
+    from pipeline.stage import Context
+
+FILE = "memory.json"
+MEASURED = {"cuda": "peak_memory_bytes", "cpu": "peak_host_memory_bytes"}
+"""Device -> the measure of it in `metrics.jsonl`: tensors on the fullest GPU, or what the model and
+its training took of host memory on the fullest rank."""
+
+
+def tell(plan: Plan, ctx: Context) -> None:
+    """Write `memory.json` in the run's folder and say it in a line. Never fails a training that has
+    come to its end: what cannot be told is a warning."""
+    try:
+        found = compare(plan, ctx)
+    except Exception as error:
+        ctx.log.warning("its memory cannot be compared with a prediction: %s", error)
+        return
+    if found is None:
+        return
+    replace_text(ctx.run_dir / FILE, json.dumps(found, indent=1) + "\n")
+    predicted, measured = found["predicted_bytes"], found["measured_bytes"]
+    ctx.log.info(
+        "memory of the fullest rank: %.2f GiB predicted (%s), %.2f GiB measured (%s): %+.1f %%",
+        predicted / GIB, found["phase"], measured / GIB, found["what"],
+        100 * (measured / predicted - 1),
+    )  # fmt: skip
+
+
+def compare(plan: Plan, ctx: Context) -> dict[str, Any] | None:
+    """Bytes of the fullest rank; None where nothing was measured. Raises PipeError where nothing can
+    be predicted."""
+    device = ctx.dist.device.type
+    measured = _measured(ctx.metrics.path, MEASURED[device])
+    if measured is None:
+        return None
+    dist = ctx.dist
+    site = Site(ranks=dist.world_size, local_ranks=dist.local_world_size, device=device)
+    told = forecast(plan, site)
+    places = ("device", "host") if device == "cpu" else ("device",)
+    peaks = site.ledger.peaks(*places)
+    phase, peak = max(peaks.items(), key=lambda item: item[1].bytes)
+    return {
+        "what": "tensors on a GPU" if device == "cuda" else "resident memory beyond the libraries",
+        "phase": phase,
+        "predicted_bytes": peak.bytes,
+        "measured_bytes": measured,
+        "predicted_items": dict(peak.items),
+        "not_counted": list(told.caveats),
+    }
+
+
+def _measured(file: Path | None, name: str) -> int | None:
+    """The newest record's measure."""
+    found: Mapping[str, Any] = {}
+    for record in records(file) if file is not None and file.exists() else ():
+        found = record if name in record else found
+    return found.get(name)
