@@ -5,6 +5,7 @@ environment.json versions and command of the newest start
 engine.json      what really ran
 journal.jsonl    stages started, finished, failed
 metrics.jsonl    one record a step
+memory.json      what training took of it, and what was predicted
 logs/            rank-N.log
 failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
 checkpoints/     step-NNNNNNNN

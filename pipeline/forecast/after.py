@@ -43,8 +43,8 @@ def tell(plan: Plan, ctx: Context) -> None:
 
 
 def compare(plan: Plan, ctx: Context) -> dict[str, Any] | None:
-    """Bytes of the fullest rank; None where nothing was measured. Raises PipeError where nothing can
-    be predicted."""
+    """Bytes of the fullest rank; None where nothing was measured. Raises PipeError where nothing
+    can be predicted."""
     device = ctx.dist.device.type
     measured = _measured(ctx.metrics.path, MEASURED[device])
     if measured is None:
