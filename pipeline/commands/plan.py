@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 @click.option(
     "--overhead", type=float, help="GiB that a GPU loses beside tensors, in place of 1.5."
 )
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Rates of a machine, as `pipe doctor --out` has measured them.",
+)
 @click.option("--explain", is_flag=True, help="Say how each item comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -53,6 +58,7 @@ def plan(
     interconnect: str | None,
     nvme: float | None,
     overhead: float | None,
+    machine: Path | None,
     explain: bool,
     as_json: bool,
     out: Path | None,
@@ -72,7 +78,7 @@ def plan(
 
     asked = Asked(
         gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,
-        interconnect=interconnect, disk=nvme,
+        interconnect=interconnect, disk=nvme, machine=machine,
     )  # fmt: skip
     margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
     drawn = draw_up(Path(recipe), overrides, asked, margins, registry)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from pipeline.accelerators import ACCELERATORS, GB, GIB, NETWORKS, find_accelerator
 from pipeline.errors import UsageError
@@ -31,6 +33,9 @@ class Asked:
     disk: float | None = None
     """GB/s of the disk that state is offloaded to."""
 
+    machine: Path | None = None
+    """What `pipe doctor --out` wrote."""
+
     @property
     def overrides(self) -> Sequence[str]:
         """What it means for the recipe."""
@@ -50,31 +55,62 @@ def site_of(asked: Asked, ranks: int, device: str) -> Site:
 
 
 def hardware_of(asked: Asked, site: Site, *, compute: str) -> Hardware:
-    """What is known of the machines; on CPUs, of this one. Raises UsageError for names that nobody
-    knows."""
-    host = None if asked.host_memory is None else round(asked.host_memory * GIB)
+    """What is known of the machines; on CPUs, of this one. What a measured machine says goes before
+    data sheets, what was asked for before both. Raises UsageError for names that nobody knows."""
+    known = _of_kind(asked, compute) if site.device != "cpu" else Hardware(host_memory=_here())
+    if asked.machine is not None:
+        known = _of_machine(asked.machine, known, site, compute)
+    said: dict[str, Any] = {
+        "device_memory": None if asked.memory is None else round(asked.memory * GIB),
+        "host_memory": None if asked.host_memory is None else round(asked.host_memory * GIB),
+        "network": _network(asked.interconnect),
+        "disk_rate": None if asked.disk is None else asked.disk * GB,
+    }
     if site.device == "cpu":
-        return Hardware(host_memory=host if host is not None else _here())
-    gpu = None
-    if asked.gpu is not None:
-        gpu = find_accelerator(asked.gpu)
-        if gpu is None:
-            names = [known.name for known in ACCELERATORS]
-            hint = did_you_mean(asked.gpu, names) or f"known: {', '.join(names)}"
-            raise UsageError(f"--gpu {asked.gpu}: nobody knows it here", hint=hint)
-    memory = gpu.memory if gpu else None
-    if asked.memory is not None:
-        memory = round(asked.memory * GIB)
+        del said["device_memory"]
+    return replace(known, **{name: value for name, value in said.items() if value is not None})
+
+
+def _of_kind(asked: Asked, compute: str) -> Hardware:
+    if asked.gpu is None:
+        return Hardware()
+    gpu = find_accelerator(asked.gpu)
+    if gpu is None:
+        names = [known.name for known in ACCELERATORS]
+        hint = did_you_mean(asked.gpu, names) or f"known: {', '.join(names)}"
+        raise UsageError(f"--gpu {asked.gpu}: nobody knows it here", hint=hint)
     return Hardware(
         accelerator=gpu,
-        device_memory=memory,
-        host_memory=host,
-        network=_network(asked.interconnect),
-        peers=gpu.peers if gpu else None,
-        host_link=gpu.host if gpu else None,
-        disk_rate=None if asked.disk is None else asked.disk * GB,
-        flops=(gpu.flops_fp32 if compute == "fp32" else gpu.flops) if gpu else None,
+        device_memory=gpu.memory,
+        peers=gpu.peers,
+        host_link=gpu.host,
+        flops=gpu.flops_fp32 if compute == "fp32" else gpu.flops,
+        bandwidth=gpu.bandwidth,
     )
+
+
+def _of_machine(file: Path, known: Hardware, site: Site, compute: str) -> Hardware:
+    """The rates of a machine of the same kind of device."""
+    from pipeline.doctor.report import read_machine
+
+    machine = read_machine(file)
+    if machine.device != site.device:
+        raise UsageError(
+            f"{file} describes a machine that computes on {machine.device}, the recipe on "
+            f"{site.device}",
+            hint="take that of a machine like the one to be used",
+        )
+    rates: dict[str, Any] = {
+        "flops": getattr(machine.matmul_flops, compute),
+        "peers": machine.allreduce[-1].busbw if machine.allreduce else None,
+        "host_link": machine.h2d_bytes_per_s,
+        "disk_rate": machine.disk_read_bytes_per_s,
+        "bandwidth": machine.host_copy_bytes_per_s if site.device == "cpu" else None,
+        "host_memory": machine.host_memory_bytes,
+        "device_memory": machine.devices[0].memory_bytes if machine.devices else None,
+    }
+    there = {name: rate for name, rate in rates.items() if rate is not None}
+    return replace(known, measured=True, **there)
 
 
 def _here() -> int:

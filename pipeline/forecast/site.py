@@ -30,6 +30,11 @@ class Hardware:
     """Bytes a second of the disk that state is offloaded to."""
     flops: float | None = None
     """Operations a second of one device in the compute dtype."""
+    bandwidth: float | None = None
+    """Bytes a second between a device and its own memory."""
+    measured: bool = False
+    """Whether rates are what programs reach, as `pipe doctor` measures them, not what data sheets
+    promise."""
 
 
 @dataclass(frozen=True, kw_only=True)

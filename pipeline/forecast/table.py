@@ -99,10 +99,16 @@ def _time(time: StepTime | None, hardware: Hardware) -> Iterator[str]:
     if time is None or not time.parts:
         return
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
-    yield (
-        f"a step: at least {time.least:.3g} s, bound by {time.bound}; {time.most:.3g} s if nothing "
-        f"overlapped ({parts}; at the rates of data sheets, which no program reaches)"
-    )
+    if hardware.measured:
+        yield (
+            f"a step: {time.most:.3g} s if nothing overlaps, {time.least:.3g} s, bound by "
+            f"{time.bound}, if everything does ({parts}; at the rates that were measured)"
+        )
+    else:
+        yield (
+            f"a step: at least {time.least:.3g} s, bound by {time.bound}; {time.most:.3g} s if "
+            f"nothing overlapped ({parts}; at the rates of data sheets, which no program reaches)"
+        )
     if time.unknown:
         yield f"the step's time leaves out: {', '.join(time.unknown)}, whose rate is not given"
 

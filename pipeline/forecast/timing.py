@@ -50,7 +50,7 @@ def step_time(forecast: Forecast, site: Site, hardware: Hardware) -> StepTime | 
     local = min(site.local_ranks, site.ranks)
     needs: list[tuple[str, float, float | None]] = [
         (COMPUTE, step.work.total, hardware.flops),
-        (MEMORY, float(step.update_bytes), _bandwidth(hardware)),
+        (MEMORY, float(step.update_bytes), hardware.bandwidth),
         (LINK, float(forecast.copies.host), hardware.host_link),
         (DISK, float(forecast.copies.disk * local), hardware.disk_rate),
     ]
@@ -90,7 +90,3 @@ def _rate(traffic: Traffic, site: Site, hardware: Hardware) -> float | None:
     rings = max(min(site.local_ranks, site.ranks) // inside, 1)
     across = hardware.network / rings
     return min(across, hardware.peers) if hardware.peers else across
-
-
-def _bandwidth(hardware: Hardware) -> float | None:
-    return hardware.accelerator.bandwidth if hardware.accelerator else None

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from pipeline.accelerators import ACCELERATORS, find_accelerator
@@ -125,6 +128,38 @@ def test_nodes_alone_are_of_eight() -> None:
     asked = Asked(nodes=4)
     assert asked.overrides == ["launch.procs=32"]
     assert site_of(asked, 32, "cuda").local_ranks == 8
+
+
+def test_a_measured_machine_goes_before_data_sheets(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    machine = {
+        "schema_version": 1,
+        "devices": [{"name": "H100", "memory_bytes": 7 * GIB, "compute_capability": "9.0"}],
+        "procs": 8,
+        "host_memory_bytes": 99 * GIB,
+        "matmul_flops": {"fp32": 5e13, "bf16": 7e14},
+        "allreduce": [
+            {"bytes": 1024, "seconds": 1.0, "algbw": 1.0, "busbw": 1.0},
+            {"bytes": 1 << 28, "seconds": 1.0, "algbw": 2e11, "busbw": 3.5e11},
+        ],
+        "allgather": [],
+        "host_copy_bytes_per_s": 1e10,
+        "h2d_bytes_per_s": 5e10,
+        "d2h_bytes_per_s": None,
+        "disk_write_bytes_per_s": 1e9,
+        "disk_read_bytes_per_s": 2e9,
+        "device": "cuda",
+    }
+    file.write_text(json.dumps(machine), "utf-8")
+    site = Site(ranks=8, local_ranks=8, device="cuda")
+    asked = Asked(gpu="H100", machine=file, host_memory=50)
+    found = hardware_of(asked, site, compute="bf16")
+    assert found.measured
+    assert (found.flops, found.peers, found.host_link) == (7e14, 3.5e11, 5e10)
+    assert (found.device_memory, found.host_memory) == (7 * GIB, 50 * GIB)
+    assert found.bandwidth == 3350e9  # it says nothing of this
+    with pytest.raises(UsageError, match="computes on cuda, the recipe on cpu"):
+        hardware_of(asked, Site(ranks=8, local_ranks=8, device="cpu"), compute="bf16")
 
 
 @pytest.mark.parametrize(
