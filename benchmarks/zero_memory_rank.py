@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import logging
+import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import testing
 from pipeline.artifacts import LossScaling, ModelSource, Precision
-from pipeline.dist import Dist
+from pipeline.dist import Dist, environment_dist
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.wrap.zero import Zero
 
+SPOKEN = "output-"
+"""Before a rank's number: the file of what it prints."""
 LET_GO = 2e-3
 """Seconds."""
 TOKENS = 2
@@ -140,6 +147,37 @@ def _reduce_scatter(
     return _Done() if async_op else None
 
 
+def main(job: Job, rank: int, world: int, folder: str) -> None:
+    """Entry point of a process: join the group, measure, leave the result in the folder."""
+    with Path(folder, f"{SPOKEN}{rank}").open("wb") as file:  # libraries are talkative
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+    )
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    store = torch.distributed.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
+    dist = environment_dist(store, device="cpu")
+    _allow_fp16()
+    result = run_job(dist, folder, job)
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(result), "utf-8")
+    dist.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # library threads may abort a finished process
+
+
+def _allow_fp16() -> None:
+    # DeepSpeed refuses fp16 on CPUs without fp16 arithmetic; torch computes it on all of them.
+    from stages.wrap.zero.compat import point_at_device
+
+    point_at_device(Dist(device=torch.device("cpu")))
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
 def run_job(dist: Dist, folder: str, job: Job) -> dict[str, Any]:
     """What this rank held, phase by phase, and of which model."""
     in_place()
@@ -155,7 +193,9 @@ def store(dist: Dist, folder: str, job: Job) -> None:
     if dist.is_main:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.model))
-        model.save_pretrained(folder)
+        # In the dtype that it is loaded in: casting takes a buffer of 4 MiB, more than all here.
+        low = job.lora is not None or job.master == "bf16"
+        model.to(torch.bfloat16 if low else torch.float32).save_pretrained(folder)
     dist.barrier()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 from stages.wrap.zero.memory.terms import (
@@ -210,14 +212,18 @@ class Replicated:
     @property
     def in_part(self) -> int:
         """Elements of the parameters of which a rank has a part, of the rank that has most."""
-        most = 0
-        for rank in range(self.setting.world):
-            low, high, begin, inside = rank * self.part, (rank + 1) * self.part, 0, 0
-            for size in self.weights.trained:
-                inside += size * (begin < high and begin + size > low)
-                begin += size
-            most = max(most, inside)
-        return most
+        return _in_part(self.weights.trained, self.part)
+
+
+@functools.cache
+def _in_part(sizes: tuple[int, ...], part: int) -> int:
+    inside: Counter[int] = Counter()
+    begin = 0
+    for size in sizes:
+        for rank in range(begin // part, (begin + size - 1) // part + 1):
+            inside[rank] += size
+        begin += size
+    return max(inside.values())
 
 
 class Accumulated(Replicated):

@@ -80,7 +80,7 @@ class Sharded:
         c = self.setting.compute_bytes
         yield from (item for item in self.states() if item.name != "moments")
         largest = Item("a whole weight", "device", c * max(self.weights.trained), f"{c} max(n)")
-        yield max(largest, *self.persistent(), key=lambda item: item.bytes)
+        yield max([largest, *self.persistent()], key=lambda item: item.bytes)
 
     def whole(self, place: Place, *, forward: bool) -> Iterator[Item]:
         """Gathered parameters and the buffers they are received in."""
@@ -117,23 +117,25 @@ class Sharded:
         yield Item("gradient that waits", "device", c * waiting, f"{c} n")
 
     def step(self) -> Iterator[Item]:
-        """On top of the states."""
-        largest = self.setting.share(max(self.weights.trained))
-        if self.offloaded:
-            size = (ACCUMULATED + NORM) * largest
-            yield Item("a gradient and its norm", "device", size, "12 max(n)/W")
-            return
-        m = self.setting.master_bytes
+        """On top of the states; small weights are whole again at the end."""
+        ways = [*self.persistent(), *(self._on_host() if self.offloaded else self._on_device())]
+        yield max(ways, key=lambda item: item.bytes)
+
+    def _on_host(self) -> Iterator[Item]:
+        """A gradient goes through the device, for its norm."""
+        size = (ACCUMULATED + NORM) * self.setting.share(max(self.weights.trained))
+        yield Item("a gradient and its norm", "device", size, "12 max(n)/W")
+
+    def _on_device(self) -> Iterator[Item]:
+        """Norms first, then a sub-group after another."""
+        largest, m = self.setting.share(max(self.weights.trained)), self.setting.master_bytes
         each = ACCUMULATED + m * (m != ACCUMULATED)
         flat = each * self._sub_group
-        ways = [
-            Item("masters' gradients", "device", flat, f"{each} min(N/W, sub-group)"),
-            Item("a gradient's norm", "device", NORM * largest, "8 max(n)/W"),
-        ]
+        yield Item("masters' gradients", "device", flat, f"{each} min(N/W, sub-group)")
+        yield Item("a gradient's norm", "device", NORM * largest, "8 max(n)/W")
         if self.setting.compute == "fp16":
             size = OVERFLOW * self.part
-            ways.append(Item("check for overflow", "device", size, f"{OVERFLOW} N/W"))
-        yield max(ways, key=lambda item: item.bytes)
+            yield Item("check for overflow", "device", size, f"{OVERFLOW} N/W")
 
     def gradients(self) -> Gradients:
         c = self.setting.compute_bytes
