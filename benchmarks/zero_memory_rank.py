@@ -31,7 +31,7 @@ from stages.wrap.zero import Zero
 
 SPOKEN = "output-"
 """Before a rank's number: the file of what it prints."""
-LET_GO = 2e-3
+LET_GO = 1e-4
 """Seconds."""
 TOKENS = 2
 """Of a micro-batch: activations are to be next to nothing beside the weights."""
@@ -116,9 +116,11 @@ def in_place() -> None:
 
 def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
-    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        collective(*args, **kwargs)
-        time.sleep(LET_GO)
+    def call(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        held = tensor._use_count()
+        collective(tensor, *args, **kwargs)
+        while tensor._use_count() > held:  # by a thread of gloo
+            time.sleep(LET_GO)
         return _Done() if async_op else None
 
     return call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,9 @@ def test_offloaded_states_are_on_the_host() -> None:
         "parts of weights": 2 * n // 4, "parts of frozen weights": 0, "masters": n,
         "moments": 2 * n, "gradients of the parts": n, "masters' gradients": n,
     }  # fmt: skip
+    setting = Setting(stage=Zero(stage=3, **OFFLOADED), world=4)
+    assert peak(setting, weights, "between", where="host") == sum(host.values())
+    assert peak(setting, weights, "between", where="device") == 2_000_000_000 + 2 * 4_001_000
 
 
 def test_states_on_disk_leave_buffers_on_the_host() -> None:
@@ -143,3 +148,8 @@ def test_the_step_ends_with_small_weights_whole_again() -> None:
     weights = Weights((adapters,) * 8, (Weight(90_000, trained=False),))
     setting = Setting(stage=Zero(stage=3, **OFFLOADED), world=64)
     assert peak(setting, weights, "step") == peak(setting, weights, "between")
+
+
+def test_a_forecast_needs_no_torch() -> None:
+    code = "import sys, stages.wrap.zero.memory; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,15 +20,18 @@ from stages.wrap.zero.memory.terms import (
     Setting,
     Weight,
     Weights,
+    Where,
 )
 
 __all__ = [
     "Gradients",
     "Item",
     "Moment",
+    "Place",
     "Setting",
     "Weight",
     "Weights",
+    "Where",
     "gradients",
     "held",
     "peak",
@@ -57,21 +60,29 @@ def gradients(setting: Setting, weights: Weights) -> Gradients:
     return _strategy(setting, weights).gradients()
 
 
-def peak(setting: Setting, weights: Weights, moment: Moment, *, accumulating: bool = False) -> int:
-    """The most bytes at a moment, wherever they are kept, at any place; in backward with
-    reductions and with the gradients that are being computed."""
+def peak(
+    setting: Setting,
+    weights: Weights,
+    moment: Moment,
+    *,
+    accumulating: bool = False,
+    where: Where | None = None,
+) -> int:
+    """The most bytes at a moment at any place, in backward with reductions and with the gradients
+    that are being computed. They are those on the device, the host or the disk, or all (None)."""
     places: list[Place] = ["embeddings", *range(len(weights.blocks)), "head"]
     moments: list[Moment] = ["backward", "reduce"] if moment == "backward" else [moment]
+    computed = where in ("device", None)
     return max(
-        _bytes(held(setting, weights, one, place=place, accumulating=accumulating))
-        + (_own(setting, weights, place, accumulating) if one == "backward" else 0)
+        _bytes(held(setting, weights, one, place=place, accumulating=accumulating), where)
+        + (_own(setting, weights, place, accumulating) * computed if one == "backward" else 0)
         for one in moments
         for place in places
     )
 
 
-def _bytes(items: list[Item]) -> int:
-    return sum(item.bytes for item in items)
+def _bytes(items: list[Item], where: Where | None = None) -> int:
+    return sum(item.bytes for item in items if where in (item.where, None))
 
 
 def _own(setting: Setting, weights: Weights, place: Place, accumulating: bool) -> int:

@@ -167,7 +167,9 @@ class Replicated:
         m, c = self.setting.master_bytes, self.setting.compute_bytes
         if self.separate:
             yield Item("gradients of the part", "device", ACCUMULATED * self.part, "4 N/W")
-        elif not self.offloaded:
+        elif self.offloaded:
+            yield Item("a gradient back from the host", "device", c * self.largest, f"{c} max(n)")
+        else:
             yield Item("gradients of the part", "device", c * self.in_part, f"{c} N/W")
         copied = not self.separate or m != ACCUMULATED
         flat = m * self.part * (copied and not self.offloaded)
