@@ -42,7 +42,8 @@ class Zero:
     compiled at first use, which takes about a minute."""
 
     reduce_bucket_size: Elements = 500_000_000
-    """Gradient elements reduced at a time."""
+    """Gradient elements reduced at a time. The buffer for so many is allocated whole, however small
+    the model; stage 1 with bf16 and without offload has none."""
 
     allgather_bucket_size: Elements = 500_000_000
     """Stages 1 and 2: parameter elements gathered at a time after a step."""

@@ -1,0 +1,254 @@
+"""What each rank of a memory measurement runs: the real engine, every allocation recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline import testing
+from pipeline.artifacts import LossScaling, ModelSource, Precision
+from pipeline.dist import Dist, environment_dist
+from stages.adapter.lora import Lora
+from stages.model.hf import HfModel
+from stages.optimizer.adamw import AdamW
+from stages.wrap.zero import Zero
+
+SPOKEN = "output-"
+"""Before a rank's number: the file of what it prints."""
+LET_GO = 1e-4
+"""Seconds."""
+TOKENS = 2
+"""Of a micro-batch: activations are to be next to nothing beside the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run; plain data, so that it travels to the ranks."""
+
+    model: Mapping[str, Any]
+    zero: Mapping[str, Any]
+    """Fields of wrap.zero."""
+    compute: str = "bf16"
+    master: str = "fp32"
+    reduce: str = "fp32"
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of optimizer.adamw."""
+    clip: float | None = 1.0
+    micro_batches: int = 1
+    steps: int = 3
+    """The first two are unlike those after them: moments are made, modules are traced."""
+    lora: Mapping[str, Any] | None = None
+    """Fields of adapter.lora, where there is one."""
+
+
+class Meter:
+    """Sums up allocator events between named marks."""
+
+    def __init__(self) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> Meter:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._profile.__exit__(*exception)
+
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Mark -> bytes held at its end, and the most within it."""
+        results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        changes, spans = [], []
+        for event in results.events():
+            if event.name() == "[memory]":
+                changes.append((event.start_ns(), event.nbytes()))
+            elif event.name().startswith(MARK):
+                end = event.start_ns() + event.duration_ns()
+                spans.append((event.name().removeprefix(MARK), event.start_ns(), end))
+        changes.sort(key=lambda change: change[0])
+        return {name: _within(changes, start, end) for name, start, end in spans}
+
+
+MARK = "phase:"
+
+
+def phase(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A mark around a part of the run."""
+    return record_function(MARK + name)
+
+
+def _within(changes: list[tuple[int, int]], start: int, end: int) -> dict[str, int]:
+    held = most = 0
+    for at, change in changes:
+        if at > end:
+            break
+        if at > start:
+            most = max(most, held, held + change)
+        held += change
+    return {"peak": max(most, held), "end": held}
+
+
+def in_place() -> None:
+    """Let collectives need no memory of their own, as NCCL's do not. gloo gathers and scatters by
+    way of copies, and one of its threads may be the last to let go of a tensor: what is freed
+    outside this thread is not recorded."""
+    distributed: Any = torch.distributed
+    distributed.all_reduce = _settled(distributed.all_reduce)
+    distributed.broadcast = _settled(distributed.broadcast)
+    distributed.all_gather_into_tensor = _all_gather
+    distributed.reduce_scatter_tensor = _reduce_scatter
+
+
+def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        held = tensor._use_count()
+        collective(tensor, *args, **kwargs)
+        while tensor._use_count() > held:  # by a thread of gloo
+            time.sleep(LET_GO)
+        return _Done() if async_op else None
+
+    return call
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+def _all_gather(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    parts = output_tensor.view(-1).chunk(torch.distributed.get_world_size(group))
+    parts[torch.distributed.get_rank(group)].copy_(input_tensor.view(-1))
+    for rank, part in enumerate(parts):
+        torch.distributed.broadcast(part, src=rank, group=group)
+    return _Done() if async_op else None
+
+
+def _reduce_scatter(
+    output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+) -> Any:
+    torch.distributed.all_reduce(input, group=group)
+    parts = input.view(-1).chunk(torch.distributed.get_world_size(group))
+    output.copy_(parts[torch.distributed.get_rank(group)].view_as(output))
+    return _Done() if async_op else None
+
+
+def main(job: Job, rank: int, world: int, folder: str) -> None:
+    """Entry point of a process: join the group, measure, leave the result in the folder."""
+    with Path(folder, f"{SPOKEN}{rank}").open("wb") as file:  # libraries are talkative
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+    )
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    store = torch.distributed.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
+    dist = environment_dist(store, device="cpu")
+    _allow_fp16()
+    result = run_job(dist, folder, job)
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(result), "utf-8")
+    dist.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # library threads may abort a finished process
+
+
+def _allow_fp16() -> None:
+    # DeepSpeed refuses fp16 on CPUs without fp16 arithmetic; torch computes it on all of them.
+    from stages.wrap.zero.compat import point_at_device
+
+    point_at_device(Dist(device=torch.device("cpu")))
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def run_job(dist: Dist, folder: str, job: Job) -> dict[str, Any]:
+    """What this rank held, phase by phase, and of which model."""
+    in_place()
+    store(dist, folder, job)
+    meter = Meter()
+    with meter:
+        model = train(dist, folder, job)
+    return {"phases": meter.phases(), **model}
+
+
+def store(dist: Dist, folder: str, job: Job) -> None:
+    """Put a random model into `folder`: loading it needs next to no memory, making it does."""
+    if dist.is_main:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.model))
+        # In the dtype that it is loaded in: casting takes a buffer of 4 MiB, more than all here.
+        low = job.lora is not None or job.master == "bf16"
+        model.to(torch.bfloat16 if low else torch.float32).save_pretrained(folder)
+    dist.barrier()
+
+
+def train(dist: Dist, folder: str, job: Job) -> dict[str, Any]:
+    """Load and train for some steps, each phase marked; ends with everything freed. Returns the
+    parameters and the number of optimizer groups."""
+    ctx = testing.context(folder, dist=dist)
+    with contextlib.ExitStack() as stack:
+        ctx.on_exit = stack.callback  # type: ignore[misc]
+        plan = AdamW(max_grad_norm=job.clip, **job.optimizer).run(ctx)
+        model = source(ctx, folder, job)
+        with phase("load"):
+            engine = Zero(**job.zero).run(ctx, model, precision(job), plan)
+        tokens = torch.arange(TOKENS).view(1, -1) + 1
+        for step in range(job.steps):
+            for turn in range(job.micro_batches):
+                one_microbatch(engine, tokens, f"{step}/{turn}", last=turn == job.micro_batches - 1)
+            with phase(f"{step}/step"):
+                engine.step(lr_scale=1.0)
+        return {"parameters": parameters(engine), "groups": len(engine.state().groups)}
+
+
+def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> None:
+    """Forward and backward; nothing of them is left but what the engine keeps."""
+    with engine.microbatch(last=last):
+        with phase(f"{name}/forward"):
+            logits = engine.model(input_ids=tokens, use_cache=False).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="sum")
+            del logits
+        with phase(f"{name}/backward"):
+            engine.backward(loss)
+            del loss
+
+
+def parameters(engine: Any) -> list[tuple[str, int, bool]]:
+    """Name, elements, and whether it is trained, of each in module order."""
+    return [
+        (name, getattr(one, "ds_numel", one.numel()), one.requires_grad)
+        for name, one in engine.deepspeed.module.named_parameters()
+    ]
+
+
+def source(ctx: Any, folder: str, job: Job) -> ModelSource:
+    """The stored model, with an adapter where the job says so."""
+    model = HfModel(path=folder).run(ctx)
+    return model if job.lora is None else Lora(**job.lora).run(ctx, model)
+
+
+def precision(job: Job) -> Precision:
+    """The job's policy; fp16 with dynamic loss scaling."""
+    scaling = LossScaling(initial_scale=2.0**10) if job.compute == "fp16" else None
+    return Precision(
+        master=job.master, compute=job.compute, reduce=job.reduce, buffer=None, loss_scaling=scaling
+    )  # type: ignore[arg-type]
