@@ -94,7 +94,9 @@ def advise(
     if advice.draft is None:
         if data is None:
             example.unlink()
-        click.echo("nothing fits: it takes more or larger GPUs", err=True)
+        click.echo(
+            "nothing fits: it takes more or larger GPUs; tensor parallelism is not there", err=True
+        )
         sys.exit(NoFit.exit_code)
     target.write_text(advice.draft.text(), "utf-8")
     yours = "" if data is not None else f"; its data is an example in {example}: put yours there"

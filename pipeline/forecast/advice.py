@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.errors import RecipeError
 from pipeline.forecast.options import Named, Order, Saving
 from pipeline.forecast.planning import Drawn
 from pipeline.forecast.table import gib
@@ -54,12 +55,18 @@ class Walk:
     few_trained: bool
     """Whether only adapters are trained."""
     nodes: int
-    tried: list[Tried]
+    tried: list[Tried] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """What cannot be tried here, and why."""
 
     def run(self) -> Tried | None:
         """The first that fits, or its kind within nodes where that fits too; None if none does."""
         for named in self._suited():
-            found = self._with(named)
+            try:
+                found = self._with(named)
+            except RecipeError as error:
+                self.refused.append(f"{named.name}: {error.problems[0].message}")
+                continue
             if found is not None:
                 return found
         return None
@@ -88,7 +95,7 @@ class Walk:
     def _savings(self, first: Tried, named: Named) -> Iterator[Tried]:
         """One saving after another, each beside those before it."""
         last = first
-        for _ in range(64):
+        while any(short.place == "device" for short in last.drawn.short):
             saving = next(iter(savings(last.drawn)), None)
             if saving is None:
                 return

@@ -86,6 +86,8 @@ class Advice:
     """None: nothing fits."""
     chosen: Tried | None
     tried: Sequence[Tried]
+    refused: Sequence[str]
+    """What could not be tried here, and why."""
     nodes_needed: int | None
     """The fewest nodes on which it fits without offloading, of those that were asked about; None
     where that is not known, or not needed."""
@@ -96,6 +98,8 @@ class Advice:
             mark = "chosen  " if tried is self.chosen else "fits    " if tried.fits else "too much"
             yield f"{mark}  {tried.what}"
             yield f"          {tried.told()}"
+        for refused in self.refused:
+            yield f"refused   {refused}"
         if self.nodes_needed is not None:
             yield f"without offloading it would fit on {self.nodes_needed} nodes"
 
@@ -115,7 +119,6 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
             strategies=installed_strategies(registry),
             few_trained=task.lora,
             nodes=asked.nodes or 1,
-            tried=[],
         )
         chosen = walk.run()
         needed = None
@@ -125,7 +128,13 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
     if chosen is not None:
         head = _head(task, walk.tried, chosen)
         final = replace(draft, head=head).changed(chosen.overrides, chosen.reasons)
-    return Advice(draft=final, chosen=chosen, tried=walk.tried, nodes_needed=needed)
+    return Advice(
+        draft=final,
+        chosen=chosen,
+        tried=walk.tried,
+        refused=walk.refused,
+        nodes_needed=needed,
+    )
 
 
 def _offloads(chosen: Tried, walk: Walk) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeline.forecast.ledger import Place
 from pipeline.forecast.result import Forecast
 from pipeline.forecast.site import FRAGMENTATION, OVERHEAD, Hardware, Site
 
@@ -13,6 +14,7 @@ from pipeline.forecast.site import FRAGMENTATION, OVERHEAD, Hardware, Site
 class Shortage:
     """Where there is too little."""
 
+    place: Place
     what: str
     """`memory of a GPU`, `host memory of a node`, `disk`."""
     phase: str
@@ -44,12 +46,17 @@ def shortages(
         needed = margins.of(peak.bytes)
         if needed > hardware.device_memory:
             yield Shortage(
-                what="memory of a GPU", phase=phase, needed=needed, there=hardware.device_memory
+                place="device",
+                what="memory of a GPU",
+                phase=phase,
+                needed=needed,
+                there=hardware.device_memory,
             )
     if hardware.host_memory is not None and forecast.host:
         phase, peak = max(forecast.host.items(), key=lambda item: item[1].bytes)
         if peak.bytes > hardware.host_memory:
             yield Shortage(
+                place="host",
                 what="host memory of a node",
                 phase=phase,
                 needed=peak.bytes,
@@ -57,4 +64,6 @@ def shortages(
             )
     written = sum(file.bytes for file in forecast.storage)
     if hardware.disk is not None and written > hardware.disk:
-        yield Shortage(what="disk", phase="checkpoint", needed=written, there=hardware.disk)
+        yield Shortage(
+            place="disk", what="disk", phase="checkpoint", needed=written, there=hardware.disk
+        )

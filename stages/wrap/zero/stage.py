@@ -10,6 +10,10 @@ from annotated_types import Ge, Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.errors import Problem
+from pipeline.forecast.options import Order, Strategy
+from pipeline.forecast.placement import Placement
+from pipeline.forecast.shapes import ModelShape, OptimizerShape
+from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
@@ -83,6 +87,35 @@ class Zero:
         from stages.wrap.zero.checks import problems
 
         yield from problems(self, plan)
+
+    @classmethod
+    def strategies(cls) -> Mapping[str, Strategy]:
+        host = {"device": "cpu"}
+        disk = {"device": "nvme", "path": "/nvme"}
+        return {
+            "zero3-offload": Strategy(
+                order=Order.OFFLOADED,
+                what="shards, optimizer state in host memory",
+                fields={"stage": 3, "offload_optimizer": host},
+            ),
+            "zero3-offload-all": Strategy(
+                order=Order.MORE_OFFLOADED,
+                what="shards, optimizer state and parameters in host memory",
+                fields={"stage": 3, "offload_optimizer": host, "offload_param": host},
+            ),
+            "zero3-nvme": Strategy(
+                order=Order.OFFLOADED_TO_DISK,
+                what="optimizer state on a local disk, put its folder in path; parameters on the host",
+                fields={"stage": 3, "offload_optimizer": disk, "offload_param": host},
+            ),
+        }
+
+    def forecast(
+        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
+    ) -> Placement:
+        from stages.wrap.zero.placement import ZeroPlacement
+
+        return ZeroPlacement(site.ledger, self, model, precision, optimizer, ranks=site.ranks)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

@@ -62,7 +62,7 @@ def test_stage_1_of_bf16_sums_gradients_whole_and_in_fp32() -> None:
     setting = Setting(stage=Zero(stage=1), world=8)
     states = at("device", setting, weights, "between")
     assert states == {
-        "weights": 2 * n, "masters": 4 * n // 8, "moments": n, "summed gradients": 4 * n,
+        "parameters": 2 * n, "masters": 4 * n // 8, "optimizer state": n, "summed gradients": 4 * n,
     }  # fmt: skip
     step = at("device", setting, weights, "step")
     assert step["flattened gradients"] == 4 * n
@@ -82,7 +82,7 @@ def test_stage_3_gathers_until_the_limit_of_live_parameters() -> None:
     weights = model(40, 200_000_000)
     setting = Setting(stage=Zero(stage=3), world=8)
     most = max(
-        at("device", setting, weights, "forward", place=place)["gathered weights"]
+        at("device", setting, weights, "forward", place=place)["parameters in use"]
         for place in range(40)
     )
     assert 2 * BILLION <= most <= 2.5 * BILLION
@@ -93,8 +93,8 @@ def test_offloaded_states_are_on_the_host() -> None:
     n = sum(weights.trained)
     host = at("host", Setting(stage=Zero(stage=3, **OFFLOADED), world=4), weights, "between")
     assert host == {
-        "parts of weights": 2 * n // 4, "parts of frozen weights": 0, "masters": n,
-        "moments": 2 * n, "gradients of the parts": n, "masters' gradients": n,
+        "parts of parameters": 2 * n // 4, "parts of frozen parameters": 0, "masters": n,
+        "optimizer state": 2 * n, "gradients of the parts": n, "masters' gradients": n,
     }  # fmt: skip
     setting = Setting(stage=Zero(stage=3, **OFFLOADED), world=4)
     assert peak(setting, weights, "between", where="host") == sum(host.values())
@@ -108,7 +108,7 @@ def test_states_on_disk_leave_buffers_on_the_host() -> None:
     stage = Zero(stage=3, offload_optimizer=swapped, sub_group_size=500_000)
     setting = Setting(stage=stage, world=1)
     disk = at("disk", setting, weights, "between")
-    assert disk == {"masters": 4 * n, "moments": 8 * n, "masters' gradients": 4 * n}
+    assert disk == {"masters": 4 * n, "optimizer state": 8 * n, "masters' gradients": 4 * n}
     host = at("host", setting, weights, "between")
     assert host["swap buffers"] == 4 * 5 * 1_001_000  # the norm and the head
 
@@ -116,7 +116,12 @@ def test_states_on_disk_leave_buffers_on_the_host() -> None:
 def test_frozen_parameters_have_no_states() -> None:
     frozen = Weights(((Weight(1000, trained=False), Weight(10)),), (Weight(500, trained=False),))
     states = at("device", Setting(stage=Zero(stage=2), world=1), frozen, "between")
-    assert states == {"weights": 20, "frozen weights": 3000, "masters": 40, "moments": 80}
+    assert states == {
+        "parameters": 20,
+        "frozen parameters": 3000,
+        "masters": 40,
+        "optimizer state": 80,
+    }
 
 
 def test_a_tied_heads_gradient_waits_for_that_of_the_embeddings() -> None:
@@ -138,8 +143,8 @@ def test_backward_is_where_the_first_stage_holds_most() -> None:
 def test_one_rank_gathers_nothing() -> None:
     setting, weights = Setting(stage=Zero(stage=3), world=1), model(2, 1_000_000)
     loaded = at("device", setting, weights, "load")
-    assert loaded["a whole weight"] == 2 * 1_000_000
-    assert at("device", setting, weights, "forward", place=1)["gathered weights"] == 0
+    assert loaded["a whole parameter"] == 2 * 1_000_000
+    assert at("device", setting, weights, "forward", place=1)["parameters in use"] == 0
 
 
 def test_the_step_ends_with_small_weights_whole_again() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from stages.wrap.zero.memory.replicated import Accumulated, Replicated
 from stages.wrap.zero.memory.sharded import Sharded
 from stages.wrap.zero.memory.terms import (
+    ACCUMULATED,
+    BYTES,
     Fill,
     Gradients,
     Item,
@@ -24,6 +26,8 @@ from stages.wrap.zero.memory.terms import (
 )
 
 __all__ = [
+    "ACCUMULATED",
+    "BYTES",
     "Gradients",
     "Item",
     "Moment",

@@ -41,11 +41,11 @@ class Replicated:
         """What is there from loading to the end."""
         s = self.setting
         c, m, o = s.compute_bytes, s.master_bytes, s.moment_bytes
-        yield Item("weights", "device", c * self.trained, f"{c} N")
+        yield Item("parameters", "device", c * self.trained, f"{c} N")
         if self.weights.frozen:
-            yield Item("frozen weights", "device", c * sum(self.weights.frozen), f"{c} F")
+            yield Item("frozen parameters", "device", c * sum(self.weights.frozen), f"{c} F")
         yield Item("masters", s.state_at, m * self.part, f"{m} N/W")
-        yield Item("moments", s.state_at, o * self.part, f"{o} N/W")
+        yield Item("optimizer state", s.state_at, o * self.part, f"{o} N/W")
         if self.offloaded:
             yield Item("masters' gradients", "host", m * self.part, f"{m} N/W")
             yield Item("updated weights", "host", c * self.part, f"{c} N/W")
@@ -62,8 +62,8 @@ class Replicated:
         made = m * self.trained + c * self.largest * (c != m)
         flat = 2 * c * self.trained
         most = max(made + c * frozen, flat + c * frozen, self.loaded())
-        yield Item("weights", "device", most, f"max({m} N, 2 {c} N, states but moments)")
-        yield from (i for i in self.states() if i.where != "device" and i.name != "moments")
+        yield Item("parameters", "device", most, f"max({m} N, 2 {c} N, states but moments)")
+        yield from (i for i in self.states() if i.where != "device" and i.name != "optimizer state")
 
     def loaded(self) -> int:
         """Bytes on the device: for a moment gradients of the masters are there, no moments yet."""
@@ -237,7 +237,7 @@ class Accumulated(Replicated):
         yield Item("summed gradients", "device", ACCUMULATED * self.trained, "4 N")
 
     def loaded(self) -> int:
-        return sum(item.bytes for item in self.states() if item.name != "moments")
+        return sum(item.bytes for item in self.states() if item.name != "optimizer state")
 
     def summed(self) -> Iterator[Item]:
         c = self.setting.compute_bytes

@@ -39,7 +39,7 @@ class Sharded:
         m, o, r = s.master_bytes, s.moment_bytes, s.reduce_bytes
         yield from self._parts()
         yield Item("masters", s.state_at, m * self.part, f"{m} N/W")
-        yield Item("moments", s.state_at, o * self.part, f"{o} N/W")
+        yield Item("optimizer state", s.state_at, o * self.part, f"{o} N/W")
         gradients_at: Where = "host" if self.offloaded else "device"
         summed = ACCUMULATED * self.part
         yield Item("gradients of the parts", gradients_at, summed, "4 N/W")
@@ -58,35 +58,37 @@ class Sharded:
         frozen = self.setting.shares(self.weights.frozen)
         if offload is None or offload.device == "cpu":
             where: Where = "device" if offload is None else "host"
-            yield Item("parts of weights", where, c * self.part, f"{c} N/W")
-            yield Item("parts of frozen weights", where, c * frozen, f"{c} F/W")
+            yield Item("parts of parameters", where, c * self.part, f"{c} N/W")
+            yield Item("parts of frozen parameters", where, c * frozen, f"{c} F/W")
             return
         near = min(self.part, offload.max_in_cpu)
         buffers = c * offload.buffer_count * offload.buffer_size
-        yield Item("parts of weights", "host", c * near, f"{c} min(N/W, max_in_cpu)")
+        yield Item("parts of parameters", "host", c * near, f"{c} min(N/W, max_in_cpu)")
         far = c * (self.part - near + frozen)
-        yield Item("parts of weights", "disk", far, f"{c} (N/W - max_in_cpu)")
-        yield Item("buffers of weights", "host", buffers, f"{c} buffer_count buffer_size")
+        yield Item("parts of parameters", "disk", far, f"{c} (N/W - max_in_cpu)")
+        yield Item("buffers of parameters", "host", buffers, f"{c} buffer_count buffer_size")
 
     def persistent(self) -> Iterator[Item]:
         """Small parameters, whole between steps too."""
         limit, c = persistence(self.setting), self.setting.compute_bytes
         whole = sum(weight.elements for weight in self.weights.all if weight.elements <= limit)
         if self.setting.world > 1 or self.stage.offload_param is not None:
-            yield Item("small weights", "device", c * whole, f"{c} n <= persistence threshold")
+            yield Item("small parameters", "device", c * whole, f"{c} n <= persistence threshold")
 
     def load(self) -> Iterator[Item]:
         """One parameter after another is gathered, to hook onto its gradient; then small ones."""
         c = self.setting.compute_bytes
-        yield from (item for item in self.states() if item.name != "moments")
-        largest = Item("a whole weight", "device", c * max(self.weights.trained), f"{c} max(n)")
+        yield from (item for item in self.states() if item.name != "optimizer state")
+        largest = Item("a whole parameter", "device", c * max(self.weights.trained), f"{c} max(n)")
         yield max([largest, *self.persistent()], key=lambda item: item.bytes)
 
     def whole(self, place: Place, *, forward: bool) -> Iterator[Item]:
         """Gathered parameters and the buffers they are received in."""
         c = self.setting.compute_bytes
         most = gathered(self.setting, self.weights).get((forward, place), 0)
-        yield Item("gathered weights", "device", c * most, f"{c} elements; see gathering.py")
+        yield Item(
+            "parameters in use", "device", c * most, f"{c} bytes x what is gathered ahead of use"
+        )
 
     def summed(self) -> Iterator[Item]:
         """Gradients of the micro-batches before are in the states."""
