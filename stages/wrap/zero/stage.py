@@ -105,7 +105,7 @@ class Zero:
             ),
             "zero3-nvme": Strategy(
                 order=Order.OFFLOADED_TO_DISK,
-                what="optimizer state on a local disk, put its folder in path; parameters on the host",
+                what="optimizer state on a local disk (say which in path), parameters on the host",
                 fields={"stage": 3, "offload_optimizer": disk, "offload_param": host},
             ),
         }
