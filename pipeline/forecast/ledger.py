@@ -29,6 +29,7 @@ class Ledger:
     """Item -> how its bytes come about, for people."""
     _changes: list[tuple[str, Place, int]] = field(default_factory=list, repr=False)
     _now: dict[str, int] = field(default_factory=dict, repr=False)
+    _taken: int = field(default=0, repr=False)
     _phases: list[tuple[str, int]] = field(default_factory=list, repr=False)
 
     def phase(self, name: str) -> None:
@@ -39,7 +40,13 @@ class Ledger:
         """So many bytes more, or fewer, of an item."""
         if amount:
             self._changes.append((item, place, amount))
+            self._taken += amount if amount > 0 and place == "device" else 0
             self._now[item] = self._now.get(item, 0) + amount
+
+    @property
+    def taken(self) -> int:
+        """Bytes that were ever taken on the device."""
+        return self._taken
 
     def now(self, item: str) -> int:
         """Bytes of an item, wherever."""
@@ -64,7 +71,7 @@ class Ledger:
         tops: dict[str, tuple[int, int]] = {}
         now, starts = 0, [*self._phases, ("", len(self._changes))]
         for (name, start), (_, end) in itertools.pairwise(starts):
-            top, where = tops.get(name, (-1, 0))
+            top, where = tops.get(name, (now, start))
             if now > top:
                 top, where = now, start
             for index in range(start, end):

@@ -33,9 +33,9 @@ class Step:
     tokens: int
     """Over all ranks, padding counted."""
     work: Work
-    update_bytes: int
-    """What the optimizer reads and writes on one rank."""
-    update_on_host: bool = False
+    moved: int
+    """Bytes that one rank's device reads from and writes to its memory: every tensor that is made
+    once each way, and what the optimizer updates. Products read more."""
     samples: int = 0
     """Over all ranks."""
 

@@ -50,7 +50,7 @@ def step_time(forecast: Forecast, site: Site, hardware: Hardware) -> StepTime | 
     local = min(site.local_ranks, site.ranks)
     needs: list[tuple[str, float, float | None]] = [
         (COMPUTE, step.work.total, hardware.flops),
-        (MEMORY, float(step.update_bytes), hardware.bandwidth),
+        (MEMORY, float(step.moved), hardware.bandwidth),
         (LINK, float(forecast.copies.host), hardware.host_link),
         (DISK, float(forecast.copies.disk * local), hardware.disk_rate),
     ]

@@ -51,10 +51,13 @@ def tell(
     ledger.phase(LOAD)
     placement.load()
     story = Story(model, placement, batch, BYTES[precision.compute], config.loss_chunk_size)
+    made = 0
     for _ in range(2):
         # Further micro-batches are like the last but one.
         for number in range(min(count, 3)):
+            before = ledger.taken
             story.microbatch(last=number == min(count, 3) - 1)
+            made = ledger.taken - before
         ledger.phase(UPDATE)
         placement.step()
     story.explain()
@@ -65,7 +68,7 @@ def tell(
         samples=config.global_batch_size,
         tokens=config.global_batch_size * data.length,
         work=_work(model, most * data.length, data.length),
-        update_bytes=placement.updated,
+        moved=2 * made * count + placement.updated,
     )
 
 

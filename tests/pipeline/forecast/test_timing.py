@@ -32,7 +32,7 @@ def forecast(*traffic: Traffic, device: int = 0, host: int = 0, disk: int = 0) -
             tokens=8,
             samples=2,
             work=Work(useful=300.0, again=100.0),
-            update_bytes=70,
+            moved=70,
         ),
     )
 

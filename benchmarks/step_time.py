@@ -1,0 +1,160 @@
+"""How far `pipe plan`'s step time is from the real one on this machine.
+
+    python benchmarks/step_time.py [--procs 1,2] [--steps 8]
+
+Measures the machine with `pipe doctor`, then runs a recipe of each shape and strategy, and compares
+the median step with what the plan says at the measured rates: if everything overlaps, and if
+nothing does. Only on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from shapes import SHAPES
+
+from pipeline.forecast.fit import Margins
+from pipeline.forecast.hardware import Asked
+from pipeline.forecast.planning import draw_up
+
+WRAPS: dict[str, dict[str, Any]] = {
+    "ddp": {"use": "wrap.ddp"},
+    "fsdp": {"use": "wrap.fsdp"},
+    "zero2": {"use": "wrap.zero", "stage": 2, "reduce_bucket_size": 50_000_000},
+}
+LENGTH, MICRO = 256, 2
+VOCABULARY = 49152
+TEXT = "The first step of a run is slow, the others are what counts.\n" * 40_000
+
+
+class Row(NamedTuple):
+    """One configuration, in seconds."""
+
+    shape: str
+    wrap: str
+    procs: int
+    compute: str
+    least: float
+    most: float
+    measured: float
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--procs", default="1,2")
+    parser.add_argument("--shapes", default="small,0.5b")
+    parser.add_argument("--compute", default="bf16,fp32")
+    parser.add_argument("--steps", type=int, default=8)
+    given = parser.parse_args()
+    procs = [int(number) for number in given.procs.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(
+            _rows(
+                Path(folder), procs, given.shapes.split(","), given.compute.split(","), given.steps
+            )
+        )
+    print(
+        "| model | strategy | processes | compute | planned s | measured s | measured / planned |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.shape} | {row.wrap} | {row.procs} | {row.compute} | {row.least:.2f} to "
+            f"{row.most:.2f} | {row.measured:.2f} | {row.measured / row.most:.2f} |"
+        )
+    ratios = [row.measured / row.most for row in rows]
+    print(
+        f"\nmeasured / planned without overlap: {min(ratios):.2f} to {max(ratios):.2f}, "
+        f"median {statistics.median(ratios):.2f}"
+    )
+
+
+def _rows(
+    folder: Path, procs: Sequence[int], shapes: Sequence[str], computes: Sequence[str], steps: int
+) -> Iterator[Row]:
+    (folder / "text.txt").write_text(TEXT, "utf-8")
+    for count in procs:
+        machine = folder / f"machine-{count}.json"
+        _pipe("doctor", "--procs", str(count), "--out", str(machine), "--folder", str(folder))
+        for shape in shapes:
+            for compute in computes:
+                for wrap in WRAPS:
+                    recipe = _recipe(folder, shape, wrap, count, compute, steps)
+                    drawn = draw_up(recipe, [], Asked(machine=machine), Margins())
+                    assert drawn.time is not None
+                    run = folder / f"run-{shape}-{wrap}-{count}-{compute}"
+                    _pipe("run", str(recipe), "--run-dir", str(run))
+                    yield Row(
+                        shape, wrap, count, compute, drawn.time.least, drawn.time.most, _median(run)
+                    )
+
+
+def _recipe(folder: Path, shape: str, wrap: str, procs: int, compute: str, steps: int) -> Path:
+    recipe = {
+        "name": "step_time",
+        "launch": {"procs": procs, "device": "cpu", "threads": 1},
+        "stages": {
+            "model": {
+                "use": "model.hf",
+                "config": {**SHAPES[shape], "vocab_size": VOCABULARY},
+                "tokenizer": str(_tokenizer()),
+            },
+            "precision": {"use": "precision.policy", "compute": compute},
+            "data": {
+                "use": "data.text",
+                "files": str(folder / "text.txt"),
+                "sequence_length": LENGTH,
+            },
+            "optimizer": {"use": "optimizer.adamw"},
+            "wrap": WRAPS[wrap],
+            "checkpoint": {"use": "checkpoint.sharded"},
+            "train": {
+                "use": "train.causal_lm",
+                "steps": steps,
+                "global_batch_size": MICRO * procs,
+                "micro_batch_size": MICRO,
+            },
+        },
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
+    return file
+
+
+def _tokenizer() -> Path:
+    folder = Path(__file__).parents[1] / "recipes" / "models" / "smollm2-135m-instruct"
+    found = next(folder.glob("*.gguf"), None)
+    if found is None:
+        sys.exit("run recipes/fetch_smollm.py first: its tokenizer is used")
+    return found
+
+
+def _pipe(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"pipe {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def _median(run: Path) -> float:
+    """Of the steps after the second, seconds."""
+    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return statistics.median(
+        r["step_seconds"] for r in records if r.get("step", 0) > 2 and "loss" in r
+    )
+
+
+if __name__ == "__main__":
+    main()
