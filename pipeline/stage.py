@@ -13,6 +13,12 @@ it is called on rank 0 alone, as soon as the artifacts that it takes are there.
 `rehearse(self, ctx, ...)` does what `run` does, for a recipe that asks for a rehearsal: in
 `ctx.run_dir`, which is another than the run's and is removed afterwards, and with nothing left
 anywhere else (`ctx.on_exit`).
+
+Two are for `pipe bench`. A class method `presets(cls)` of a stage that wraps gives strategies by
+name, each with the fields of a slot that stand for it: `{"zero2": {"stage": 2}}`. They are what
+`--strategies` can name. `shortened(self, trial)` gives the same stage for a few measured steps; the
+stage that trains needs it, others where they would leave something outside of the run's folder or
+do what no step needs.
 """
 
 from __future__ import annotations
@@ -30,6 +36,9 @@ if TYPE_CHECKING:
     from pipeline.metrics import Metrics
 
 T = TypeVar("T")
+
+Presets = Mapping[str, Mapping[str, Any]]
+"""Name of a strategy -> fields of the slot."""
 
 
 class Stage(Protocol):
@@ -76,6 +85,18 @@ class PlanView:
             if found is None and id(other) in givers:
                 found = slot
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A few steps of a recipe, to be measured: no evaluation, and one checkpoint, at the end."""
+
+    steps: int
+    """Optimizer steps in all."""
+    profile: tuple[int, ...] = ()
+    """Those of them that torch.profiler is to record."""
+    growth: float = 1.0
+    """Samples of one optimizer step, in multiples of the recipe's."""
 
 
 @dataclass(frozen=True, kw_only=True)

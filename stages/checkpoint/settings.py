@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge, Gt
 
 from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView, Room
+from pipeline.stage import Context, PlanView, Room, Trial
 from stages.checkpoint.addresses import unknown_address
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class CheckpointSettings(ABC):
             disk=missing * checkpoints.size,
             folder=Path(checkpoints.address),
         )
+
+    def shortened(self, trial: Trial) -> Self:
+        """Saves at the end only, from a fresh start."""
+        return replace(self, every=None, keep=1, keep_every=None, keep_best=0, start_from=None)
 
     @abstractmethod
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:

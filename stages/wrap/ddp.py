@@ -13,7 +13,7 @@ from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import Sizes
-from pipeline.stage import Context
+from pipeline.stage import Context, Presets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,10 @@ class Ddp:
     find_unused_parameters: bool = False
     """Search the graph every step for parameters without gradient; slow, for models that need
     it."""
+
+    @classmethod
+    def presets(cls) -> Presets:
+        return {"ddp": {}}
 
     def forecast(
         self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape

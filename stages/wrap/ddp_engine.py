@@ -102,8 +102,8 @@ class DdpEngine(TorchEngine):
         self.scaler = make_scaler(precision, self.device)
         self.plan = plan
         self._to_record = model.static_graph
-        # They are views of buckets, which are there anyway; else micro-batches before the last would
-        # take as much again. Where a parameter may be left without one, it must be none.
+        # They are views of buckets, which are there anyway; else micro-batches before the last
+        # would take as much again. Where a parameter may be left without one, it must be none.
         self.keeps_gradients = bool(
             model.gradient_as_bucket_view
             and not model.find_unused_parameters

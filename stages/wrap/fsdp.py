@@ -15,7 +15,7 @@ from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import Sizes
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Presets
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -54,6 +54,14 @@ class Fsdp:
     reduce_every_microbatch: bool = True
     """While accumulating, reduce each micro-batch's gradients, so that they stay sharded; false
     reduces once a step and holds whole gradients on every rank meanwhile."""
+
+    @classmethod
+    def presets(cls) -> Presets:
+        return {
+            "fsdp": {},
+            "fsdp-shard-grad-op": {"sharding": "shard_grad_op"},
+            "fsdp-hybrid": {"sharding": "hybrid_shard"},
+        }
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if self.shard_size is not None and self.sharding != "hybrid_shard":

@@ -46,8 +46,8 @@ def apply_step(
     """One optimizer step over accumulated gradients (collective where they are sharded), left out
     where `admit` says no to their norm.
 
-    With `keep_gradients` they are zeroed where they are. An overflow (non-finite gradient under loss
-    scaling) skips the step and halves the scale.
+    With `keep_gradients` they are zeroed where they are. An overflow (non-finite gradient under
+    loss scaling) skips the step and halves the scale.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_scale

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Presets
 from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
 
@@ -77,6 +77,19 @@ class Zero:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further DeepSpeed configuration, named as DeepSpeed does (nested blocks too). A key that a
     field above or another slot already decides, or that DeepSpeed does not know, is refused."""
+
+    @classmethod
+    def presets(cls) -> Presets:
+        return {
+            "zero1": {"stage": 1},
+            "zero2": {"stage": 2},
+            "zero3": {"stage": 3},
+            "zero3-offload": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
+        }
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.wrap.zero.checks import problems
