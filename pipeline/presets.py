@@ -1,0 +1,80 @@
+"""Strategies that installed stages offer by name, for commands that compare them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.engine import Engine
+from pipeline.errors import PluginError, UsageError
+from pipeline.registry import Entry, Registry
+from pipeline.signature import gives
+from pipeline.suggest import closest
+
+METHOD = "presets"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A slot that wraps a model, and what to call it."""
+
+    name: str
+    use: str
+    fields: Mapping[str, Any]
+
+
+def strategies(registry: Registry) -> dict[str, Strategy]:
+    """Those of all installed stages that give an Engine, by name. Stages that cannot be loaded are
+    passed over. Raises PluginError for one whose presets are not what they should be, or when two
+    offer the same name."""
+    found: dict[str, Strategy] = {}
+    for strategy, entry in _offered(registry):
+        other = found.setdefault(strategy.name, strategy)
+        if other is not strategy:
+            raise PluginError(
+                f"strategy `{strategy.name}` is offered by {other.use} and by {strategy.use}",
+                hint=f"uninstall one of {registry.entry(other.use)} and {entry}",
+            )
+    return found
+
+
+def chosen(names: list[str], registry: Registry) -> list[Strategy]:
+    """Those of these names. Raises UsageError with the closest name and the list."""
+    known = strategies(registry)
+    for name in names:
+        if name not in known:
+            near = closest(name, known)
+            meant = f"did you mean `{near}`? " if near else ""
+            raise UsageError(
+                f"there is no strategy `{name}`",
+                hint=f"{meant}installed: {', '.join(known) or 'none'}",
+            )
+    return [known[name] for name in names]
+
+
+def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
+    for name in registry.names():
+        try:
+            entry, kind = registry.entry(name), registry.load(name)
+        except PluginError:
+            continue
+        given = gives(kind)
+        if given is None or not issubclass(given, Engine) or not hasattr(kind, METHOD):
+            continue
+        for preset, fields in _presets(kind, entry).items():
+            yield Strategy(name=preset, use=name, fields=fields), entry
+
+
+def _presets(kind: Any, entry: Entry) -> Mapping[str, Mapping[str, Any]]:
+    """What the class offers. Raises PluginError naming its package."""
+    at_fault = f"stage `{entry.name}` of {entry}: its presets "
+    try:
+        told = kind.presets()
+    except Exception as error:
+        raise PluginError(f"{at_fault}cannot be told: {type(error).__name__}: {error}") from error
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name, fields in told.items():
+        if not isinstance(fields, Mapping) or not set(fields) <= known:
+            raise PluginError(f"{at_fault}are wrong: `{name}` is not a mapping of its fields")
+    return told  # type: ignore[no-any-return]
