@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline import metrics, rundir
+from pipeline import failure, metrics, rundir
 from pipeline.bench.results import Measured, Row, measured
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
 from pipeline.forecast.chain import forecast
@@ -93,6 +93,8 @@ def _reason(run_dir: Path, output: Path, code: int) -> str:
     for event in reversed(list(Journal(run_dir / rundir.JOURNAL).events())):
         if event.get("problem"):
             return str(event["problem"])
+    if code < 0:
+        return f"the run {failure.manner(code)}"
     lines = output.read_text("utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else f"ended with exit code {code}"
 

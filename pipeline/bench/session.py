@@ -37,7 +37,7 @@ class Session:
 
     def run(self, strategies: Sequence[Strategy], counts: Sequence[int]) -> list[Row]:
         """A row for each strategy and number of processes; what goes on is told on standard error.
-        Raises UsageError for a recipe that cannot be cut short, RunStopped."""
+        Raises RunStopped."""
         try:
             with interruptible(force_after=STOP_SECONDS):
                 rows = list(self._rows(strategies, counts))

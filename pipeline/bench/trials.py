@@ -50,8 +50,14 @@ class Written:
     note: str
 
 
+def require_measurable(plan: Plan) -> None:
+    """Raises UsageError for a recipe that wraps nothing, or whose training cannot be cut short."""
+    _wrap(plan)
+    _slots(plan, Trial(steps=1))
+
+
 def own_strategy(plan: Plan) -> Strategy:
-    """The recipe's wrap slot. Raises UsageError when it has none."""
+    """The recipe's wrap slot."""
     step = _wrap(plan)
     fields = {k: v for k, v in _content(plan)[step.slot].items() if k != "use"}
     return Strategy(name=step.use, use=step.use, fields=fields)
@@ -61,7 +67,7 @@ def write(
     plan: Plan, strategy: Strategy, procs: int, length: Length, *, most: int, registry: Registry
 ) -> Written:
     """The recipe under a strategy on so many processes; `most` is the largest number of a
-    benchmark. Raises UsageError for a recipe whose training cannot be cut short."""
+    benchmark."""
     slots = _slots(plan, length.trial(procs, plan.view.procs))
     slots[_wrap(plan).slot] = {"use": strategy.use, **strategy.fields}
     note = _fit_checkpoints(slots, registry)

@@ -54,7 +54,7 @@ def bench(
     """
     from pipeline.bench.report import report
     from pipeline.bench.session import Session
-    from pipeline.bench.trials import Length, own_strategy
+    from pipeline.bench.trials import Length, own_strategy, require_measurable
     from pipeline.errors import UsageError
     from pipeline.launch.environment import is_worker
     from pipeline.plan import plan_file
@@ -64,6 +64,7 @@ def bench(
         raise UsageError("pipe bench starts its own processes", hint="run it without torchrun")
     registry = registry or Registry.installed()
     plan = plan_file(recipe, overrides, registry=registry)
+    require_measurable(plan)
     names = _parts(strategies, "--strategies")
     compared = chosen(names, registry) if names else [own_strategy(plan)]
     counts = sorted(_count(text) for text in _parts(procs, "--procs")) or [plan.view.procs]
