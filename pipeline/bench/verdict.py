@@ -52,10 +52,12 @@ def _scaling(ran: Sequence[Row]) -> Iterator[str]:
         told = True
         times = last.procs / first.procs
         unsure = sum(_speed(row).spread / _speed(row).median for row in (first, last))
+        alike = not distinguishable(_speed(first), _speed(last))
         yield (
             f"{strategy}, from {first.procs} to {last.procs} processes: "
-            f"{last.efficiency * times:.2f} times as fast, {last.efficiency:.0%} of the ideal "
-            f"{times:g} (+- {unsure * last.efficiency:.0%})"
+            f"{last.efficiency * times:.2f} times as fast"
+            f"{', indistinguishable from no gain' if alike else ''}; "
+            f"{last.efficiency:.0%} of the ideal {times:g} (+- {unsure * last.efficiency:.0%})"
         )
     if not told:
         yield "scaling: not told, as no strategy ran on two numbers of processes"

@@ -49,7 +49,7 @@ class Profiler:
         device, shard = self._engine.device, self._engine.shard
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=kinds, acc_events=True) as recorded:
+        with profile(activities=kinds) as recorded:
             _wait_for_all(shard.count)  # starting takes some ranks longer than others
             began = time.perf_counter()
             with record_function(STEP):

@@ -152,10 +152,18 @@ def test_a_verdict_in_words() -> None:
     assert verdict(with_efficiency(rows)) == [
         "fastest that fits: ddp on 4 processes, 300 tokens/s; indistinguishable from it within "
         "the steps' spread: fsdp on 4 processes",
-        "ddp, from 1 to 4 processes: 3.00 times as fast, 75% of the ideal 4 (+- 5%)",
+        "ddp, from 1 to 4 processes: 3.00 times as fast; 75% of the ideal 4 (+- 5%)",
         "bottleneck of ddp on 4 processes: compute (data 1%, communication 10% of the step)",
         "did not run: zero1 on 1 process: out of memory",
     ]
+
+
+def test_a_gain_within_the_spread_is_none() -> None:
+    rows = with_efficiency([row("ddp", 1, 100.0, 3.0), row("ddp", 2, 110.0, 11.0)])
+    assert verdict(rows)[1] == (
+        "ddp, from 1 to 2 processes: 1.10 times as fast, indistinguishable from no gain; 55% of "
+        "the ideal 2 (+- 7%)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -369,7 +377,7 @@ def test_what_a_screen_shows(bench: Callable[..., Result]) -> None:
         "small on cpu: median of 3 steps after 2; the global batch stays (8 samples a step)",
         "efficiency: tokens/s of a process, relative to the strategy's own run on 1 process",
     ]
-    assert "blue, from 1 to 2 processes: 1.50 times as fast, 75% of the ideal 2 (+- 0%)" in lines
+    assert "blue, from 1 to 2 processes: 1.50 times as fast; 75% of the ideal 2 (+- 0%)" in lines
     assert sorted(path.name for path in (folder / "runs").iterdir()) == ["blue-1", "blue-2"]
     assert len(yaml.safe_load((folder / "runs/blue-1/trial.yaml").read_text())["stages"]) == 5
 
