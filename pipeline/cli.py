@@ -21,6 +21,10 @@ from pipeline.errors import PipeError, RecipeError
 COMMANDS = {
     "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
     "resume": ("pipeline.commands.resume:resume", "Go on with a run where it stopped."),
+    "bench": (
+        "pipeline.commands.bench:bench",
+        "Measure a recipe under several strategies and numbers of processes.",
+    ),
     "ls": ("pipeline.commands.ls:ls", "List runs."),
     "inspect": ("pipeline.commands.inspect:inspect", "Show what is in a checkpoint; verify it."),
     "convert": (

@@ -133,12 +133,13 @@ def _silent(exits: Sequence[Exit], reported: set[int]) -> list[Exit]:
 def _died(run_dir: Path, end: Exit, slot: str | None) -> str:
     where = f"in slot `{slot}`" if slot else "before the first slot"
     return (
-        f"rank {end.rank} {_manner(end.code)} {where}\n"
+        f"rank {end.rank} {manner(end.code)} {where}\n"
         f"  log: {run_dir}/logs/rank-{end.rank:05d}.log\n{_continue(run_dir)}"
     )
 
 
-def _manner(code: int) -> str:
+def manner(code: int) -> str:
+    """How a process with this exit code ended, as a verb; a negative one is a signal's number."""
     if code >= 0:
         return f"ended by itself with exit code {code}"
     if -code == signal.SIGKILL:

@@ -13,6 +13,16 @@ it is called on rank 0 alone, as soon as the artifacts that it takes are there.
 `rehearse(self, ctx, ...)` does what `run` does, for a recipe that asks for a rehearsal: in
 `ctx.run_dir`, which is another than the run's and is removed afterwards, and with nothing left
 anywhere else (`ctx.on_exit`).
+
+Two are for `pipe bench` and `pipe advise`. A class method `presets(cls)` of a stage that wraps
+gives strategies by name, each a `Preset` with the fields of a slot that stand for it. They are what
+`--strategies` can name, and those with an `order` are what `pipe advise` tries. `shortened(self,
+trial)` gives the same stage for a few measured steps; the stage that trains needs it, others where
+they would leave something outside of the run's folder or do what no step needs.
+
+Two more are for forecasts (`pipeline.forecast`). `forecast(self, site, ...)` tells what the stage
+will need, from what the slots before it have told, by annotations as in `run`. `savings(self,
+ranks)` yields changes of the stage's fields that need less memory (`Saving`), the cheaper first.
 """
 
 from __future__ import annotations
@@ -30,6 +40,22 @@ if TYPE_CHECKING:
     from pipeline.metrics import Metrics
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A way to use a stage that wraps."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of the slot."""
+    what: str = ""
+    """What it does, as in `every rank holds everything`."""
+    order: int = 0
+    """When `pipe advise` tries it (`pipeline.forecast.options.Order`); 0: never."""
+
+
+Presets = Mapping[str, Preset]
+"""By name."""
 
 
 class Stage(Protocol):
@@ -76,6 +102,18 @@ class PlanView:
             if found is None and id(other) in givers:
                 found = slot
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A few steps of a recipe, to be measured: no evaluation, and one checkpoint, at the end."""
+
+    steps: int
+    """Optimizer steps in all."""
+    profile: tuple[int, ...] = ()
+    """Those of them that torch.profiler is to record."""
+    growth: float = 1.0
+    """Samples of one optimizer step, in multiples of the recipe's."""
 
 
 @dataclass(frozen=True, kw_only=True)

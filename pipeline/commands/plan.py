@@ -103,15 +103,15 @@ def _tell_remedies(
     margins: Margins,
     registry: Registry | None,
 ) -> None:
-    from pipeline.forecast.options import installed_strategies
     from pipeline.forecast.planning import draw_up
     from pipeline.forecast.remedies import remedies
+    from pipeline.presets import in_order
 
     def draw(more: Sequence[str], times: int) -> Drawn:
         there = replace(asked, nodes=drawn.site.nodes * times, gpus=drawn.site.local_ranks)
         return draw_up(recipe, [*overrides, *more], there, margins, registry)
 
-    known = installed_strategies(registry or Registry.installed())
+    known = in_order(registry or Registry.installed())
     found = [remedy.line() for remedy in remedies(drawn, draw, known)]
     click.echo("it would fit with" if found else "nothing here makes it fit")
     for line in found:

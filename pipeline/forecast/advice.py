@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import RecipeError
-from pipeline.forecast.options import Named, Order, Saving
+from pipeline.forecast.options import Order, Saving
 from pipeline.forecast.planning import Drawn
 from pipeline.forecast.table import gib
+from pipeline.presets import Strategy
 
 Draw = Callable[[Sequence[str]], Drawn]
 """Overrides -> the plan of the recipe with them. Raises PipeError."""
@@ -51,7 +52,7 @@ class Walk:
     """Tries one way after another."""
 
     draw: Draw
-    strategies: Sequence[Named]
+    strategies: Sequence[Strategy]
     few_trained: bool
     """Whether only adapters are trained."""
     nodes: int
@@ -71,28 +72,28 @@ class Walk:
                 return found
         return None
 
-    def _suited(self) -> Iterator[Named]:
+    def _suited(self) -> Iterator[Strategy]:
         for named in self.strategies:
-            order = named.strategy.order
+            order = named.order
             if order == Order.PARTLY_SHARDED and not self.few_trained:
                 continue
             if order == Order.SHARDED_WITHIN_NODES:
                 continue
             yield named
 
-    def _with(self, named: Named) -> Tried | None:
+    def _with(self, named: Strategy) -> Tried | None:
         slot = slot_override("wrap", named.slot)
-        first = self._try(named.strategy.what, named, [slot], [("wrap", named.strategy.what)])
+        first = self._try(named.what, named, [slot], [("wrap", named.what)])
         if first.fits:
             return self._within_nodes(first)
-        if named.strategy.order < Order.SHARDED:
+        if named.order < Order.SHARDED:
             return None
         for saved in self._savings(first, named):
             if saved.fits:
                 return self._within_nodes(saved)
         return None
 
-    def _savings(self, first: Tried, named: Named) -> Iterator[Tried]:
+    def _savings(self, first: Tried, named: Strategy) -> Iterator[Tried]:
         """One saving after another, each beside those before it."""
         last = first
         while any(short.place == "device" for short in last.drawn.short):
@@ -110,9 +111,9 @@ class Walk:
         if self.nodes < 2:
             return found
         for named in self.strategies:
-            if named.strategy.order == Order.SHARDED_WITHIN_NODES and _sharded(found, self):
+            if named.order == Order.SHARDED_WITHIN_NODES and _sharded(found, self):
                 rest = [one for one in found.overrides if not one.startswith("wrap=")]
-                why = named.strategy.what
+                why = named.what
                 reasons = [("wrap", why), *(one for one in found.reasons if one[0] != "wrap")]
                 slot = slot_override("wrap", named.slot)
                 other = self._try(why, named, [slot, *rest], reasons)
@@ -123,7 +124,7 @@ class Walk:
     def _try(
         self,
         what: str,
-        named: Named,
+        named: Strategy,
         overrides: Sequence[str],
         reasons: Sequence[tuple[str, str]],
     ) -> Tried:
@@ -134,7 +135,7 @@ class Walk:
 
 
 def _sharded(found: Tried, walk: Walk) -> bool:
-    plain = [n for n in walk.strategies if n.strategy.order == Order.SHARDED]
+    plain = [n for n in walk.strategies if n.order == Order.SHARDED]
     return any(slot_override("wrap", n.slot) in found.overrides for n in plain)
 
 

@@ -13,8 +13,9 @@ from pipeline.forecast.advice import Tried, Walk, slot_override
 from pipeline.forecast.draft import Draft
 from pipeline.forecast.fit import Margins
 from pipeline.forecast.hardware import Asked
-from pipeline.forecast.options import Order, installed_strategies
+from pipeline.forecast.options import Order
 from pipeline.forecast.planning import Drawn, draw_up
+from pipeline.presets import in_order
 from pipeline.registry import Registry
 
 MOST_NODES = 512
@@ -38,7 +39,7 @@ class Task:
 
 def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
     """The recipe before a strategy is chosen. Raises UsageError when none is installed."""
-    strategies = installed_strategies(registry)
+    strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
     ranks = (asked.gpus or 1) * (asked.nodes or 1)
@@ -116,7 +117,7 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
 
         walk = Walk(
             draw=draw,
-            strategies=installed_strategies(registry),
+            strategies=in_order(registry),
             few_trained=task.lora,
             nodes=asked.nodes or 1,
         )
@@ -141,7 +142,7 @@ def _offloads(chosen: Tried, walk: Walk) -> bool:
     return any(
         slot_override("wrap", named.slot) in chosen.overrides
         for named in walk.strategies
-        if named.strategy.order >= Order.OFFLOADED
+        if named.order >= Order.OFFLOADED
     )
 
 
@@ -149,7 +150,7 @@ def _nodes(
     file: Path, walk: Walk, asked: Asked, margins: Margins, registry: Registry
 ) -> int | None:
     """The fewest nodes, doubling, on which the most sparing way without offloading fits."""
-    sharded = [named for named in walk.strategies if named.strategy.order == Order.SHARDED]
+    sharded = [named for named in walk.strategies if named.order == Order.SHARDED]
     slots = {slot_override("wrap", named.slot) for named in sharded}
     ways = [tried for tried in walk.tried if slots & set(tried.overrides)]
     if not ways:

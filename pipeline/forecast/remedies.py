@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pipeline.engine import Engine
 from pipeline.errors import PipeError
 from pipeline.forecast.advice import field_overrides, savings, slot_override
-from pipeline.forecast.options import Named, Order
+from pipeline.forecast.options import Order
 from pipeline.forecast.planning import Drawn
 from pipeline.forecast.table import gib
+from pipeline.presets import Strategy
 
 MOST_TIMES = 64
 """How many times as many nodes are looked at."""
@@ -32,7 +33,7 @@ class Remedy:
         return f"{self.text}  ({gib(drawn.margins.of(drawn.forecast.peak))} GiB a GPU)"
 
 
-def remedies(drawn: Drawn, draw: Draw, strategies: Sequence[Named]) -> Iterator[Remedy]:
+def remedies(drawn: Drawn, draw: Draw, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
     """At most one of each kind: savings of the recipe's own stages, another strategy with them,
     more nodes."""
     overrides, sparing = _spared(drawn, draw, [])
@@ -49,11 +50,11 @@ def remedies(drawn: Drawn, draw: Draw, strategies: Sequence[Named]) -> Iterator[
         times *= 2
 
 
-def _otherwise(drawn: Drawn, draw: Draw, strategies: Sequence[Named]) -> Iterator[Remedy]:
+def _otherwise(drawn: Drawn, draw: Draw, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
     """The first other strategy that fits."""
     slot = _wrap_slot(drawn)
     for named in strategies if slot else ():
-        within = named.strategy.order in (Order.PARTLY_SHARDED, Order.SHARDED_WITHIN_NODES)
+        within = named.order in (Order.PARTLY_SHARDED, Order.SHARDED_WITHIN_NODES)
         if within or _is_there(drawn, slot, named):
             continue
         start = [slot_override(slot, named.slot)]
@@ -91,7 +92,7 @@ def _wrap_slot(drawn: Drawn) -> str:
     return ""
 
 
-def _is_there(drawn: Drawn, slot: str, named: Named) -> bool:
+def _is_there(drawn: Drawn, slot: str, named: Strategy) -> bool:
     step = next(step for step in drawn.plan.steps if step.slot == slot)
-    fields = named.strategy.fields
+    fields = named.fields
     return step.use == named.use and all(getattr(step.stage, k) == v for k, v in fields.items())

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.annotations import name_of
 from pipeline.errors import PluginError
 from pipeline.registry import GROUP, Entry, Registry
-from pipeline.testing.behaviour import acceptance, refusal
+from pipeline.testing.behaviour import acceptance, preset_faults, refusal
 from pipeline.testing.declaration import field_violations, name_violations, run_violations
 from pipeline.testing.imports import import_violations
 
@@ -34,8 +34,8 @@ def check_stage(
     mistake and the dotted key at which a problem must be reported.
 
     Looked at are the entry point, the class, `run`'s annotations, each field (documented, a type
-    that a recipe can hold, a default within its bounds), what importing and checking it imports,
-    and how good and bad fields are answered. `run` is not called.
+    that a recipe can hold, a default within its bounds), its presets, what importing and checking
+    it imports, and how good and bad fields are answered. `run` is not called.
     """
     pairs = list(invalid)
     entries = _entries(stage)
@@ -56,6 +56,7 @@ def _violations(
         yield from run_violations(stage)
         yield from field_violations(stage)
         yield from acceptance(stage, valid)
+        yield from preset_faults(stage)
         for key, fields in invalid:
             yield from refusal(stage, key, fields)
     except PluginError as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from annotated_types import Gt
 
 from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView, Room
+from pipeline.stage import Context, PlanView, Room, Trial
 from stages.wrap.zero import Zero
 from stages.wrap.zero.artifact import ZeroEngine
 
@@ -38,6 +38,10 @@ class DeepSpeedCheckpoint:
                 "offload_optimizer.ratio leaves on the device",
                 hint="use checkpoint.sharded",
             )
+
+    def shortened(self, trial: Trial) -> Self:
+        """Saves at the end only."""
+        return replace(self, every=None, keep=1)
 
     def run(
         self, ctx: Context, engine: ZeroEngine, model: ModelSource | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Trial
 from stages.checkpoint.settings import CheckpointSettings
 
 
@@ -34,6 +35,10 @@ class FullCheckpoint(CheckpointSettings):
                 message="several processes cannot write into one object",
                 hint="use checkpoint.sharded",
             )
+
+    def shortened(self, trial: Trial) -> Self:
+        """Saves into the run's folder."""
+        return replace(super().shortened(trial), folder=None)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         from pipeline.state.whole import Whole

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge, Gt
 
@@ -16,7 +16,7 @@ from pipeline.errors import Problem
 from pipeline.forecast.result import Extras
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView, Room
+from pipeline.stage import Context, PlanView, Room, Trial
 from stages.checkpoint.addresses import unknown_address
 
 if TYPE_CHECKING:
@@ -73,6 +73,10 @@ class CheckpointSettings(ABC):
         from stages.checkpoint.forecast import extras
 
         return extras(self, site, model, precision, optimizer)
+
+    def shortened(self, trial: Trial) -> Self:
+        """Saves at the end only, from a fresh start."""
+        return replace(self, every=None, keep=1, keep_every=None, keep_best=0, start_from=None)
 
     @abstractmethod
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:

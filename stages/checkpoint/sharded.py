@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Trial
 from stages.checkpoint.addresses import unknown_address
 from stages.checkpoint.settings import CheckpointSettings
 
@@ -29,6 +30,10 @@ class ShardedCheckpoint(CheckpointSettings):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
         yield from unknown_address("folder", self.folder)
+
+    def shortened(self, trial: Trial) -> Self:
+        """Saves into the run's folder."""
+        return replace(super().shortened(trial), folder=None)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         from pipeline.state.planning import Sharded

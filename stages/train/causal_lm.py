@@ -23,7 +23,7 @@ from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
 from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Trial
 from stages.train.policies import Anomalies, Count, EarlyStopping
 
 
@@ -67,6 +67,9 @@ class TrainCausalLm:
     eval_first: bool = False
     """Evaluate before the first step too."""
 
+    eval_last: bool = True
+    """Evaluate after the last step."""
+
     early_stopping: EarlyStopping | None = None
     """End training when the held-out loss stops to fall; null trains to the last step."""
 
@@ -76,6 +79,10 @@ class TrainCausalLm:
 
     anomalies: Anomalies = field(default_factory=Anomalies)
     """What to do about steps whose gradient is not finite or whose loss spikes."""
+
+    profile_steps: tuple[Count, ...] = ()
+    """Steps to record with torch.profiler. Each rank leaves a trace for Perfetto in `profile/` in
+    the run folder; `metrics.jsonl` tells the step's share of communication."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if (self.steps is None) == (self.epochs is None):
@@ -115,6 +122,24 @@ class TrainCausalLm:
                 message="the checkpoint slot does not keep the best checkpoint",
                 hint="set keep_best: 1 there",
             )
+
+    def shortened(self, trial: Trial) -> TrainCausalLm:
+        """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays;
+        accumulation follows from it."""
+        return replace(
+            self,
+            steps=trial.steps,
+            epochs=None,
+            global_batch_size=max(1, round(self.global_batch_size * trial.growth)),
+            accumulation=self.accumulation if self.micro_batch_size is None else None,
+            eval_every=None,
+            eval_first=False,
+            eval_last=False,
+            early_stopping=None,
+            result="last",
+            anomalies=self.anomalies.without_rollback(),
+            profile_steps=trial.profile,
+        )
 
     def microbatch_size(self, ranks: int) -> int:
         """Samples of one forward pass, given or derived, on `ranks` data-parallel ranks."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import time
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from stages.train.feed import Feed
 from stages.train.flops import utilisation
 from stages.train.loss import SummedLoss
 from stages.train.origin import require_same_origin
+from stages.train.profiling import Profile, Profiler
 from stages.train.proof import prove_head, prove_packing
 from stages.train.recovery import Recovery
 from stages.train.report import Reporter
@@ -53,11 +55,19 @@ def train(
     feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
     ctx.on_exit(feed.close)
     recovery = Recovery(config.anomalies, checkpoints, admit)
-    Training(config, ctx, engine, data, plan, checkpoints, feed, progress).run(recovery)
-    last = checkpoints.finish()
+    last = Training(config, ctx, engine, data, plan, checkpoints, feed, progress).run(recovery)
     if config.result == "best":
         return checkpoints.best()
     return TrainedRun(checkpoint=last, progress=progress)
+
+
+class Saving(NamedTuple):
+    """The newest checkpoint of this process."""
+
+    step: int
+    began: float
+    stalled: float
+    """Seconds that training stood still for it."""
 
 
 class Training:
@@ -86,6 +96,9 @@ class Training:
         self._loss = SummedLoss(engine.model, config.loss_chunk_size)
         self._watch = Watch(config.anomalies, engine.shard.count)
         self._evaluated = "eval_loss" in progress.metrics
+        self._profiler = Profiler(config.profile_steps, ctx.run_dir, engine)
+        self._start = progress.step
+        self._saving: Saving | None = None
         self._reporter = Reporter(
             ctx,
             engine,
@@ -95,26 +108,37 @@ class Training:
             utilisation=utilisation(engine),
         )
 
-    def run(self, recovery: Recovery) -> None:
-        """Train to the last step, or to where early stopping ends it, and save (collective)."""
+    def run(self, recovery: Recovery) -> str:
+        """Train to the last step, or to where early stopping ends it, and save (collective). Gives
+        the last checkpoint's address."""
         self._prove()
         self._begin()
         while self._goes_on():
-            done, anomaly = train_step(
-                self._engine, self._loss, self._feed, self._plan, self._progress, self._watch
-            )
+            (done, anomaly), profile = self._step()
             if anomaly:
                 self._recover(recovery, anomaly, done)
                 continue
-            self._reporter.add(done)
+            self._reporter.add(done, profile)
             self._evaluated = False
             if self._data.heldout and self._is_to_be_evaluated():
                 self._evaluate(self._data.heldout)
             if self._checkpoints.due(self._progress):
                 self._save()
-        if self._data.heldout and not self._evaluated:
+        if self._data.heldout and self._config.eval_last and not self._evaluated:
             self._evaluate(self._data.heldout)  # the last batch of all was left out
         self._save()
+        return self._finish()
+
+    def _step(self) -> tuple[tuple[Done, str], Profile | None]:
+        take = functools.partial(
+            train_step,
+            self._engine, self._loss, self._feed, self._plan, self._progress, self._watch,
+        )  # fmt: skip
+        number = self._progress.step + 1
+        if not self._profiler.wants(number):
+            return take(), None
+        self._reporter.flush()  # so that peaks before it are without the profiler's memory
+        return self._profiler.record(number, take)
 
     def _prove(self) -> None:
         """What the recipe's savings take for granted, on what is trained on next."""
@@ -154,7 +178,7 @@ class Training:
     def _is_to_be_evaluated(self) -> bool:
         step, every = self._progress.step, self._config.eval_every
         last = step == self._feed.total_steps(self._progress)
-        return last or (every is not None and step % every == 0)
+        return (last and self._config.eval_last) or (every is not None and step % every == 0)
 
     def _evaluate(self, heldout: Samples) -> None:
         with self._reporter.paused():
@@ -165,8 +189,22 @@ class Training:
             self._reporter.evaluated(loss)
 
     def _save(self) -> None:
+        step = self._progress.step
         with self._reporter.paused():
+            began = time.perf_counter()
             self._checkpoints.save(self._progress)
+            stalled = time.perf_counter() - began
+        # A second save of a step adds to what is there.
+        if step != (self._start if self._saving is None else self._saving.step):
+            self._saving = Saving(step, began, stalled)
+
+    def _finish(self) -> str:
+        """Wait for the last checkpoint to be on disk; its address."""
+        last = self._checkpoints.finish()
+        if self._saving is not None:
+            seconds = time.perf_counter() - self._saving.began
+            self._reporter.saved(stalled=self._saving.stalled, seconds=seconds)
+        return last
 
     def _recover(self, recovery: Recovery, anomaly: str, done: Done) -> None:
         """Get behind a step that no update is to come of."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
+from pipeline import resident
 from stages.train.step import Done
 
 
@@ -44,6 +45,15 @@ def peak_memory(device: torch.device, ranks: int) -> int | None:
     if ranks > 1:
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)
+
+
+def peak_host_memory(device: torch.device, ranks: int) -> int | None:
+    """Most bytes that the model and its training took at once of one rank's host memory since the
+    start (collective); None where that is not known. `pipeline.resident` says what is counted."""
+    most = torch.tensor(resident.peak_beyond() or 0, device=device)
+    if ranks > 1:
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most) or None
 
 
 def mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float:

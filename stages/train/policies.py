@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -56,6 +56,12 @@ class Anomalies:
     def rolls_back(self) -> bool:
         """Whether training may go back to a checkpoint."""
         return "rollback" in (self.non_finite, self.spike)
+
+    def without_rollback(self) -> Anomalies:
+        """The same, with batches skipped where training would go back to a checkpoint."""
+        non_finite: Action = "skip" if self.non_finite == "rollback" else self.non_finite
+        spike: Action | None = "skip" if self.spike == "rollback" else self.spike
+        return replace(self, non_finite=non_finite, spike=spike)
 
     def problems(self, plan: PlanView) -> Iterator[Problem]:
         """Mistakes that single fields do not show; keys are relative to the block."""

@@ -13,7 +13,8 @@ from pipeline.engine import Engine
 from pipeline.stage import Context
 from stages.train.evaluation import perplexity
 from stages.train.flops import Utilisation
-from stages.train.measures import mean_of, peak_memory, summed
+from stages.train.measures import mean_of, peak_host_memory, peak_memory, summed
+from stages.train.profiling import Profile
 from stages.train.step import Done
 
 SLOW_DATA = 0.05
@@ -43,9 +44,11 @@ class Reporter:
         self._since = time.perf_counter()
         self._tokens, self._samples = progress.tokens, progress.samples
 
-    def add(self, done: Done) -> None:
-        """Take note of a step, once the progress has moved on (collective when a report is due)."""
+    def add(self, done: Done, profile: Profile | None = None) -> None:
+        """Take note of a step, once the progress has moved on (collective when a report is due).
+        One with a `profile` took the time that that says."""
         now, progress = time.perf_counter(), self._progress
+        seconds = now - self._since if profile is None else profile.seconds
         record = {
             "step": progress.step,
             "grad_norm": _finite(done.report.grad_norm),
@@ -55,11 +58,13 @@ class Reporter:
             "applied": done.report.applied,
             "loss_scale": done.report.loss_scale,
             "time": time.time(),
-            "step_seconds": now - self._since,
-            "target_tokens_per_second": (progress.tokens - self._tokens) / (now - self._since),
-            "samples_per_second": (progress.samples - self._samples) / (now - self._since),
+            "step_seconds": seconds,
+            "target_tokens_per_second": (progress.tokens - self._tokens) / seconds,
+            "samples_per_second": (progress.samples - self._samples) / seconds,
             **_best(progress),
         }
+        if profile is not None:
+            record |= {"profiled": True, "communication_share": profile.communication}
         self._begin(now)
         self._pending.append((done, record))
         if progress.step % self._every == 0:
@@ -97,6 +102,17 @@ class Reporter:
         self._ctx.log.warning(shown)
         self._begin(time.perf_counter())
 
+    def saved(self, *, stalled: float, seconds: float) -> None:
+        """Report the newest checkpoint, which is on disk: for how long training stood still for it,
+        and how long all of it took."""
+        self._ctx.metrics.write(
+            {
+                "step": self._progress.step,
+                "checkpoint_stall_seconds": stalled,
+                "checkpoint_seconds": seconds,
+            }
+        )
+
     def rewound(self) -> None:
         """The progress is that of an earlier step again: forget those after it."""
         self._pending.clear()
@@ -109,7 +125,11 @@ class Reporter:
             return
         ranks = self._engine.shard.count
         sums = summed([done for done, _ in self._pending], ranks)
-        memory = peak_memory(self._engine.device, ranks)
+        device = self._engine.device
+        memory = {
+            "peak_memory_bytes": peak_memory(device, ranks),
+            "peak_host_memory_bytes": peak_host_memory(device, ranks),
+        }
         for total, (_, record) in zip(sums, self._pending, strict=True):
             seconds = record["step_seconds"]
             record |= {
@@ -118,8 +138,7 @@ class Reporter:
                 "tokens_per_second_per_rank": total.tokens / seconds / ranks,
                 "data_wait_share": total.waited / seconds / ranks,
             }
-            if memory is not None:
-                record["peak_memory_bytes"] = memory
+            record |= {name: size for name, size in memory.items() if size is not None}
             if self._utilisation is not None:
                 record["mfu"] = self._utilisation.share(
                     total.tokens, total.squares, seconds * ranks

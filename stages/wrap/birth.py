@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_name, torch_dtype
+from pipeline.resident import model_begins
 from stages.model.names import stands_for
 from stages.model.outline import outline
 
@@ -20,6 +21,7 @@ def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
     one dtype together, do not change them.
     """
     module = outline(model)
+    model_begins()  # importing its code is no part of it
     borrowed = set(model.borrowed)
     for name, parameter in module.named_parameters():
         dtype = torch_dtype(precision.compute if name in borrowed else precision.master)

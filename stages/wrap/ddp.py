@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,12 +9,12 @@ from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
-from pipeline.forecast.options import Order, Strategy
+from pipeline.forecast.options import Order
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import Sizes
-from pipeline.stage import Context
+from pipeline.stage import Context, Preset, Presets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +35,9 @@ class Ddp:
     it."""
 
     @classmethod
-    def strategies(cls) -> Mapping[str, Strategy]:
+    def presets(cls) -> Presets:
         what = "every rank holds everything"
-        return {"ddp": Strategy(order=Order.REPLICATED, what=what, fields={})}
+        return {"ddp": Preset(order=Order.REPLICATED, what=what)}
 
     def forecast(
         self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,12 +11,12 @@ from annotated_types import Ge, Gt
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.options import Order, Strategy
+from pipeline.forecast.options import Order
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import Sizes
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Preset, Presets
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -68,19 +68,19 @@ class Fsdp:
             yield Problem(key="cpu_offload", message="needs a sharding", hint="use full_shard")
 
     @classmethod
-    def strategies(cls) -> Mapping[str, Strategy]:
+    def presets(cls) -> Presets:
         return {
-            "fsdp-shard-grad-op": Strategy(
+            "fsdp-shard-grad-op": Preset(
                 order=Order.PARTLY_SHARDED,
                 what="shards, gathered once for forward and backward",
                 fields={"sharding": "shard_grad_op"},
             ),
-            "fsdp": Strategy(
+            "fsdp": Preset(
                 order=Order.SHARDED,
                 what="shards over all ranks, gathered block by block",
                 fields={"sharding": "full_shard"},
             ),
-            "fsdp-hybrid": Strategy(
+            "fsdp-hybrid": Preset(
                 order=Order.SHARDED_WITHIN_NODES,
                 what="shards within each node, gradients averaged across nodes",
                 fields={"sharding": "hybrid_shard"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView, Room
+from pipeline.stage import Context, PlanView, Preset, Presets, Room, Trial
 
 
 class RedEngine(Engine):
@@ -100,6 +100,10 @@ class Red:
     extra: dict[str, Any] | None = None
     """Raw settings."""
 
+    @classmethod
+    def presets(cls) -> Presets:
+        return {"red1": Preset(fields={"stage": 1}), "red2": Preset(fields={"stage": 2})}
+
     def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> RedEngine:
         raise AssertionError("never run")
 
@@ -110,6 +114,10 @@ class Blue:
 
     bucket: Annotated[float, Field(gt=0)] = 25.0
     """Size in MB."""
+
+    @classmethod
+    def presets(cls) -> Presets:
+        return {"blue": Preset()}
 
     def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> BlueEngine:
         raise AssertionError("never run")
@@ -145,6 +153,9 @@ class Train:
     """How long."""
     shuffle: bool = True
     """In another order every epoch."""
+
+    def shortened(self, trial: Trial) -> Train:
+        return replace(self, steps=trial.steps)
 
     def run(
         self, ctx: Context, engine: Engine, data: Data, checkpoints: Checkpoints | None

@@ -29,6 +29,7 @@ def partitioned(
     """
     import deepspeed
 
+    declared = birth.build_empty(model, precision)
     with deepspeed.zero.Init(config_dict_or_path=dict(config)):
         module = model.build()
     model.tie(module)
@@ -36,7 +37,7 @@ def partitioned(
         for parameter in owner.parameters():
             deepspeed.zero.register_external_parameter(owner, parameter)
     module.train()
-    _redeclare_buffers(module, birth.build_empty(model, precision), dist.device)
+    _redeclare_buffers(module, declared, dist.device)
     return module
 
 

@@ -10,11 +10,11 @@ from annotated_types import Ge, Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.errors import Problem
-from pipeline.forecast.options import Order, Strategy
+from pipeline.forecast.options import Order
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView
+from pipeline.stage import Context, PlanView, Preset, Presets
 from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
 
@@ -89,21 +89,24 @@ class Zero:
         yield from problems(self, plan)
 
     @classmethod
-    def strategies(cls) -> Mapping[str, Strategy]:
+    def presets(cls) -> Presets:
         host = {"device": "cpu"}
         disk = {"device": "nvme", "path": "/nvme"}
         return {
-            "zero3-offload": Strategy(
+            "zero1": Preset(what="shards of optimizer state", fields={"stage": 1}),
+            "zero2": Preset(what="shards of optimizer state and gradients", fields={"stage": 2}),
+            "zero3": Preset(what="shards of everything", fields={"stage": 3}),
+            "zero3-offload": Preset(
                 order=Order.OFFLOADED,
                 what="shards, optimizer state in host memory",
                 fields={"stage": 3, "offload_optimizer": host},
             ),
-            "zero3-offload-all": Strategy(
+            "zero3-offload-all": Preset(
                 order=Order.MORE_OFFLOADED,
                 what="shards, optimizer state and parameters in host memory",
                 fields={"stage": 3, "offload_optimizer": host, "offload_param": host},
             ),
-            "zero3-nvme": Strategy(
+            "zero3-nvme": Preset(
                 order=Order.OFFLOADED_TO_DISK,
                 what="optimizer state on a local disk (say which in path), parameters on the host",
                 fields={"stage": 3, "offload_optimizer": disk, "offload_param": host},

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline import resident
 from pipeline.artifacts import Progress, TrainedRun
 from pipeline.dist import Dist
 from pipeline.engine import StepReport
@@ -22,12 +23,19 @@ from stages.train import report
 from stages.train.evaluation import note
 from stages.train.feed import Taken
 from stages.train.flops import Cost, Utilisation
+from stages.train.profiling import Profile
 from stages.train.report import Reporter
 from stages.train.step import Done
 from tests.support.runs import context
 
 CPU = torch.device("cpu")
 ENGINE: Any = SimpleNamespace(shard=SimpleNamespace(count=1), device=CPU)
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other tests have built in this process."""
+    monkeypatch.setattr(resident, "_before", [])
 
 
 def done(loss: float, taken: Taken | None = None) -> Done:
@@ -101,6 +109,45 @@ def test_speeds_of_every_step_and_of_the_line(
         "step 2/9  loss 2.5000  grad_norm 1.500  lr 0.25  67 tokens/s  mfu 61.7%  3.00 s/step  "
         "8% of it waiting for data  eta 0:21"
     ]
+
+
+def test_a_profiled_step_tells_its_own_time_and_communication(
+    tmp_path: Path, at: Callable[[float], None]
+) -> None:
+    progress = Progress()
+    reporter = make(tmp_path, progress)
+    at(9.0)  # most of it is the profiler's writing
+    progress.step, progress.samples = 1, 8
+    reporter.add(done(2.5), Profile(seconds=2.0, communication=0.25))
+    at(10.0)
+    progress.step, progress.samples = 2, 16
+    reporter.add(done(2.5))
+    first, second = lines(tmp_path)
+    assert (first["step_seconds"], first["samples_per_second"]) == (2.0, 4.0)
+    assert (first["profiled"], first["communication_share"]) == (True, 0.25)
+    assert second["step_seconds"] == 1.0
+    assert "profiled" not in second
+
+
+def test_a_checkpoint_on_disk_is_a_record(tmp_path: Path) -> None:
+    reporter = make(tmp_path, Progress(step=3))
+    reporter.saved(stalled=0.5, seconds=2.0)
+    assert lines(tmp_path) == [
+        {"step": 3, "checkpoint_stall_seconds": 0.5, "checkpoint_seconds": 2.0}
+    ]
+
+
+def test_host_memory_counts_from_where_the_model_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpipe\nVmHWM:\t 900 kB\nVmRSS:\t 500 kB\nRssShmem:\t 100 kB\n")
+    monkeypatch.setattr(resident, "_STATUS", status)
+    assert resident.peak_beyond() is None
+    resident.model_begins()
+    status.write_text("VmHWM:\t 2000 kB\nVmRSS:\t 1500 kB\nRssShmem:\t 300 kB\n")
+    resident.model_begins()  # the first call counts
+    assert resident.peak_beyond() == (2000 - 300 - (500 - 100)) * 1024
 
 
 def test_a_pause_is_no_training(tmp_path: Path, at: Callable[[float], None]) -> None:

@@ -1,0 +1,12 @@
+"""Short runs of one recipe under several strategies and numbers of processes, compared.
+
+    trials.py    the recipe of each run
+    measure.py   one run in a process of its own, and what its folder tells
+    child.py     that process
+    results.py   numbers of one run; what follows from several
+    verdict.py   the same in words
+    table.py     the same in columns
+    plot.py      the same as a picture
+
+Imports no torch.
+"""

@@ -1,0 +1,94 @@
+"""Strategies that installed stages offer by name, for commands that compare them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.engine import Engine
+from pipeline.errors import PluginError, UsageError
+from pipeline.registry import Entry, Registry
+from pipeline.signature import gives
+from pipeline.stage import Preset, Presets
+from pipeline.suggest import closest
+
+METHOD = "presets"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A slot that wraps a model, and what to call it."""
+
+    name: str
+    use: str
+    fields: Mapping[str, Any]
+    what: str = ""
+    order: int = 0
+
+    @property
+    def slot(self) -> dict[str, Any]:
+        """What a recipe says to have it."""
+        return {"use": self.use, **self.fields}
+
+
+def strategies(registry: Registry) -> dict[str, Strategy]:
+    """Those of all installed stages that give an Engine, by name. Stages that cannot be loaded are
+    passed over. Raises PluginError for one whose presets are not what they should be, or when two
+    offer the same name."""
+    found: dict[str, Strategy] = {}
+    for strategy, entry in _offered(registry):
+        other = found.setdefault(strategy.name, strategy)
+        if other is not strategy:
+            raise PluginError(
+                f"strategy `{strategy.name}` is offered by {other.use} and by {strategy.use}",
+                hint=f"uninstall one of {registry.entry(other.use)} and {entry}",
+            )
+    return found
+
+
+def chosen(names: list[str], registry: Registry) -> list[Strategy]:
+    """Those of these names. Raises UsageError with the closest name and the list."""
+    known = strategies(registry)
+    for name in names:
+        if name not in known:
+            near = closest(name, known)
+            meant = f"did you mean `{near}`? " if near else ""
+            raise UsageError(
+                f"there is no strategy `{name}`",
+                hint=f"{meant}installed: {', '.join(known) or 'none'}",
+            )
+    return [known[name] for name in names]
+
+
+def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
+    for name in registry.names():
+        try:
+            entry, kind = registry.entry(name), registry.load(name)
+        except PluginError:
+            continue
+        given = gives(kind)
+        if given is None or not issubclass(given, Engine) or not hasattr(kind, METHOD):
+            continue
+        for called, preset in _presets(kind, entry).items():
+            yield Strategy(name=called, use=name, **vars(preset)), entry
+
+
+def _presets(kind: Any, entry: Entry) -> Presets:
+    """What the class offers. Raises PluginError naming its package."""
+    at_fault = f"stage `{entry.name}` of {entry}: its presets "
+    try:
+        told = kind.presets()
+    except Exception as error:
+        raise PluginError(f"{at_fault}cannot be told: {type(error).__name__}: {error}") from error
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name, preset in told.items():
+        if not isinstance(preset, Preset) or not set(preset.fields) <= known:
+            raise PluginError(f"{at_fault}are wrong: `{name}` is no Preset with its fields")
+    return told  # type: ignore[no-any-return]
+
+
+def in_order(registry: Registry) -> list[Strategy]:
+    """Those that `pipe advise` tries, in its order."""
+    found = [strategy for strategy in strategies(registry).values() if strategy.order]
+    return sorted(found, key=lambda one: (one.order, one.name))

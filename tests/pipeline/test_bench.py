@@ -1,0 +1,487 @@
+"""`pipe bench`: strategies by name, short runs compared, numbers in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from pipeline import cli, jsonl
+from pipeline.bench import measure as measuring
+from pipeline.bench import plot, results, trials
+from pipeline.bench.results import Measured, Memory, Row, Speed, with_efficiency
+from pipeline.bench.table import table
+from pipeline.bench.trials import Length
+from pipeline.bench.verdict import verdict
+from pipeline.errors import PluginError, StageError, UsageError
+from pipeline.plan import make_plan, plan_file
+from pipeline.presets import chosen, strategies
+from pipeline.recipe import load_recipe
+from pipeline.registry import Entry, Registry
+from pipeline.stage import Preset
+from tests.stages.data.fakes import PLAIN, FakeSource
+from tests.support.pipe import REPOSITORY
+from tests.support.runs import TINY
+
+RECIPE = """\
+name: small
+launch: {procs: 2, device: cpu}
+stages:
+  model: {use: model.fake}
+  data: {use: data.text, files: [./a.txt]}
+  optimizer: {use: optimizer.adam, lr: 1e-4}
+  wrap: {use: wrap.red, stage: 3}
+  train: {use: train.lm, steps: 4000}
+"""
+
+
+def speed(median: float, spread: float = 0.0) -> Speed:
+    return Speed(median=median, low=median - spread, high=median + spread)
+
+
+def row(strategy: str, procs: int, tokens: float, spread: float = 0.0, **facts: Any) -> Row:
+    told: dict[str, Any] = {
+        "data_wait_share": 0.01, "communication_share": 0.1, "first_step_seconds": 5.0,
+        "checkpoint_seconds": 0.5, "checkpoint_stall_seconds": 0.1, "tokens_per_step": 64.0,
+        "samples_per_step": 8, "memory": Memory(kind="host", measured=3 << 29, predicted=1 << 30),
+    } | facts  # fmt: skip
+    one = Measured(tokens_per_second=speed(tokens, spread), step_seconds=speed(0.5), **told)
+    return Row(strategy=strategy, use=f"wrap.{strategy}", procs=procs, measured=one)
+
+
+# strategies by name
+
+
+def test_strategies_are_what_installed_stages_offer(registry: Registry) -> None:
+    found = strategies(registry)  # broken stages are passed over
+    assert {name: (one.use, dict(one.fields)) for name, one in found.items()} == {
+        "blue": ("wrap.blue", {}),
+        "red1": ("wrap.red", {"stage": 1}),
+        "red2": ("wrap.red", {"stage": 2}),
+    }
+
+
+def test_built_in_strategies() -> None:
+    found = strategies(Registry.installed())
+    wanted = {"ddp", "fsdp", "fsdp-shard-grad-op", "fsdp-hybrid", "zero1", "zero2", "zero3"}
+    assert wanted | {"zero3-offload"} <= set(found)
+    assert found["zero2"].fields == {"stage": 2}
+
+
+def test_an_unknown_strategy(registry: Registry) -> None:
+    with pytest.raises(UsageError) as caught:
+        chosen(["blue", "red3"], registry)
+    assert str(caught.value) == (
+        "there is no strategy `red3` (did you mean `red2`? installed: blue, red1, red2)"
+    )
+
+
+def test_two_stages_of_one_strategy(fake_entry: Callable[..., Entry]) -> None:
+    registry = Registry([fake_entry("wrap.blue", "Blue"), fake_entry("wrap.navy", "Blue", "other")])
+    with pytest.raises(PluginError, match=r"`blue` is offered by wrap\.blue and by wrap\.navy"):
+        strategies(registry)
+
+
+def test_presets_that_are_none(
+    fake_entry: Callable[..., Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry([fake_entry("wrap.blue", "Blue", "other")])
+    monkeypatch.setattr(
+        registry.load("wrap.blue"), "presets", lambda: {"b": Preset(fields={"bukket": 1})}
+    )
+    with pytest.raises(PluginError) as caught:
+        strategies(registry)
+    assert str(caught.value) == (
+        "stage `wrap.blue` of other 1.0: its presets are wrong: `b` is no Preset with its fields"
+    )
+
+
+# arithmetic
+
+
+def test_efficiency_is_relative_to_the_strategys_smallest_run() -> None:
+    failed = Row(strategy="a", use="wrap.a", procs=1, error="no")
+    rows = [failed, row("a", 2, 100.0), row("a", 4, 150.0), row("b", 1, 80.0), row("b", 4, 240.0)]
+    told = [(r.efficiency, r.efficiency_base) for r in with_efficiency(rows)]
+    assert told == [(None, None), (1.0, 2), (0.75, 2), (1.0, 1), (0.75, 1)]
+
+
+def test_numbers_of_a_run() -> None:
+    def step(number: int, seconds: float, **more: Any) -> dict[str, Any]:
+        return {
+            "step": number, "loss": 1.0, "time": 100.0 + number, "step_seconds": seconds,
+            "tokens_per_second": 64 / seconds, "samples_per_second": 8 / seconds,
+            "data_wait_share": 0.5 if number == 2 else 0.0,
+            "peak_host_memory_bytes": 1000 * number,
+        } | more  # fmt: skip
+
+    records = [
+        step(1, 9.0), step(2, 1.0), step(3, 2.0), step(4, 4.0),
+        step(5, 50.0, profiled=True, communication_share=0.25),
+        {"step": 5, "checkpoint_stall_seconds": 0.1, "checkpoint_seconds": 0.4},
+    ]  # fmt: skip
+    told = results.measured(records, warmup=1, began=90.0, predicted=2000)
+    assert told.tokens_per_second == Speed(median=32.0, low=16.0, high=64.0)
+    assert told.step_seconds.median == 2.0
+    assert (told.tokens_per_step, told.samples_per_step) == (64.0, 8)
+    assert told.data_wait_share == pytest.approx(0.5 / 7)
+    assert told.communication_share == 0.25
+    assert told.first_step_seconds == 11.0
+    assert (told.checkpoint_seconds, told.checkpoint_stall_seconds) == (0.4, 0.1)
+    # not that of the profiled step, which holds the profiler's own
+    assert told.memory == Memory(kind="host", measured=4000, predicted=2000)
+    assert told.memory.ratio == 2.0
+    with pytest.raises(ValueError, match="no step after its warm-up"):
+        results.measured(records, warmup=4, began=90.0, predicted=None)
+
+
+def test_a_verdict_in_words() -> None:
+    rows = [
+        row("ddp", 1, 100.0, 2.0),
+        row("ddp", 4, 300.0, 15.0),
+        row("fsdp", 4, 290.0, 5.0),
+        row("zero3", 4, 200.0),
+        Row(strategy="zero1", use="wrap.zero", procs=1, error="out of memory"),
+    ]
+    assert verdict(with_efficiency(rows)) == [
+        "fastest that fits: ddp on 4 processes, 300 tokens/s; indistinguishable from it within "
+        "the steps' spread: fsdp on 4 processes",
+        "ddp, from 1 to 4 processes: 3.00 times as fast; 75% of the ideal 4 (+- 5%)",
+        "bottleneck of ddp on 4 processes: compute (data 1%, communication 10% of the step)",
+        "did not run: zero1 on 1 process: out of memory",
+    ]
+
+
+def test_a_gain_within_the_spread_is_none() -> None:
+    rows = with_efficiency([row("ddp", 1, 100.0, 3.0), row("ddp", 2, 110.0, 11.0)])
+    assert verdict(rows)[1] == (
+        "ddp, from 1 to 2 processes: 1.10 times as fast, indistinguishable from no gain; 55% of "
+        "the ideal 2 (+- 7%)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ((0.06, 0.1), "data, which 6% of the step is waited for"),
+        ((0.01, 0.31), "communication, 31% of the step"),
+        ((0.2, 0.4), "data, which 20% of the step is waited for and communication, 40% of the"),
+        ((0.01, None), "not data; communication could not be measured"),
+        ((0.05, 0.3), "compute (data 5%, communication 30% of the step)"),
+    ],
+)
+def test_bottlenecks(shares: tuple[float, float | None], expected: str) -> None:
+    facts = {"data_wait_share": shares[0], "communication_share": shares[1]}
+    one, scaling, bottleneck = verdict(with_efficiency([row("ddp", 1, 100.0, **facts)]))
+    assert one == "fastest that fits: ddp on 1 process, 100 tokens/s"
+    assert scaling == "scaling: not told, as no strategy ran on two numbers of processes"
+    assert bottleneck.startswith(f"bottleneck of ddp on 1 process: {expected}")
+
+
+def test_a_table_is_aligned() -> None:
+    rows = [
+        *with_efficiency([row("ddp", 1, 12345.0, 100.0)]),
+        row("fsdp", 16, 9.0, communication_share=None, memory=Memory(kind="host")),
+        Row(strategy="zero3-offload", use="wrap.zero", procs=2, error="it broke"),
+    ]
+    head, first, second, third = table(rows)
+    assert first.split() == [
+        "ddp", "1", "12,345", "1%", "0.5", "100%", "1.50", "GiB", "1.00", "GiB", "1.50", "1.0%",
+        "10.0%", "5.0", "s", "0.50", "s",
+    ]  # fmt: skip
+    assert second.split() == [
+        "fsdp", "16", "9", "0%", "0.5", "-", "-", "-", "-", "1.0%", "-", "5.0", "s", "0.50", "s",
+    ]  # fmt: skip
+    assert len(head) == len(first) == len(second)
+    assert third == "zero3-offload      2  it broke"
+
+
+# the recipe of each run
+
+
+def write(strategy: str, procs: int, **length: Any) -> dict[str, Any]:
+    registry = Registry.installed()
+    plan = make_plan(load_recipe("r.yaml"), registry=registry)
+    how = Length(**{"steps": 6, "warmup": 2, "weak": False} | length)
+    (one,) = chosen([strategy], registry)
+    written = trials.write(plan, one, procs, how, most=procs, registry=registry)
+    Path("trial.yaml").write_text(written.text)
+    plan_file("trial.yaml", registry=registry)
+    content: dict[str, Any] = yaml.safe_load(written.text)
+    return {**content, "note": written.note}
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A recipe of real stages, whose model has no weights anywhere, and its content."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    FakeSource(PLAIN).fast.save_pretrained("tokenizer")
+    Path("text.txt").write_text("It is a truth universally acknowledged. " * 40)
+    model = {"config": {**TINY, "vocab_size": 259}, "tokenizer": "./tokenizer", "init": "random"}
+    stages = {
+        "model": {"use": "model.hf", **model},
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {
+            "use": "data.text", "files": "./text.txt", "sequence_length": 16,
+            "heldout_fraction": 0.2,
+        },
+        "optimizer": {"use": "optimizer.adamw", "lr": 1e-3},
+        "wrap": {"use": "wrap.zero", "stage": 3},
+        "checkpoint": {"use": "checkpoint.deepspeed", "every": 5},
+        "train": {
+            "use": "train.causal_lm", "epochs": 2.0, "global_batch_size": 8,
+            "micro_batch_size": 2, "accumulation": 2, "eval_every": 5,
+        },
+        "consolidate": {"use": "consolidate.stream"},
+        "export": {"use": "export.safetensors"},
+    }  # fmt: skip
+    content = {"name": "r", "launch": {"procs": 2, "device": "cpu"}, "stages": stages}
+    Path("r.yaml").write_text(json.dumps(content))
+    return content
+
+
+def test_a_trial_is_the_recipe_cut_short(real: dict[str, Any]) -> None:
+    content = write("zero2", 4)
+    stages = content["stages"]
+    assert list(stages) == [
+        "model", "precision", "data", "optimizer", "wrap", "checkpoint", "train",
+    ]  # fmt: skip
+    assert stages["wrap"] == {"use": "wrap.zero", "stage": 2}
+    assert (stages["checkpoint"]["use"], stages["checkpoint"]["every"]) == (
+        "checkpoint.deepspeed", None,
+    )  # fmt: skip
+    train = stages["train"]
+    assert (train["steps"], train["epochs"], train["profile_steps"]) == (9, None, [9])
+    assert (train["global_batch_size"], train["micro_batch_size"]) == (8, 2)
+    assert train["accumulation"] is None
+    assert (train["eval_every"], train["eval_last"]) == (None, False)
+    assert content["launch"]["procs"] == 4
+    assert content["note"] == ""
+
+
+def test_a_checkpoint_slot_that_does_not_go_with_a_strategy_is_replaced(
+    real: dict[str, Any],
+) -> None:
+    content = write("fsdp", 2)
+    assert content["stages"]["checkpoint"] == {"use": "checkpoint.sharded"}
+    assert content["note"] == (
+        "checkpoint.sharded in place of checkpoint.deepspeed, which does not go with it"
+    )
+
+
+def test_weak_scaling_keeps_the_samples_of_a_process(real: dict[str, Any]) -> None:
+    sizes = [write("ddp", n, weak=True)["stages"]["train"]["global_batch_size"] for n in (1, 4)]
+    assert sizes == [4, 16]  # 8 on the recipe's two processes
+
+
+def test_processes_have_the_same_threads(
+    real: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(load_recipe("r.yaml"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert trials.threads(plan, 2) == 4
+    assert trials.threads(plan, 16) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert trials.threads(plan, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ({"wrap": None, "checkpoint": None, "train": None}, "no slot that wraps the model"),
+        ({"train": None}, "no slot that trains"),
+    ],
+)
+def test_recipes_that_cannot_be_measured(
+    real: dict[str, Any], slots: dict[str, None], message: str
+) -> None:
+    kept = {k: v for k, v in real["stages"].items() if k not in {*slots, "consolidate", "export"}}
+    Path("r.yaml").write_text(json.dumps({**real, "stages": kept}))
+    with pytest.raises(UsageError, match=message):
+        trials.require_measurable(make_plan(load_recipe("r.yaml")))
+
+
+# the command
+
+
+@pytest.fixture
+def bench(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs the command on the fake recipe; runs are made up: those in red fail, one on two
+    processes is 1.5 times as fast."""
+
+    def call(arguments: list[str], output: int) -> int:
+        content = yaml.safe_load(Path(arguments[1]).read_text())
+        run_dir = Path(arguments[3])
+        run_dir.mkdir()
+        if content["stages"]["wrap"]["use"] == "wrap.red":
+            problem = "rank 0 failed in slot `train`: out of memory\n  at somewhere"
+            jsonl.append(run_dir / "journal.jsonl", {"event": "run failed", "problem": problem})
+            return 1
+        seconds = 2.0 if content["launch"]["procs"] == 1 else 4 / 3
+        for number in range(content["stages"]["train"]["steps"]):
+            record = {
+                "step": number + 1, "loss": 1.0, "time": 2e9, "step_seconds": seconds,
+                "tokens_per_second": 64 / seconds, "samples_per_second": 8 / seconds,
+                "data_wait_share": 0.0,
+            }  # fmt: skip
+            jsonl.append(run_dir / "metrics.jsonl", record)
+        return 0
+
+    Path("a.txt").touch()
+    Path("r.yaml").write_text(RECIPE)
+    monkeypatch.setattr(measuring, "_call", call)
+    return lambda *arguments: pipe("bench", "r.yaml", *arguments)
+
+
+def test_a_run_that_fails_is_a_row(bench: Callable[..., Result]) -> None:
+    result = bench("--strategies", "red1,blue", "--procs", "2,1", "--json", "--out", "here")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told == json.loads(Path("here/bench.json").read_text())
+    assert told["schema_version"] == 1
+    rows = told["rows"]
+    assert [(r["strategy"], r["procs"], r["efficiency"]) for r in rows if not r["error"]] == [
+        ("blue", 1, 1.0), ("blue", 2, 0.75),
+    ]  # fmt: skip
+    wrong = "rank 0 failed in slot `train`: out of memory"
+    assert [(r["strategy"], r["procs"], r["error"]) for r in rows if r["error"]] == [
+        ("red1", 1, wrong), ("red1", 2, wrong),
+    ]  # fmt: skip
+    assert told["verdict"][-1] == f"did not run: red1 on 2 processes: {wrong}"
+    # the folders of those that failed stay
+    assert sorted(path.name for path in Path("here/runs").iterdir()) == ["red1-1", "red1-2"]
+    assert "blue on 2 processes" in result.stderr
+
+
+def test_all_runs_fail(bench: Callable[..., Result]) -> None:
+    result = bench("--out", "here")  # the recipe's own wrap slot, and its two processes
+    assert result.exit_code == 1
+    assert "wrap.red      2  rank 0 failed in slot `train`: out of memory" in result.stdout
+    assert "nothing ran to its end" in result.stdout
+
+
+def test_what_a_screen_shows(bench: Callable[..., Result]) -> None:
+    result = bench("--strategies", "blue", "--procs", "1,2", "--steps", "3", "--keep")
+    assert result.exit_code == 0, result.output
+    (folder,) = Path("runs").glob("bench-small-*")
+    lines = result.stdout.strip().splitlines()
+    assert lines[:2] == [
+        "small on cpu: median of 3 steps after 2; the global batch stays (8 samples a step)",
+        "efficiency: tokens/s of a process, relative to the strategy's own run on 1 process",
+    ]
+    assert "blue, from 1 to 2 processes: 1.50 times as fast; 75% of the ideal 2 (+- 0%)" in lines
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["blue-1", "blue-2"]
+    assert len(yaml.safe_load((folder / "runs/blue-1/trial.yaml").read_text())["stages"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategies", "blu"], "error: there is no strategy `blu` (did you mean `blue`?"),
+        (["--strategies", "blue,,red1"], "error: --strategies blue,,red1: an empty entry"),
+        (["--procs", "1,two"], "error: --procs: `two` is no number of processes (such as 1,2,4)"),
+        (["--procs", "0"], "error: --procs: `0` is no number of processes"),
+        (["--steps", "0"], "0 is not in the range x>=1"),
+        (["--out", "."], "error: . already holds a benchmark"),
+        (["wrap.stage=9"], "wrap.stage: must be `1`, `2` or `3`, not `9`"),
+    ],
+)
+def test_wrong_usage(bench: Callable[..., Result], arguments: list[str], message: str) -> None:
+    Path("bench.json").touch()
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_it_starts_its_own_processes(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    result = bench()
+    assert result.exit_code == 2
+    assert "run it without torchrun" in result.stderr
+
+
+def test_a_recipe_that_is_wrong_under_a_strategy_is_a_row(tmp_path: Path) -> None:
+    one = Row(strategy="s", use="wrap.zero", procs=2)
+    recipe = "name: x\nstages: {wrap: {use: wrap.zeero}}\n"
+    done = measuring.measure(
+        one, recipe, tmp_path / "s", warmup=0, keep=False, registry=Registry.installed()
+    )
+    assert done.error.startswith("wrap.use: there is no stage `wrap.zeero` (did you mean")
+
+
+def test_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    output.write_text("step 3\n")
+    reason = measuring._reason(tmp_path, output, -signal.SIGKILL)
+    assert reason.startswith("the run was killed by SIGKILL (the system does this when memory")
+    assert measuring._reason(tmp_path, output, 1) == "step 3"
+
+
+# the picture
+
+
+def test_a_plot_is_one_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = with_efficiency([row("ddp", 1, 100.0, 2.0), row("ddp", 2, 180.0), row("fsdp", 2, 150.0)])
+    for name in ("a.svg", "b.svg"):
+        plot.draw(rows, tmp_path / name, "tiny")
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn == (tmp_path / "b.svg").read_text()
+    assert ET.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
+    assert all(word in drawn for word in ("<!-- ddp -->", "<!-- fsdp -->", "<!-- ideal -->"))
+    assert "<image" not in drawn
+    assert 'href="http' not in drawn
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(StageError) as caught:
+        plot.draw([row("ddp", 1, 100.0)], tmp_path / "a.svg", "tiny")
+    assert str(caught.value) == "the plot needs matplotlib (pip install 'pipetrain[report]')"
+
+
+# and all of it in earnest
+
+
+def test_a_real_benchmark(real: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    options = ["--procs", "1,2", "--steps", "2", "--warmup", "1", "--json", "--out", "here"]
+    result = CliRunner().invoke(
+        cli.main, ["bench", "r.yaml", "--strategies", "ddp,fsdp", *options], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    rows = {(r["strategy"], r["procs"]): r for r in told["rows"]}
+    assert list(rows) == [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
+    assert all(r["error"] is None for r in rows.values())
+    for (strategy, procs), one in rows.items():
+        assert one["tokens_per_step"] == pytest.approx(8 * 16)
+        assert one["samples_per_step"] == 8
+        speed = one["tokens_per_second"]
+        assert 0 < speed["low"] <= speed["median"] <= speed["high"]
+        base = rows[strategy, 1]["tokens_per_second"]["median"]
+        assert one["efficiency"] == pytest.approx(speed["median"] / procs / base)
+        assert one["memory"]["kind"] == "host"
+        assert one["memory"]["measured"] > 0
+        assert one["memory"]["predicted"] > 0
+        assert one["first_step_seconds"] > one["step_seconds"]["low"]
+        assert one["checkpoint_seconds"] >= one["checkpoint_stall_seconds"] > 0
+        assert 0 <= one["data_wait_share"] <= 1
+        assert 0 <= one["communication_share"] <= 1
+    assert rows["ddp", 1]["efficiency"] == 1
+    assert rows["fsdp", 2]["communication_share"] > 0
+    assert not Path("here/runs").exists()

@@ -1,0 +1,133 @@
+"""Profiled steps: the arithmetic on a trace, and a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.dist import Dist
+from pipeline.metrics import records
+from pipeline.stage import Trial
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.optimizer.adamw import AdamW
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.policies import Anomalies, EarlyStopping
+from stages.train.trace import STEP, communication_share
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+from tests.support.state import Setting, make_engine, source
+
+
+def event(name: str, start: float, end: float, tid: int = 1, cat: str = "cpu_op") -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": end - start, "tid": tid}
+
+
+WHOLE = event(STEP, 100, 200, cat="user_annotation")
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # nothing is computed meanwhile
+        ([event("gloo:all_reduce", 150, 170, tid=2)], 0.2),
+        # in part
+        ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::mm", 140, 160)], 0.1),
+        # two at the same time count once; what is outside of the step does not
+        ([event("gloo:all_gather", 150, 170, 2), event("gloo:all_gather", 160, 220, 3)], 0.5),
+        # what only surrounds others, or waits, computes nothing
+        (
+            [
+                event("gloo:all_reduce", 150, 170, tid=2),
+                event("autograd::engine::evaluate_function: X", 140, 180),
+                event("aten::mm", 150, 155),
+                event("aten::norm", 155, 170),
+                event("c10d::allreduce_", 160, 170),
+                event("PythonSubclass", 156, 170),
+            ],
+            0.14,
+        ),
+        # other threads prepare data
+        ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::stack", 150, 170, tid=9)], 0.2),
+        # on a GPU its kernels count, and what the host does meanwhile does not
+        (
+            [
+                event("ncclDevKernel_AllGather", 120, 160, 7, "kernel"),
+                event("gemm", 100, 130, 8, "kernel"),
+                event("Memcpy HtoD", 150, 155, 8, "gpu_memcpy"),
+                event("aten::mm", 100, 200),
+            ],
+            0.25,
+        ),
+    ],
+)
+def test_communication_share(events: list[dict[str, Any]], expected: float) -> None:
+    annotation = {"ph": "M", "name": "process_name"}
+    assert communication_share([annotation, WHOLE, *events], ranks=2) == pytest.approx(expected)
+
+
+def test_no_collective_is_no_communication_only_for_a_rank_alone() -> None:
+    assert communication_share([WHOLE, event("aten::mm", 100, 200)], ranks=1) == 0.0
+    assert communication_share([WHOLE, event("aten::mm", 100, 200)], ranks=2) is None
+
+
+def train(dist: Dist, folder: str, wrap: str) -> list[dict[str, Any]]:
+    ctx, setting = context(dist, folder), Setting(wrap=wrap)
+    plan = AdamW(schedule="constant", warmup_steps=0).run(ctx)
+    engine = make_engine(ctx, setting, plan)
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    loop = TrainCausalLm(
+        global_batch_size=4, steps=4, log_every=10, profile_steps=(3, 9), eval_last=False
+    )
+    loop.run(ctx, engine, toy_data(), plan, checkpoints, source(ctx, setting))
+    checkpoints.close()
+    engine.close()
+    return list(records(ctx.run_dir / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_profiled_step_of_two_ranks(wrap: str, tmp_path: Path) -> None:
+    *steps, saved = run_ranks(train, 2, str(tmp_path), wrap)[0]
+    assert [line["step"] for line in steps if line.get("profiled")] == [3]
+    assert 0 < steps[2]["communication_share"] < 1
+    assert all(line["peak_host_memory_bytes"] > 0 for line in steps)
+    assert all("eval_loss" not in line for line in steps)  # there are held-out samples
+    assert saved["checkpoint_seconds"] >= saved["checkpoint_stall_seconds"] > 0
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "step-00000003-rank-00000.json.gz",
+        "step-00000003-rank-00001.json.gz",
+    ]
+
+
+def test_a_trial_of_a_training() -> None:
+    stage = TrainCausalLm(
+        global_batch_size=12,
+        epochs=3.0,
+        micro_batch_size=2,
+        accumulation=3,
+        eval_every=5,
+        eval_first=True,
+        result="best",
+        early_stopping=EarlyStopping(patience=1),
+        anomalies=Anomalies(non_finite="rollback", spike="rollback", spike_factor=2.0),
+    )
+    short = stage.shortened(Trial(steps=7, profile=(7,), growth=0.5))
+    assert short == TrainCausalLm(
+        global_batch_size=6,
+        steps=7,
+        micro_batch_size=2,
+        eval_last=False,
+        profile_steps=(7,),
+        anomalies=Anomalies(non_finite="skip", spike="skip", spike_factor=2.0),
+    )
+    accumulates = TrainCausalLm(global_batch_size=12, steps=9, accumulation=3)
+    assert accumulates.shortened(Trial(steps=7)).accumulation == 3
+
+
+def test_a_trial_of_checkpoints_leaves_nothing_elsewhere() -> None:
+    stage = ShardedCheckpoint(
+        every=5, keep=None, keep_every=10, keep_best=2, folder="s3://b/c", start_from="./x",
+        asynchronous=False,
+    )  # fmt: skip
+    assert stage.shortened(Trial(steps=7)) == ShardedCheckpoint(keep=1, asynchronous=False)
