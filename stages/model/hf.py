@@ -13,6 +13,7 @@ from pipeline.errors import Problem
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
+from pipeline.tracing.watch import Depth
 from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
 
@@ -77,6 +78,11 @@ class HfModel:
         from stages.model.shapes.declared import declared_shape
 
         return declared_shape(self)
+
+    def trace(self, ctx: Context, depth: Depth) -> ModelSource:
+        from stages.model.tracing import traced_source
+
+        return traced_source(self, ctx, depth)
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.open import open_source

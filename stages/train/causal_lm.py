@@ -23,6 +23,7 @@ from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
+from pipeline.tracing.watch import Watch
 from stages.train.policies import Anomalies, Count, EarlyStopping
 
 
@@ -133,6 +134,11 @@ class TrainCausalLm:
         from stages.train.story import tell
 
         return tell(self, site, model, data, precision, optimizer, placement)
+
+    def trace(self, ctx: Context, engine: Engine, samples: SampleShape, watch: Watch) -> None:
+        from stages.train.tracing import trace
+
+        trace(self, engine, samples, watch)
 
     def run(
         self,
