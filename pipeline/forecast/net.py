@@ -206,6 +206,7 @@ class Net:
         """Attention that never holds its matrix (Dao et al. 2022, FlashAttention): keeps its
         inputs, the output and a logarithm of a sum for each head and token."""
         tape = self.tape
+        masks = [self._mask()] if self.batch.packed else []
         sums = self.tensor(self.batch.tokens * heads, WIDE)
         out = self.tensor(q.bytes // q.element)
 
@@ -213,9 +214,24 @@ class Net:
             parts = [(x, self.gradient(x.bytes)) for x in (q, k, v)]
             yield from parts
 
-        tape.node(out, [q, k, v, out, sums], back)
-        tape.drop(sums)
+        tape.node(out, [q, k, v, out, sums, *masks], back)
+        tape.drop(sums, *masks)
         return out
+
+    def _mask(self) -> Value:
+        """Of packed samples, as numbers that are added to products."""
+        return self.tensor(self.batch.tokens * self.batch.length, graded=False)
+
+    def repeated(self, x: Value, times: int) -> Value:
+        """Keys or values of a head, once for each of so many heads; the same tensor for one."""
+        if times == 1:
+            return self.tape.hold(x)
+        out = self.tensor(x.bytes // x.element * times, graded=x.graded)
+
+        def back(upstream: Value) -> Parts:
+            yield x, self.gradient(x.bytes)
+
+        return self.tape.node(out, [], back)
 
     def embedding(self, weight: Weight) -> Value:
         """Rows of a table; keeps token ids alone."""

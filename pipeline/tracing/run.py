@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import UsageError
@@ -116,7 +118,7 @@ class _Told(dict[str, Any]):
         """The stage that trains; these modules are the model's blocks."""
         engine = latest(self, Engine)
         assert engine is not None
-        blocks = [engine.model.get_submodule(name) for name in names]
+        blocks = [_within(engine.model, name) for name in names]
         self._watch.loaded(engine.model)
         with self._watch.watching(blocks):
             for step in self._plan.steps:
@@ -131,6 +133,12 @@ class _Told(dict[str, Any]):
         if missing:
             raise UsageError(f"{type(stage).__name__} cannot be traced without {missing[0]}")
         return getattr(stage, method)(self._here.ctx, **found)
+
+
+def _within(model: nn.Module, name: str) -> nn.Module:
+    """The module of that name in a model, which a strategy may have put into another one."""
+    named = model.named_modules()
+    return next(one for found, one in named if f".{found}".endswith(f".{name}"))
 
 
 def _asked(stage: type) -> list[type]:

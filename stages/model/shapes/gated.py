@@ -65,6 +65,10 @@ class GatedBlock(BlockShape):
                 k = net.replaced(k, net.rms_norm(k, self.head_norms[1]))
             q = net.replaced(q, net.rotary(q))
             k = net.replaced(k, net.rotary(k))
+            if net.batch.packed:  # with a mask, heads do not share keys and values
+                times = self.q.shape[0] // self.k.shape[0]
+                k = net.replaced(k, net.repeated(k, times))
+                v = net.replaced(v, net.repeated(v, times))
             mixed = net.attention(q, k, v, self.heads)
             out = net.linear(mixed, self.o, self.offsets[3])
             tape.drop(q, k, v, mixed)
@@ -107,10 +111,20 @@ class GatedModel(ModelShape):
             with net.module(self.table, self.norm):
                 x = net.embedding(self.table)
                 angles = self._angles(net)
+                mask = self._mask(net)
                 x = through(x)
                 x = net.replaced(x, net.rms_norm(x, self.norm))
-                net.tape.drop(angles)
+                net.tape.drop(angles, mask)
             return loss(x)
+
+    def _mask(self, net: Net) -> Value:
+        """Which tokens see which, as bytes, of packed samples; blocks that are computed again keep
+        it for backward."""
+        mask = net.tape.make(net.batch.tokens * net.batch.length if net.batch.packed else 0)
+        if self.recomputed is not None:
+            kept = net.tape.hold(mask)
+            net.tape.then(lambda: net.tape.drop(kept))
+        return mask
 
     def _angles(self, net: Net) -> Value:
         """Sines and cosines of all positions, which all blocks keep for backward."""
