@@ -120,20 +120,41 @@ WELL_KNOWN = (
     Case(name="Llama 1B", model=hub(LLAMA_1B), wrap="ddp", ranks=8),
     Case(name="Llama 1B fp32", model=hub(LLAMA_1B), wrap="ddp", ranks=8, compute="fp32"),
     Case(name="Llama 1B accumulated", model=hub(LLAMA_1B), wrap="ddp", ranks=4, accumulation=4),
-    Case(name="Llama 1B in chunks", model=hub(LLAMA_1B), wrap="ddp", ranks=8, chunk=512, length=4096),
+    Case(
+        name="Llama 1B in chunks", model=hub(LLAMA_1B), wrap="ddp", ranks=8, chunk=512, length=4096
+    ),
     Case(name="Llama 1B again", model=hub(LLAMA_1B, again=1), wrap="ddp", ranks=8, length=4096),
     Case(name="Llama 1B alone", model=hub(LLAMA_1B), ranks=1),
     Case(name="Llama 8B", model=hub(LLAMA_8B), ranks=8),
     Case(name="Llama 8B again", model=hub(LLAMA_8B, again=1), ranks=8, length=8192),
     Case(name="Llama 8B every 4th", model=hub(LLAMA_8B, again=4), ranks=8, length=4096),
-    Case(name="Llama 8B grad op", model=hub(LLAMA_8B, again=1), ranks=16, strategy=GRADIENTS_ONLY, length=4096, samples=2),
-    Case(name="Llama 8B hybrid", model=hub(LLAMA_8B, again=1), ranks=64, strategy=HYBRID, length=4096),
-    Case(name="Llama 8B late", model=hub(LLAMA_8B, again=1), ranks=32, strategy=LATE, accumulation=4),
+    Case(
+        name="Llama 8B grad op",
+        model=hub(LLAMA_8B, again=1),
+        ranks=16,
+        strategy=GRADIENTS_ONLY,
+        length=4096,
+        samples=2,
+    ),
+    Case(
+        name="Llama 8B hybrid", model=hub(LLAMA_8B, again=1), ranks=64, strategy=HYBRID, length=4096
+    ),
+    Case(
+        name="Llama 8B late", model=hub(LLAMA_8B, again=1), ranks=32, strategy=LATE, accumulation=4
+    ),
     Case(name="Llama 8B fp32", model=hub(LLAMA_8B), ranks=16, compute="fp32", accumulation=2),
     Case(name="Llama 8B packed", model=hub(LLAMA_8B, again=1), ranks=8, packed=True, length=4096),
     Case(name="Llama 70B", model=hub(LLAMA_70B, again=1), ranks=64, length=4096, chunk=1024),
-    Case(name="Llama 70B grad op", model=hub(LLAMA_70B, again=1), ranks=64, strategy=GRADIENTS_ONLY),
-    Case(name="Llama 70B, 2 samples", model=hub(LLAMA_70B, again=1), ranks=64, samples=2, accumulation=2),
+    Case(
+        name="Llama 70B grad op", model=hub(LLAMA_70B, again=1), ranks=64, strategy=GRADIENTS_ONLY
+    ),
+    Case(
+        name="Llama 70B, 2 samples",
+        model=hub(LLAMA_70B, again=1),
+        ranks=64,
+        samples=2,
+        accumulation=2,
+    ),
     Case(name="Mistral 7B", model=hub(MISTRAL), ranks=8, length=2048),
     Case(name="Mistral 7B again", model=hub(MISTRAL, again=1), ranks=4, length=8192, chunk=2048),
     Case(name="Qwen2.5 7B", model=hub(QWEN2_5, again=1), ranks=8, length=4096),
@@ -141,7 +162,7 @@ WELL_KNOWN = (
     Case(name="Qwen3 8B", model=hub(QWEN3, again=1), ranks=8, length=4096),
     Case(name="Qwen3 0.6B", model=hub(QWEN3_SMALL), wrap="ddp", ranks=2, samples=2, reduce="bf16"),
     Case(name="Qwen3 0.6B fp32", model=hub(QWEN3_SMALL), ranks=2, samples=2, compute="fp32"),
-)  # fmt: skip
+)
 
 
 def drawn(count: int, seed: int = 0) -> Iterator[Case]:
@@ -190,22 +211,76 @@ SMALL = (
     Case(name="DDP again, in chunks", model=own(1, **llama()), wrap="ddp", length=256, chunk=64),
     Case(name="DDP fp32", model=own(**llama()), wrap="ddp", length=256, compute="fp32"),
     Case(name="FSDP", model=own(**llama()), ranks=2, length=256),
-    Case(name="FSDP again, accumulated", model=own(1, **llama()), ranks=4, length=256, accumulation=2),
+    Case(
+        name="FSDP again, accumulated", model=own(1, **llama()), ranks=4, length=256, accumulation=2
+    ),
     Case(name="FSDP grad op", model=own(**llama()), ranks=4, length=256, strategy=GRADIENTS_ONLY),
-    Case(name="FSDP hybrid, late", model=own(**llama()), ranks=4, length=256, accumulation=3,
-         strategy={"sharding": "hybrid_shard", "shard_size": 2, **LATE}),
+    Case(
+        name="FSDP hybrid, late",
+        model=own(**llama()),
+        ranks=4,
+        length=256,
+        accumulation=3,
+        strategy={"sharding": "hybrid_shard", "shard_size": 2, **LATE},
+    ),
     Case(name="FSDP packed", model=own(**llama()), ranks=2, length=256, packed=True),
-    Case(name="FSDP tied, in chunks", model=own(**llama(tie_word_embeddings=True)), ranks=2, length=256, chunk=64),
-    Case(name="GPT-2", ranks=2, length=128,
-         model=own(model_type="gpt2", n_embd=128, n_layer=3, n_head=4, vocab_size=2000)),
-    Case(name="Gemma 2", wrap="ddp", length=128,
-         model=own(model_type="gemma2", hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
-                   num_key_value_heads=2, head_dim=32, intermediate_size=256, vocab_size=2000,
-                   sliding_window=64) | {"attention": "eager"}),
-    Case(name="Mixtral", ranks=2, length=128,
-         model=own(model_type="mixtral", hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
-                   num_key_value_heads=2, intermediate_size=256, vocab_size=2000)),
+    Case(
+        name="FSDP tied, in chunks",
+        model=own(**llama(tie_word_embeddings=True)),
+        ranks=2,
+        length=256,
+        chunk=64,
+    ),
+    Case(
+        name="GPT-2",
+        ranks=2,
+        length=128,
+        model=own(model_type="gpt2", n_embd=128, n_layer=3, n_head=4, vocab_size=2000),
+    ),
+    Case(
+        name="Gemma 2",
+        wrap="ddp",
+        length=128,
+        model=own(
+            model_type="gemma2",
+            hidden_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            vocab_size=2000,
+            sliding_window=64,
+        )
+        | {"attention": "eager"},
+    ),
+    Case(
+        name="Mixtral",
+        ranks=2,
+        length=128,
+        model=own(
+            model_type="mixtral",
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=256,
+            vocab_size=2000,
+        ),
+    ),
     Case(name="LoRA, FSDP", model=own(**llama()), ranks=2, length=256, adapter={"rank": 8}),
-    Case(name="LoRA, DDP, again", model=own(1, **llama()), wrap="ddp", length=256, adapter={"rank": 8}),
-    Case(name="DoRA, FSDP", model=own(**llama()), ranks=2, length=256, adapter={"rank": 8, "dora": True}),
-)  # fmt: skip
+    Case(
+        name="LoRA, DDP, again",
+        model=own(1, **llama()),
+        wrap="ddp",
+        length=256,
+        adapter={"rank": 8},
+    ),
+    Case(
+        name="DoRA, FSDP",
+        model=own(**llama()),
+        ranks=2,
+        length=256,
+        adapter={"rank": 8, "dora": True},
+    ),
+)

@@ -89,6 +89,9 @@ class Net:
         def back(upstream: Value) -> Parts:
             mine = self.gradient(x.bytes) if x.graded else None
             own = self.gradient(weight.elements * self.c) if w.graded else None
+            for view in (mine, own):
+                if view is not None:
+                    view.shared = True
             if b is not None and bias is not None and b.graded:
                 yield b, self.gradient(bias.elements * self.c)
             yield w, own
@@ -202,11 +205,11 @@ class Net:
 
         return self.tape.node(out, [], back)
 
-    def attention(self, q: Value, k: Value, v: Value, heads: int) -> Value:
+    def attention(self, q: Value, k: Value, v: Value, heads: int, *, masked: bool) -> Value:
         """Attention that never holds its matrix (Dao et al. 2022, FlashAttention): keeps its
         inputs, the output and a logarithm of a sum for each head and token."""
         tape = self.tape
-        masks = [self._mask()] if self.batch.packed else []
+        masks = [self._mask()] if masked else []
         sums = self.tensor(self.batch.tokens * heads, WIDE)
         out = self.tensor(q.bytes // q.element)
 
@@ -219,7 +222,7 @@ class Net:
         return out
 
     def _mask(self) -> Value:
-        """Of packed samples, as numbers that are added to products."""
+        """Numbers that are added to products."""
         return self.tensor(self.batch.tokens * self.batch.length, graded=False)
 
     def repeated(self, x: Value, times: int) -> Value:

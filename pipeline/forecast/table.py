@@ -38,7 +38,7 @@ def lines(
 
 def comparison(how: str, forecast: Forecast, arithmetic: Forecast | None) -> Iterator[str]:
     """A trace beside arithmetic."""
-    yield f"traced {how}"
+    yield how
     if arithmetic is None:
         yield "there is no arithmetic for this model to compare with"
         return

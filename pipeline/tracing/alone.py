@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,26 +14,28 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from pipeline.artifacts import ModelSource, Precision, torch_dtype
 from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
 from pipeline.forecast.site import Site
-from pipeline.tracing.meter import Meter
+from pipeline.tracing.session import Owners
 
 
 class Alone(Engine):
     """Weights in the compute dtype; their gradients are dropped as soon as they are there."""
 
-    def __init__(self, source: ModelSource, precision: Precision, site: Site, meter: Meter) -> None:
-        with unset_fake_temporarily(), torch.device("meta"):
-            model = source.build()
-        source.tie(model)
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch_dtype(precision.compute))
+    def __init__(
+        self, source: ModelSource, precision: Precision, site: Site, watch: Owners
+    ) -> None:
+        with unset_fake_temporarily():
+            with torch.device("meta"):
+                model = source.build()
+            source.tie(model)
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch_dtype(precision.compute))
         self.model = model.to_empty(device="cpu").train()
         self.device = torch.device("cpu")
         self.shard = DataShard(index=0, count=site.ranks)
-        self._meter = meter
-        for parameter in self.model.parameters():
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(_drop(name, watch))  # type: ignore[no-untyped-call]
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -60,5 +62,9 @@ class Alone(Engine):
         """There are no masters."""
 
 
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
+def _drop(name: str, watch: Owners) -> Callable[[Tensor], None]:
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+        watch.unit(name)
+
+    return drop

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from pipeline.forecast.ledger import Peak
 from pipeline.forecast.phases import LOAD
+from pipeline.tracing.autograd_compat import adds_gradients
 
 REST = "activations and temporaries"
 """Item of what has no owner."""
@@ -38,6 +39,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.moments: dict[Moment, Peak] = {}
+        self.levels: dict[Moment, int] = {}
+        """Bytes that there were when a moment was first entered."""
         self._fake = fake
         self._sizes: dict[int, int] = {}
         self._items: dict[int, str] = {}
@@ -55,6 +58,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A moment ends, and another one begins."""
         self.leave()
         self._moment = moment
+        self.levels.setdefault(moment, self.now)
         self._top = -1
         self._count()
 
@@ -92,6 +96,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if self._fake and function is torch.ops.aten._local_scalar_dense.default:
             return 1.0
+        if adds_gradients(function, args):
+            return args[0].add_(args[1])
         out = function(*args, **(kwargs or {}))
         # Its memory is its argument's, which may be none's that counts.
         if function is not torch.ops.aten.detach.default:

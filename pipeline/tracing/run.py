@@ -18,8 +18,9 @@ from pipeline.plan import Plan
 from pipeline.signature import needs
 from pipeline.tracing.alone import Alone
 from pipeline.tracing.extrapolate import Trace
+from pipeline.tracing.replay import Pieces, pieces
 from pipeline.tracing.session import Owners, Session, session
-from pipeline.tracing.structure import structure
+from pipeline.tracing.structure import Structure, structure
 from pipeline.tracing.unread import unread
 from pipeline.tracing.watch import Depth, Watch
 
@@ -32,8 +33,10 @@ class Traced:
     """A model that was run, and what it is."""
 
     trace: Trace
-    alone: Alone | None
-    """Of a strategy that cannot be traced: the model without it."""
+    built: Structure
+    """Of as many blocks as were run."""
+    alone: Pieces | None
+    """What was metered of the model alone, where its strategy cannot be traced."""
 
 
 def sources(plan: Plan, site: Site, samples: SampleShape) -> dict[str, ModelSource]:
@@ -60,18 +63,23 @@ def run(
         told = _Told(plan, site, samples, Depth(blocks=blocks), here)
         source = told.declare()
         # By name: a strategy may change their classes.
-        names = structure(source).names
+        built = structure(source)
         told["unread"] = unread(source)
         with here.metering():
             told.wrap(None if alone else METHOD if fake else "run")
-            told.train(names)
-    return Traced(trace=Trace(blocks=len(names), moments=here.meter.moments), alone=told.alone)
+            told.train(built.names)
+    return Traced(
+        trace=Trace(blocks=len(built.blocks), moments=here.meter.moments),
+        built=built,
+        alone=pieces(here.meter, built.parameters) if told.alone else None,
+    )
 
 
 class _Told(dict[str, Any]):
     """What stages have given, by slot."""
 
-    alone: Alone | None = None
+    alone = False
+    """Whether a strategy left the model alone."""
 
     def __init__(
         self, plan: Plan, site: Site, samples: SampleShape, depth: Depth, here: Session
@@ -111,8 +119,8 @@ class _Told(dict[str, Any]):
         assert source is not None
         if precision is None:
             raise UsageError("nothing can be traced: no slot of the recipe gives a precision")
-        self.alone = Alone(source, precision, self._site, self._here.meter)
-        return self.alone
+        self.alone = True
+        return Alone(source, precision, self._site, self._watch)
 
     def train(self, names: Sequence[str]) -> None:
         """The stage that trains; these modules are the model's blocks."""
@@ -137,8 +145,8 @@ class _Told(dict[str, Any]):
 
 def _within(model: nn.Module, name: str) -> nn.Module:
     """The module of that name in a model, which a strategy may have put into another one."""
-    named = model.named_modules()
-    return next(one for found, one in named if f".{found}".endswith(f".{name}"))
+    named: dict[str, nn.Module] = dict(model.named_modules())
+    return next(one for found, one in named.items() if f".{found}".endswith(f".{name}"))
 
 
 def _asked(stage: type) -> list[type]:

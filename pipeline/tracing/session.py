@@ -25,8 +25,8 @@ from pipeline.tracing.group_compat import silent_group, single_group
 from pipeline.tracing.meter import Meter, Unit
 from pipeline.tracing.watch import Watch
 
-START, HEAD = "start", "head"
-"""What comes before any block runs in a phase, and behind all in forward."""
+START, HEAD, LOSS = "start", "head", "loss"
+"""What comes before any block runs in a phase; behind all in forward; behind the model."""
 
 
 class Session:
@@ -112,7 +112,11 @@ class Owners(Watch):
     @contextlib.contextmanager
     def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, the meter is told which block runs, and what optimizers keep."""
-        handles = [register_optimizer_step_post_hook(self._updated)]
+        assert self._model is not None
+        handles = [
+            register_optimizer_step_post_hook(self._updated),
+            self._model.register_forward_hook(lambda *_: self.unit(LOSS)),
+        ]
         for place, block in enumerate(blocks):
             last = place == len(blocks) - 1
             handles += self._hooks(place, block, last=last)

@@ -27,6 +27,11 @@ class Structure:
     signatures: Sequence[Signature]
     """Of each block; those of a kind have the same."""
 
+    @property
+    def parameters(self) -> Sequence[str]:
+        """Names of all weights."""
+        return [weight.name for group in (self.root, *self.blocks) for weight in group]
+
 
 def structure(source: ModelSource) -> Structure:
     """Built on the meta device, without memory."""
@@ -80,7 +85,7 @@ def depths(signatures: Sequence[Signature]) -> tuple[int, int] | None:
     count = len(signatures)
     for period in range(1, count // 2):
         first = _irregular(signatures, period)
-        least = max(4, 2 * (first + period))
+        least = max(4, 2 * (first + period) + 1)
         shallow = least + (count - least) % period
         if shallow + period < count:
             return shallow, shallow + period
