@@ -49,8 +49,8 @@ def traced_forecast(plan: Plan, site: Site) -> TracedForecast:
     if not models:
         raise UsageError("nothing can be traced: no slot of the recipe gives a model")
     built = structure([*models.values()][-1])
-    found = _run(plan, site, samples, built)
     arithmetic, told = _arithmetic(plan, site, models, built)
+    found = _run(plan, site, samples, built)
     if found[-1].alone is None:
         forecast = _of_peaks(plan, site, told, _peaks(found, len(built.blocks)))
         how = f"model and strategy were traced, {_depth(found, built)}"
@@ -145,7 +145,9 @@ def _arithmetic(
         told = ask(plan, site)
         return assemble(plan, site, told), told
     except StageError:
-        return None, ask(plan, site, _shapes(models, built))
+        told = ask(plan, site, _shapes(models, built))
+        assemble(plan, site, told)  # which says what else is missing
+        return None, told
 
 
 def _shapes(models: Mapping[str, ModelSource], built: Structure) -> dict[str, ModelShape]:
