@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Rates of a machine, as `pipe doctor --out` has measured them.",
 )
+@click.option(
+    "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."
+)
 @click.option("--explain", is_flag=True, help="Say how each item comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -59,14 +62,16 @@ def plan(
     nvme: float | None,
     overhead: float | None,
     machine: Path | None,
+    trace: bool,
     explain: bool,
     as_json: bool,
     out: Path | None,
 ) -> None:
     """Tell what RECIPE will need: memory in every phase, disk, network, time.
 
-    By arithmetic alone: no GPU, no weights, no network beyond the model's config. Exit code 3 when
-    it does not fit.
+    By arithmetic alone: no GPU, no weights, no network beyond the model's config. With --trace, the
+    actual model and strategy are run without memory, for models that arithmetic does not know too.
+    Exit code 3 when it does not fit.
 
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
@@ -81,7 +86,7 @@ def plan(
         interconnect=interconnect, disk=nvme, machine=machine,
     )  # fmt: skip
     margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
-    drawn = draw_up(Path(recipe), overrides, asked, margins, registry)
+    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace)
     record: dict[str, Any] = drawn.record()
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

@@ -51,10 +51,14 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
     )
 
 
-def ask(plan: Plan, site: Site) -> dict[str, Any]:
-    """Slot -> what its stage told. Raises StageError for a model whose sizes cannot be told."""
+def ask(plan: Plan, site: Site, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Slot -> what its stage told; slots of which something is `known` are not asked. Raises
+    StageError for a model whose sizes cannot be told."""
     told: dict[str, Any] = {}
     for step in plan.steps:
+        if known and step.slot in known:
+            told[step.slot] = known[step.slot]
+            continue
         if not hasattr(step.stage, METHOD):
             continue
         inputs: dict[str, Any] = {}

@@ -139,6 +139,9 @@ class Net:
             mine = self.gradient(x.bytes) if x.graded else None
             self.tape.drop(again)
             own = self.gradient(weight.elements * self.c) if w.graded else None
+            for view in (mine, own):
+                if view is not None:
+                    view.shared = True
             if b is not None and bias is not None and b.graded:
                 yield b, self.gradient(bias.elements * self.c)
             yield w, own
@@ -272,10 +275,11 @@ class Net:
 
         return self.tape.node(out, [], back)
 
-    def attention(self, q: Value, k: Value, v: Value, heads: int) -> Value:
+    def attention(self, q: Value, k: Value, v: Value, heads: int, *, masked: bool) -> Value:
         """Attention that never holds its matrix (Dao et al. 2022, FlashAttention): keeps its
         inputs, the output and a logarithm of a sum for each head and token."""
         tape = self.tape
+        masks = [self._mask()] if masked else []
         graded = q.graded or k.graded or v.graded
         kept = self.kept.attention
         sums = self._result(self.batch.tokens * heads, WIDE, graded, kept=kept)
@@ -285,9 +289,24 @@ class Net:
             for x in (q, k, v):
                 yield x, self.gradient(x.bytes)
 
-        tape.node(out, [q, k, v, out, sums], back)
-        tape.drop(sums)
+        tape.node(out, [q, k, v, out, sums, *masks], back)
+        tape.drop(sums, *masks)
         return out
+
+    def _mask(self) -> Value:
+        """Numbers that are added to products."""
+        return self.tensor(self.batch.tokens * self.batch.length, graded=False)
+
+    def repeated(self, x: Value, times: int) -> Value:
+        """Keys or values of a head, once for each of so many heads; the same tensor for one."""
+        if times == 1:
+            return self.tape.hold(x)
+        out = self.tensor(x.bytes // x.element * times, graded=x.graded)
+
+        def back(upstream: Value) -> Parts:
+            yield x, self.gradient(x.bytes)
+
+        return self.tape.node(out, [], back)
 
     def embedding(self, weight: Weight) -> Value:
         """Rows of a table; keeps token ids alone."""

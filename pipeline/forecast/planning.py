@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Precision
 from pipeline.forecast import table
@@ -20,6 +20,9 @@ from pipeline.forecast.timing import StepTime, step_time
 from pipeline.plan import Plan, plan_file
 from pipeline.registry import Registry
 
+if TYPE_CHECKING:
+    from pipeline.tracing.level import TracedForecast
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
@@ -31,6 +34,8 @@ class Drawn:
     margins: Margins
     forecast: Forecast
     model: ModelShape | None
+    trace: TracedForecast | None = None
+    """Where device memory was traced."""
 
     @property
     def short(self) -> Sequence[Shortage]:
@@ -53,6 +58,8 @@ class Drawn:
         yield from self._head()
         yield ""
         yield from table.lines(self.forecast, self.site, self.hardware, self.margins, self.time)
+        if self.trace is not None:
+            yield from table.comparison(self.trace.how, self.forecast, self.trace.arithmetic)
         if explain:
             yield ""
             yield from table.explanations(self.forecast)
@@ -79,6 +86,8 @@ class Drawn:
         time = self.time
         return {
             **identity(self.plan),
+            "level": "arithmetic" if self.trace is None else "trace",
+            "traced": None if self.trace is None else self.trace.how,
             "ranks": self.site.ranks,
             "nodes": self.site.nodes,
             "computes_on": self.site.device,
@@ -105,16 +114,24 @@ def draw_up(
     asked: Asked,
     margins: Margins,
     registry: Registry | None = None,
+    *,
+    trace: bool = False,
 ) -> Drawn:
-    """Check the recipe, and ask its stages. Raises RecipeError, UsageError and StageError."""
+    """Check the recipe, and ask its stages, or trace them. Raises RecipeError, UsageError and
+    StageError."""
     plan = plan_file(recipe, [*overrides, *asked.overrides], registry=registry)
-    return draw_up_plan(plan, asked, margins)
+    return draw_up_plan(plan, asked, margins, trace=trace)
 
 
-def draw_up_plan(plan: Plan, asked: Asked, margins: Margins) -> Drawn:
+def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) -> Drawn:
     """The same for a recipe that has been checked."""
     site = site_of(asked, plan.view.procs, plan.view.device)
-    told = ask(plan, site)
+    traced = None
+    if trace:
+        from pipeline.tracing.level import traced_forecast
+
+        traced = traced_forecast(plan, site)
+    told = ask(plan, site) if traced is None else traced.told
     policy = latest(told, Precision)
     compute = policy.compute if policy else "fp32"
     return Drawn(
@@ -122,6 +139,7 @@ def draw_up_plan(plan: Plan, asked: Asked, margins: Margins) -> Drawn:
         site=site,
         hardware=hardware_of(asked, site, compute=compute),
         margins=margins,
-        forecast=assemble(plan, site, told),
+        forecast=assemble(plan, site, told) if traced is None else traced.forecast,
         model=latest(told, ModelShape),
+        trace=traced,
     )

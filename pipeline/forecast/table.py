@@ -36,6 +36,16 @@ def lines(
         yield f"not counted: {caveat}"
 
 
+def comparison(how: str, forecast: Forecast, arithmetic: Forecast | None) -> Iterator[str]:
+    """A trace beside arithmetic."""
+    yield how
+    if arithmetic is None:
+        yield "there is no arithmetic for this model to compare with"
+        return
+    apart = arithmetic.peak / forecast.peak - 1
+    yield f"arithmetic alone says {gib(arithmetic.peak)} GiB at the peak of a rank: {apart:+.1%}"
+
+
 def explanations(forecast: Forecast) -> Iterator[str]:
     """How each item comes about."""
     yield "how these come about"

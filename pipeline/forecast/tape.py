@@ -28,6 +28,8 @@ class Value:
     gradient: Value | None = None
     element: int = 0
     """Bytes of one of its numbers, where somebody will ask."""
+    shared: bool = False
+    """Whether it is a view of another tensor, so that it is not added to in place."""
     leaf: Callable[[Value], None] | None = None
     """Of a parameter: what becomes of its gradient."""
 
@@ -114,6 +116,8 @@ class Tape:
             self.drop(part)
         elif value.gradient is None:
             value.gradient = part
+        elif value.gradient.refs == 1 and not value.gradient.shared:  # it is added to in place
+            self.drop(part)
         else:
             total = self.make(part.bytes, GRADIENTS)
             self.drop(part, value.gradient)

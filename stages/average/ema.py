@@ -49,6 +49,9 @@ class EmaAverage:
                 hint="put this slot between wrap and checkpoint",
             )
 
+    def trace(self, ctx: Context, engine: Engine) -> Engine:
+        return self.run(ctx, engine)
+
     def run(self, ctx: Context, engine: Engine) -> Engine:
         from stages.average.ema_engine import EmaEngine
 

@@ -14,6 +14,7 @@ from pipeline.forecast.options import RECOMPUTE, Saving
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
+from pipeline.tracing.watch import Depth
 from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
 
@@ -86,6 +87,11 @@ class HfModel:
                 what="activations of blocks are computed again in backward",
                 fields={"activation_checkpointing": {}},
             )
+
+    def trace(self, ctx: Context, depth: Depth) -> ModelSource:
+        from stages.model.tracing import traced_source
+
+        return traced_source(self, ctx, depth)
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.open import open_source

@@ -59,10 +59,11 @@ def _files(stage: HfModel, path: str) -> Files:
     if not is_local(path):
         weights = stage.init == "pretrained"
         return _hub_files(path, stage.revision, stage.gguf_file, weights=weights)
-    return _local_files(path, stage.gguf_file)
+    return local_files(path, stage.gguf_file)
 
 
-def _local_files(path: str, gguf: str | None = None) -> Files:
+def local_files(path: str, gguf: str | None = None) -> Files:
+    """The folder, or the GGUF file in it. Raises StageError where there is none."""
     place = local(path)
     if is_gguf(path):
         place, gguf = place.parent, place.name
@@ -75,7 +76,7 @@ def _local_files(path: str, gguf: str | None = None) -> Files:
 
 def _tokenizer_files(path: str) -> Files:
     if is_local(path):
-        return _local_files(path)
+        return local_files(path)
     return _hub_files(path, None, None, weights=False)
 
 

@@ -24,6 +24,7 @@ from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView, Trial
+from pipeline.tracing.watch import Watch
 from stages.train.policies import Anomalies, Count, EarlyStopping
 
 
@@ -175,6 +176,11 @@ class TrainCausalLm:
                 what=f"micro-batches of {half} instead of {size}, more of them",
                 fields={"micro_batch_size": half},
             )
+
+    def trace(self, ctx: Context, engine: Engine, samples: SampleShape, watch: Watch) -> None:
+        from stages.train.tracing import trace
+
+        trace(self, engine, samples, watch)
 
     def run(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.artifacts import Precision
 from pipeline.forecast.net import WIDE, Batch, Kept, Net
+from pipeline.forecast.phases import BACKWARD, FORWARD, LOAD, RESUME, SAVE, UPDATE
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Step, Work
 from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, Recomputed, SampleShape
@@ -21,10 +22,6 @@ LOGITS = "logits and loss"
 OFFLOADED = "offloaded activations"
 PIECE = 1 << 24
 """Elements of the product that `linear_loss` makes at a time."""
-
-
-LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
-UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
 
 
 def tell(

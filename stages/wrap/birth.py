@@ -11,6 +11,7 @@ from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_nam
 from pipeline.resident import model_begins
 from stages.model.names import stands_for
 from stages.model.outline import outline
+from stages.wrap.outside import with_values
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
@@ -20,13 +21,14 @@ def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
     Bytes are held as if they were of that dtype, so that engines, which send and gather tensors of
     one dtype together, do not change them.
     """
-    module = outline(model)
-    model_begins()  # importing its code is no part of it
-    borrowed = set(model.borrowed)
-    for name, parameter in module.named_parameters():
-        dtype = torch_dtype(precision.compute if name in borrowed else precision.master)
-        bits = parameter.dtype == torch.uint8
-        parameter.data = parameter.data.view(dtype) if bits else parameter.data.to(dtype)
+    with with_values():
+        module = outline(model)
+        model_begins()  # importing its code is no part of it
+        borrowed = set(model.borrowed)
+        for name, parameter in module.named_parameters():
+            dtype = torch_dtype(precision.compute if name in borrowed else precision.master)
+            bits = parameter.dtype == torch.uint8
+            parameter.data = parameter.data.view(dtype) if bits else parameter.data.to(dtype)
     module.train()
     return module
 

@@ -54,6 +54,13 @@ class Ddp:
             bucket=self.bucket_cap_mb << 20,
         )
 
+    def trace(
+        self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
+    ) -> Engine:
+        from stages.wrap.ddp_trace import build
+
+        return build(self, ctx, model, precision, optimizer)
+
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:

@@ -105,6 +105,19 @@ class Fsdp:
             offload=self.cpu_offload,
         )
 
+    def trace(
+        self,
+        ctx: Context,
+        site: Site,
+        model: ModelSource,
+        precision: Precision,
+        optimizer: OptimizerPlan,
+    ) -> Engine | None:
+        # A trace has no second place to offload to.
+        if self.cpu_offload and site.device != "cpu":
+            return None
+        return self.run(ctx, model, precision, optimizer)
+
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:

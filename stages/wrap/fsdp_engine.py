@@ -32,6 +32,7 @@ from stages.wrap.fill import fill
 from stages.wrap.fsdp_compat import reshard, sharding_facts
 from stages.wrap.fsdp_units import choose_units
 from stages.wrap.gradients import make_optimizer, make_scaler
+from stages.wrap.outside import with_values
 from stages.wrap.torch_engine import TorchEngine, local_parts
 from stages.wrap.witness import attest
 
@@ -45,7 +46,8 @@ def build(
     """Declare on meta, shard units then the root, materialise the shards, fill them."""
     with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
         module = build_empty(model, precision)
-        mesh = make_mesh(config, ctx)
+        with with_values():
+            mesh = make_mesh(config, ctx)
         units = choose_units(config, module, model.blocks(module))
         _shard(config, module, units, mesh, precision)
         device = ctx.dist.device

@@ -60,12 +60,17 @@ class FsdpPlacement(Placement):
         self._reduces = True
         self._gathered: set[Unit] = set()
         self._whole: dict[Unit, int] = {}
-        self._accumulated: dict[Unit, int] = {}
+        self._graded: dict[Weight, bool] = {}
+        """Weights whose gradient this backward has computed -> whether it is a view."""
+        self._accumulated: set[Unit] = set()
+        """Units whose whole gradients of earlier backwards are kept."""
         self._left = 0
         """Bytes of the forward buffer that waits for the next."""
         self._ahead: tuple[Unit, int] | None = None
         """Unit that is being gathered ahead in backward, and its buffer."""
         self._scattering = 0
+        self._reducing = 0
+        """Bytes of shards that are reduced over replicas, which stay until backward is over."""
         self._sharded: set[Unit] = set()
         """Units that have gradients."""
         self._started = False
@@ -112,6 +117,11 @@ class FsdpPlacement(Placement):
     def use(self, tape: Tape, weight: Weight, size: int) -> Value:
         def leaf(gradient: Value) -> None:
             unit = self._owner[weight]
+            if weight in self._graded:  # of a tied one, which is added
+                tape.pulse(gradient.bytes if self._graded[weight] else 0, gradient.item)
+                tape.drop(gradient)
+                return
+            self._graded[weight] = gradient.shared
             # What was computed is kept as it is.
             self.ledger.change(gradient.item, -gradient.bytes)
             self.ledger.change(WHOLE_GRADIENTS, gradient.bytes)
@@ -142,9 +152,9 @@ class FsdpPlacement(Placement):
             return
         buffer = self._buffer(unit)
         self.ledger.change(BUFFERS, buffer)
+        self._open(unit)
         self.ledger.change(BUFFERS, -self._left)
         self._left = buffer
-        self._open(unit)
 
     def after_forward(self, unit: Unit) -> None:
         if unit is None:
@@ -170,40 +180,50 @@ class FsdpPlacement(Placement):
 
     def after_backward(self, unit: Unit) -> None:
         whole = self._whole.pop(unit, 0)
-        if not self._reduces:
-            self._accumulate(unit, whole)
-            self._close(unit)
-            return
-        self._close(unit)
-        self.ledger.change(BUFFERS, -self._scattering)
+        for weight in self._units[unit]:
+            self._graded.pop(weight, None)
         trained = [weight for weight in self._units[unit] if weight.trained]
+        if unit in self._accumulated:  # to which it is added in place
+            self.ledger.change(WHOLE_GRADIENTS, -whole)
+            whole = sum(weight.elements for weight in trained) * self._sizes.reduce
+        self._close(unit)
+        if not self._reduces:
+            self._accumulate(unit, trained)
+            return
+        self.ledger.change(BUFFERS, -self._scattering)
         mine = self._shard(trained, self._sizes.reduce)
         self._scattering = mine * self._shards
         self.ledger.change(BUFFERS, self._scattering)
         # A variable of the function that reduces still holds the last gradient.
+        kept = unit in self._accumulated
+        size = self._sizes.reduce if kept else self._sizes.compute
         held = trained[-1:] if self._shards > 1 else []
-        last = sum(weight.elements for weight in held) * self._sizes.compute
-        self.ledger.change(WHOLE_GRADIENTS, last - whole - self._accumulated.pop(unit, 0))
+        last = sum(weight.elements for weight in held) * size
+        self.ledger.change(WHOLE_GRADIENTS, last - whole)
+        self._accumulated.discard(unit)
         self._keep(unit, trained, mine)
         self.ledger.change(WHOLE_GRADIENTS, -last)
         if unit is None:
-            self.ledger.change(BUFFERS, -self._scattering)
-            self._scattering = 0
+            self.ledger.change(BUFFERS, -self._scattering - self._reducing)
+            self._scattering = self._reducing = 0
 
-    def _accumulate(self, unit: Unit, whole: int) -> None:
+    def _accumulate(self, unit: Unit, trained: Sequence[Weight]) -> None:
         """Keep a unit's gradients whole, in the reduce dtype."""
-        kept = whole // self._sizes.compute * self._sizes.reduce
-        self.ledger.change(WHOLE_GRADIENTS, kept)
-        self.ledger.change(WHOLE_GRADIENTS, -whole)
-        if unit in self._accumulated:
-            self.ledger.change(WHOLE_GRADIENTS, -kept)
-        self._accumulated[unit] = kept
+        if unit not in self._accumulated and self._sizes.reduce != self._sizes.compute:
+            for weight in trained:
+                self.ledger.change(WHOLE_GRADIENTS, weight.elements * self._sizes.reduce)
+                self.ledger.change(WHOLE_GRADIENTS, -weight.elements * self._sizes.compute)
+        self._accumulated.add(unit)
 
     def _keep(self, unit: Unit, trained: Sequence[Weight], reduced: int) -> None:
         """The gradient's shard, in the master dtype, is added to what is there."""
         own = self._shard(trained, self._sizes.master)
         self.ledger.change(GRADIENTS, reduced)
-        if self._sizes.master != self._sizes.reduce or self._home == "host":
+        moved = self._sizes.master != self._sizes.reduce or self._home == "host"
+        if self.ranks > self._shards and (moved or unit in self._sharded):
+            self.ledger.change(BUFFERS, reduced)
+            self._reducing += reduced
+        if moved:
             self.ledger.change(GRADIENTS, own, self._home)
             self.ledger.change(GRADIENTS, -reduced)
         if unit in self._sharded:

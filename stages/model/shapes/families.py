@@ -10,6 +10,8 @@ from pipeline.forecast.shapes import Recomputed, Weight
 from stages.model.shapes.gated import GatedBlock, GatedModel
 
 Config = Mapping[str, Any]
+WINDOW = "sliding_window"
+"""Key whose null is no default."""
 
 DEFAULTS: Mapping[str, Config] = {
     "llama": {
@@ -20,7 +22,7 @@ DEFAULTS: Mapping[str, Config] = {
     "mistral": {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": None, "tie_word_embeddings": False,
+        "head_dim": None, "tie_word_embeddings": False, "sliding_window": 4096,
     },
     "qwen2": {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
@@ -44,7 +46,8 @@ def shape_of(config: Config, recomputed: Recomputed | None, caveats: tuple[str, 
             f"the sizes of a {kind} are not known by arithmetic",
             hint=f"it knows {', '.join(DEFAULTS)}; --trace runs any model without memory",
         )
-    full = {**DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None}}
+    given = {key: value for key, value in config.items() if value is not None or key == WINDOW}
+    full = {**DEFAULTS[kind], **given}
     hidden, vocabulary = int(full["hidden_size"]), int(full["vocab_size"])
     table = Weight(name="model.embed_tokens.weight", shape=(vocabulary, hidden))
     norm = Weight(name="model.norm.weight", shape=(hidden,))
@@ -104,6 +107,7 @@ def _block(place: str, kind: str, config: Config, heads: int, size: int) -> Gate
             bias("mlp.up_proj", inner, mlp),
             bias("mlp.down_proj", hidden, mlp),
         ),
+        window=config.get(WINDOW) if kind == "mistral" else None,
         head_norms=_head_norms(kind, matrix, size),
     )
 

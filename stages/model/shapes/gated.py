@@ -33,6 +33,8 @@ class GatedBlock(BlockShape):
     """Biases of gate, up and down."""
     head_norms: tuple[Weight, Weight] | None = None
     """Of queries and keys, head by head."""
+    window: int | None = None
+    """How many tokens a token sees at most."""
 
     @cached_property
     def own(self) -> Sequence[Weight]:
@@ -84,7 +86,12 @@ class GatedBlock(BlockShape):
                 k = net.replaced(k, net.rms_norm(k, self.head_norms[1]))
             q = net.replaced(q, net.rotary(q))
             k = net.replaced(k, net.rotary(k))
-            mixed = net.attention(q, k, v, self.heads)
+            masked = masks(net, self.window)
+            if masked:  # with one, heads do not share keys and values
+                times = self.q.shape[0] // self.k.shape[0]
+                k = net.replaced(k, net.repeated(k, times))
+                v = net.replaced(v, net.repeated(v, times))
+            mixed = net.attention(q, k, v, self.heads, masked=masked)
             out = net.linear(mixed, self.o, self.offsets[3])
             tape.drop(q, k, v, mixed)
             return out
@@ -104,10 +111,16 @@ class GatedBlock(BlockShape):
             return out
 
 
+def masks(net: Net, window: int | None) -> bool:
+    """Whether attention needs a mask: for documents that do not see each other, or a window."""
+    return net.batch.packed or (window is not None and net.batch.length >= window)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GatedModel(ModelShape):
     """Embedding, blocks, norm, head."""
 
+    blocks: Sequence[GatedBlock]
     table: Weight
     norm: Weight
     head: Weight
@@ -137,10 +150,21 @@ class GatedModel(ModelShape):
             with net.module(self.table, self.norm):
                 x = net.embedding(self.table)
                 angles = self._angles(net)
+                mask = self._mask(net)
                 x = through(x)
                 x = net.replaced(x, net.rms_norm(x, self.norm))
-                net.tape.drop(angles)
+                net.tape.drop(angles, mask)
             return loss(x)
+
+    def _mask(self, net: Net) -> Value:
+        """Which tokens see which, as bytes, where that is not all before; blocks that are computed
+        again keep it for backward."""
+        masked = any(masks(net, block.window) for block in self.blocks)
+        mask = net.tape.make(net.batch.tokens * net.batch.length if masked else 0)
+        if self.recomputed is not None:
+            kept = net.tape.hold(mask)
+            net.tape.then(lambda: net.tape.drop(kept))
+        return mask
 
     def _angles(self, net: Net) -> Value:
         """Sines and cosines of all positions, which all blocks keep for backward."""

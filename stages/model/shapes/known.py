@@ -19,6 +19,7 @@ class _Known(NamedTuple):
     keys: int
     tied: bool = False
     head: int | None = None
+    window: int | None = None
 
 
 _TABLE: Mapping[str, _Known] = {
@@ -35,7 +36,7 @@ _TABLE: Mapping[str, _Known] = {
     "meta-llama/Llama-3.2-1B": _Known("llama", 128256, 2048, 8192, 16, 32, 8, True, 64),
     "meta-llama/Llama-3.2-3B": _Known("llama", 128256, 3072, 8192, 28, 24, 8, True, 128),
     "meta-llama/Llama-3.3-70B": _Known("llama", 128256, 8192, 28672, 80, 64, 8),
-    "mistralai/Mistral-7B-v0.1": _Known("mistral", 32000, 4096, 14336, 32, 32, 8),
+    "mistralai/Mistral-7B-v0.1": _Known("mistral", 32000, 4096, 14336, 32, 32, 8, window=4096),
     "mistralai/Mistral-7B-v0.3": _Known("mistral", 32768, 4096, 14336, 32, 32, 8),
     "Qwen/Qwen2.5-0.5B": _Known("qwen2", 151936, 896, 4864, 24, 14, 2, True),
     "Qwen/Qwen2.5-1.5B": _Known("qwen2", 151936, 1536, 8960, 28, 12, 2, True),
@@ -77,4 +78,5 @@ def known_config(repo: str) -> dict[str, Any] | None:
         "num_key_value_heads": found.keys,
         "tie_word_embeddings": found.tied,
         **({} if found.head is None else {"head_dim": found.head}),
+        **({"sliding_window": found.window} if found.kind == "mistral" else {}),
     }

@@ -1,0 +1,286 @@
+"""Trainings whose memory is compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.forecast.site import Site
+from pipeline.plan import Plan, plan_file
+
+LOCAL = 8
+"""GPUs of a node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, a strategy, and how it is trained."""
+
+    name: str
+    model: Mapping[str, Any]
+    """Fields of `model.hf`."""
+    wrap: str = "fsdp"
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the wrap slot."""
+    ranks: int = 1
+    compute: str = "bf16"
+    reduce: str = "fp32"
+    length: int = 1024
+    samples: int = 1
+    """Of a micro-batch."""
+    accumulation: int = 1
+    chunk: int | None = None
+    adapter: Mapping[str, Any] | None = None
+    packed: bool = False
+
+    def plan(self, folder: Path, *, device: str = "cuda") -> Plan:
+        """As a recipe in that folder, checked."""
+        text, recipe = folder / "text.txt", folder / "recipe.yaml"
+        text.write_text("text\n", "utf-8")
+        recipe.write_text(yaml.safe_dump(self._recipe(text, device), sort_keys=False), "utf-8")
+        return plan_file(recipe)
+
+    def site(self, device: str = "cuda") -> Site:
+        """Nodes of eight GPUs."""
+        return Site(ranks=self.ranks, local_ranks=min(self.ranks, LOCAL), device=device)
+
+    def _recipe(self, text: Path, device: str) -> dict[str, Any]:
+        stages: dict[str, Any] = {"model": {"use": "model.hf", **self.model}}
+        if self.adapter is not None:
+            stages["adapter"] = {"use": "adapter.lora", **self.adapter}
+        stages |= {
+            "precision": {
+                "use": "precision.policy",
+                "compute": self.compute,
+                "reduce": self.reduce,
+            },
+            "data": {
+                "use": "data.text",
+                "files": str(text),
+                "sequence_length": self.length,
+                "documents_apart": self.packed,
+            },
+            "optimizer": {"use": "optimizer.adamw"},
+            "wrap": {"use": f"wrap.{self.wrap}", **self.strategy},
+            "checkpoint": {"use": "checkpoint.sharded"},
+            "train": {
+                "use": "train.causal_lm",
+                "steps": 1,
+                "micro_batch_size": self.samples,
+                "global_batch_size": self.samples * self.accumulation * self.ranks,
+                "loss_chunk_size": self.chunk,
+            },
+        }
+        launch = {"procs": self.ranks, "device": device}
+        return {"name": "memory", "launch": launch, "stages": stages}
+
+
+def hub(name: str, *, again: int | None = None) -> dict[str, Any]:
+    """A well-known model; every so many blocks computed again."""
+    return {"path": name, "allow_floating_revision": True, "init": "random"} | _again(again)
+
+
+def own(again: int | None = None, **config: Any) -> dict[str, Any]:
+    """A model of one's own."""
+    return {"config": config} | _again(again)
+
+
+def _again(every: int | None) -> dict[str, Any]:
+    return {} if every is None else {"activation_checkpointing": {"every": every}}
+
+
+def llama(**config: Any) -> dict[str, Any]:
+    """A small Llama's config."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 4000,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    } | config
+
+
+LLAMA_1B, LLAMA_8B = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"
+LLAMA_70B, MISTRAL = "meta-llama/Llama-3.1-70B", "mistralai/Mistral-7B-v0.3"
+QWEN2_5, QWEN3 = "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B"
+QWEN2_5_SMALL, QWEN3_SMALL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
+
+GRADIENTS_ONLY = {"sharding": "shard_grad_op"}
+HYBRID = {"sharding": "hybrid_shard", "shard_size": 8}
+LATE = {"reduce_every_microbatch": False}
+
+WELL_KNOWN = (
+    Case(name="Llama 1B", model=hub(LLAMA_1B), wrap="ddp", ranks=8),
+    Case(name="Llama 1B fp32", model=hub(LLAMA_1B), wrap="ddp", ranks=8, compute="fp32"),
+    Case(name="Llama 1B accumulated", model=hub(LLAMA_1B), wrap="ddp", ranks=4, accumulation=4),
+    Case(
+        name="Llama 1B in chunks", model=hub(LLAMA_1B), wrap="ddp", ranks=8, chunk=512, length=4096
+    ),
+    Case(name="Llama 1B again", model=hub(LLAMA_1B, again=1), wrap="ddp", ranks=8, length=4096),
+    Case(name="Llama 1B alone", model=hub(LLAMA_1B), ranks=1),
+    Case(name="Llama 8B", model=hub(LLAMA_8B), ranks=8),
+    Case(name="Llama 8B again", model=hub(LLAMA_8B, again=1), ranks=8, length=8192),
+    Case(name="Llama 8B every 4th", model=hub(LLAMA_8B, again=4), ranks=8, length=4096),
+    Case(
+        name="Llama 8B grad op",
+        model=hub(LLAMA_8B, again=1),
+        ranks=16,
+        strategy=GRADIENTS_ONLY,
+        length=4096,
+        samples=2,
+    ),
+    Case(
+        name="Llama 8B hybrid", model=hub(LLAMA_8B, again=1), ranks=64, strategy=HYBRID, length=4096
+    ),
+    Case(
+        name="Llama 8B late", model=hub(LLAMA_8B, again=1), ranks=32, strategy=LATE, accumulation=4
+    ),
+    Case(name="Llama 8B fp32", model=hub(LLAMA_8B), ranks=16, compute="fp32", accumulation=2),
+    Case(name="Llama 8B packed", model=hub(LLAMA_8B, again=1), ranks=8, packed=True, length=4096),
+    Case(name="Llama 70B", model=hub(LLAMA_70B, again=1), ranks=64, length=4096, chunk=1024),
+    Case(
+        name="Llama 70B grad op", model=hub(LLAMA_70B, again=1), ranks=64, strategy=GRADIENTS_ONLY
+    ),
+    Case(
+        name="Llama 70B, 2 samples",
+        model=hub(LLAMA_70B, again=1),
+        ranks=64,
+        samples=2,
+        accumulation=2,
+    ),
+    Case(name="Mistral 7B", model=hub(MISTRAL), ranks=8, length=2048),
+    Case(name="Mistral 7B again", model=hub(MISTRAL, again=1), ranks=4, length=8192, chunk=2048),
+    Case(name="Qwen2.5 7B", model=hub(QWEN2_5, again=1), ranks=8, length=4096),
+    Case(name="Qwen2.5 0.5B", model=hub(QWEN2_5_SMALL), wrap="ddp", ranks=2, samples=4),
+    Case(name="Qwen3 8B", model=hub(QWEN3, again=1), ranks=8, length=4096),
+    Case(name="Qwen3 0.6B", model=hub(QWEN3_SMALL), wrap="ddp", ranks=2, samples=2, reduce="bf16"),
+    Case(name="Qwen3 0.6B fp32", model=hub(QWEN3_SMALL), ranks=2, samples=2, compute="fp32"),
+)
+
+
+def drawn(count: int, seed: int = 0) -> Iterator[Case]:
+    """Random shapes under random strategies."""
+    random_ = random.Random(seed)
+    for number in range(count):
+        yield _draw(number, random_)
+
+
+def _draw(number: int, random_: random.Random) -> Case:
+    pick = random_.choice
+    keys = pick((1, 2, 4, 8))
+    config = {
+        "model_type": pick(("llama", "mistral", "qwen2", "qwen3")),
+        "vocab_size": pick((1000, 32000, 50000, 151936)),
+        "head_dim": pick((64, 128)),
+        "num_key_value_heads": keys,
+        "num_attention_heads": keys * pick((1, 2, 4)),
+        "num_hidden_layers": pick((6, 12, 24, 31)),
+        "intermediate_size": pick((1000, 4096, 11008)),
+        "tie_word_embeddings": pick((True, False)),
+    }
+    config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
+    if config["model_type"] == "qwen2":
+        del config["head_dim"]
+    wrap, strategy = pick(
+        (("ddp", {}), ("fsdp", {}), ("fsdp", GRADIENTS_ONLY), ("fsdp", HYBRID), ("fsdp", LATE))
+    )
+    return Case(
+        name=f"drawn {number}",
+        model=own(pick((None, 1, 3)), **config),
+        wrap=wrap,
+        strategy=strategy,
+        ranks=pick((8, 16, 64)) if strategy == HYBRID else pick((1, 2, 4, 8, 16, 64)),
+        compute=pick(("bf16", "bf16", "fp32")),
+        length=pick((512, 1024, 4096)),
+        samples=pick((1, 2, 4)),
+        accumulation=pick((1, 2, 5)),
+        chunk=pick((None, None, 256)),
+    )
+
+
+SMALL = (
+    Case(name="DDP", model=own(**llama()), wrap="ddp", length=256),
+    Case(name="DDP accumulated", model=own(**llama()), wrap="ddp", length=256, accumulation=2),
+    Case(name="DDP again, in chunks", model=own(1, **llama()), wrap="ddp", length=256, chunk=64),
+    Case(name="DDP fp32", model=own(**llama()), wrap="ddp", length=256, compute="fp32"),
+    Case(name="FSDP", model=own(**llama()), ranks=2, length=256),
+    Case(
+        name="FSDP again, accumulated", model=own(1, **llama()), ranks=4, length=256, accumulation=2
+    ),
+    Case(name="FSDP grad op", model=own(**llama()), ranks=4, length=256, strategy=GRADIENTS_ONLY),
+    Case(
+        name="FSDP hybrid, late",
+        model=own(**llama()),
+        ranks=4,
+        length=256,
+        accumulation=3,
+        strategy={"sharding": "hybrid_shard", "shard_size": 2, **LATE},
+    ),
+    Case(name="FSDP packed", model=own(**llama()), ranks=2, length=256, packed=True),
+    Case(
+        name="FSDP tied, in chunks",
+        model=own(**llama(tie_word_embeddings=True)),
+        ranks=2,
+        length=256,
+        chunk=64,
+    ),
+    Case(
+        name="GPT-2",
+        ranks=2,
+        length=128,
+        model=own(model_type="gpt2", n_embd=128, n_layer=3, n_head=4, vocab_size=2000),
+    ),
+    Case(
+        name="Gemma 2",
+        wrap="ddp",
+        length=128,
+        model=own(
+            model_type="gemma2",
+            hidden_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            vocab_size=2000,
+            sliding_window=64,
+        )
+        | {"attention": "eager"},
+    ),
+    Case(
+        name="Mixtral",
+        ranks=2,
+        length=128,
+        model=own(
+            model_type="mixtral",
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=256,
+            vocab_size=2000,
+        ),
+    ),
+    Case(name="LoRA, FSDP", model=own(**llama()), ranks=2, length=256, adapter={"rank": 8}),
+    Case(
+        name="LoRA, DDP, again",
+        model=own(1, **llama()),
+        wrap="ddp",
+        length=256,
+        adapter={"rank": 8},
+    ),
+    Case(
+        name="DoRA, FSDP",
+        model=own(**llama()),
+        ranks=2,
+        length=256,
+        adapter={"rank": 8, "dora": True},
+    ),
+)

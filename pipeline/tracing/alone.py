@@ -1,0 +1,70 @@
+"""The model without a strategy: what its own tensors take, for strategies that cannot be traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from pipeline.artifacts import ModelSource, Precision, torch_dtype
+from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
+from pipeline.forecast.site import Site
+from pipeline.tracing.session import Owners
+
+
+class Alone(Engine):
+    """Weights in the compute dtype; their gradients are dropped as soon as they are there."""
+
+    def __init__(
+        self, source: ModelSource, precision: Precision, site: Site, watch: Owners
+    ) -> None:
+        with unset_fake_temporarily():
+            with torch.device("meta"):
+                model = source.build()
+            source.tie(model)
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch_dtype(precision.compute))
+        self.model = model.to_empty(device="cpu").train()
+        self.device = torch.device("cpu")
+        self.shard = DataShard(index=0, count=site.ranks)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop(name, watch))  # type: ignore[no-untyped-call]
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+        return StepReport(grad_norm=1.0, applied=False)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {}
+
+    def state(self) -> EngineState:
+        raise NotImplementedError
+
+    def fragments(self) -> Iterator[Fragment]:
+        return iter(())
+
+    def restore(self, state: EngineState) -> Iterator[Fragment]:
+        return iter(())
+
+    def refresh(self) -> None:
+        """There are no masters."""
+
+
+def _drop(name: str, watch: Owners) -> Callable[[Tensor], None]:
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+        watch.unit(name)
+
+    return drop

@@ -1,0 +1,149 @@
+"""Meter the memory of tensors while a program runs: who holds how much, and the peak of every
+moment."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from pipeline.forecast.ledger import Peak
+from pipeline.forecast.phases import LOAD
+from pipeline.tracing.autograd_compat import adds_gradients
+
+REST = "activations and temporaries"
+"""Item of what has no owner."""
+
+Unit = int | str
+Moment = tuple[str, int, Unit]
+"""Phase, how often it was entered before, and the part of the model that is running."""
+
+Resize = Any
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every storage that an operation makes counts until it is freed or resized.
+
+    Tensors on the meta device have no memory. With `fake`, neither has anything but FakeTensors,
+    and where the program asks for a number, it gets one: there are no values.
+    """
+
+    def __init__(self, *, fake: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.moments: dict[Moment, Peak] = {}
+        self.levels: dict[Moment, int] = {}
+        """Bytes that there were when a moment was first entered."""
+        self._fake = fake
+        self._sizes: dict[int, int] = {}
+        self._items: dict[int, str] = {}
+        self._held: dict[str, int] = {}
+        self._moment: Moment = (LOAD, 0, "")
+        self._top = -1
+        self._at_top: dict[str, int] = {}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What is there now, by item."""
+        return {item: size for item, size in self._held.items() if size}
+
+    def enter(self, moment: Moment) -> None:
+        """A moment ends, and another one begins."""
+        self.leave()
+        self._moment = moment
+        self.levels.setdefault(moment, self.now)
+        self._top = -1
+        self._count()
+
+    def leave(self) -> None:
+        """Note the peak of the moment that ends. One that comes again has its highest peak."""
+        known = self.moments.get(self._moment)
+        if self._top >= 0 and (known is None or known.bytes < self._top):
+            items = {item: size for item, size in self._at_top.items() if size}
+            self.moments[self._moment] = Peak(bytes=self._top, items=items)
+
+    def own(self, item: str, tensors: Iterable[Tensor], *, replace: bool = True) -> None:
+        """The memory of these tensors is an item; without `replace`, unless it is one already."""
+        for tensor in tensors:
+            key = _local(tensor).untyped_storage()._cdata
+            size = self._sizes.get(key)
+            if size is None or not (replace or self._items[key] == REST):
+                continue
+            self._held[self._items[key]] -= size
+            self._held[item] = self._held.get(item, 0) + size
+            self._items[key] = item
+
+    def __enter__(self) -> Meter:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self.leave()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self._fake and function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        if adds_gradients(function, args):
+            return args[0].add_(args[1])
+        out = function(*args, **(kwargs or {}))
+        # Its memory is its argument's, which may be none's that counts.
+        if function is not torch.ops.aten.detach.default:
+            for tensor in tree_iter(out):
+                if isinstance(tensor, Tensor):
+                    self._add(tensor)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        here = _local(tensor)
+        if here.device.type == "meta" or (self._fake and not isinstance(here, FakeTensor)):
+            return
+        storage = here.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key], self._items[key] = 0, REST
+            weakref.finalize(storage, self._free, key)
+            self._change(key, storage.nbytes())
+
+    def _change(self, key: int, size: int) -> None:
+        more = size - self._sizes[key]
+        item = self._items[key]
+        self._sizes[key] = size
+        self._held[item] = self._held.get(item, 0) + more
+        self.now += more
+        self._count()
+
+    def _count(self) -> None:
+        if self.now > self._top:
+            self._top, self._at_top = self.now, dict(self._held)
+
+    def _free(self, key: int) -> None:
+        self._change(key, 0)
+        del self._sizes[key], self._items[key]
+
+    def _resizing(self) -> Resize:
+        original = self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            done = original(storage, size)
+            if storage._cdata in self._sizes:
+                self._change(storage._cdata, size)
+            return done
+
+        return resize_
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,153 @@
+"""A recipe's stages, run as far as training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.engine import Engine
+from pipeline.errors import UsageError
+from pipeline.forecast.chain import latest
+from pipeline.forecast.shapes import SampleShape
+from pipeline.forecast.site import Site
+from pipeline.plan import Plan
+from pipeline.signature import needs
+from pipeline.tracing.alone import Alone
+from pipeline.tracing.extrapolate import Trace
+from pipeline.tracing.replay import Pieces, pieces
+from pipeline.tracing.session import Owners, Session, session
+from pipeline.tracing.structure import Structure, structure
+from pipeline.tracing.unread import unread
+from pipeline.tracing.watch import Depth, Watch
+
+METHOD = "trace"
+DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A model that was run, and what it is."""
+
+    trace: Trace
+    built: Structure
+    """Of as many blocks as were run."""
+    alone: Pieces | None
+    """What was metered of the model alone, where its strategy cannot be traced."""
+
+
+def sources(plan: Plan, site: Site, samples: SampleShape) -> dict[str, ModelSource]:
+    """Slot -> the model that it declares, in full depth."""
+    with session(site, seed=plan.view.seed) as here:
+        told = _Told(plan, site, samples, Depth(), here)
+        told.declare()
+        return {slot: one for slot, one in told.items() if isinstance(one, ModelSource)}
+
+
+def run(
+    plan: Plan,
+    site: Site,
+    samples: SampleShape,
+    *,
+    blocks: int | None = None,
+    fake: bool = True,
+    alone: bool = False,
+) -> Traced:
+    """Two training steps of rank 0, on a model of its first so many blocks. Without `fake`, on real
+    tensors, by the engines that train; with `alone`, without the strategy. Raises UsageError where
+    nothing is trained."""
+    with session(site, seed=plan.view.seed, fake=fake) as here:
+        told = _Told(plan, site, samples, Depth(blocks=blocks), here)
+        source = told.declare()
+        # By name: a strategy may change their classes.
+        built = structure(source)
+        told["unread"] = unread(source)
+        with here.metering():
+            told.wrap(None if alone else METHOD if fake else "run")
+            told.train(built.names)
+    return Traced(
+        trace=Trace(blocks=len(built.blocks), moments=here.meter.moments),
+        built=built,
+        alone=pieces(here.meter, built.parameters) if told.alone else None,
+    )
+
+
+class _Told(dict[str, Any]):
+    """What stages have given, by slot."""
+
+    alone = False
+    """Whether a strategy left the model alone."""
+
+    def __init__(
+        self, plan: Plan, site: Site, samples: SampleShape, depth: Depth, here: Session
+    ) -> None:
+        self._watch = Owners(here.meter)
+        super().__init__({"site": site, "samples": samples, "depth": depth, "watch": self._watch})
+        self._plan = plan
+        self._site = site
+        self._here = here
+
+    def declare(self) -> ModelSource:
+        """Stages that give declarations, whose tensors are real; the model. Raises UsageError
+        where none is declared."""
+        for step in self._plan.steps:
+            if issubclass(step.gives or object, DECLARATIONS):
+                method = METHOD if hasattr(step.stage, METHOD) else "run"
+                self[step.slot] = self._call(step.stage, method)
+        source = latest(self, ModelSource)
+        if source is None:
+            raise UsageError("nothing can be traced: no slot of the recipe gives a model")
+        return source
+
+    def wrap(self, method: str | None) -> None:
+        """Stages that give an engine, by this method. Raises UsageError where none does."""
+        for step in self._plan.steps:
+            if not issubclass(step.gives or object, Engine):
+                continue
+            engine = None
+            if method is not None and hasattr(step.stage, method):
+                engine = self._call(step.stage, method)
+            self[step.slot] = engine or latest(self, Engine) or self._bare()
+        if latest(self, Engine) is None:
+            raise UsageError("nothing can be traced: no slot of the recipe gives an engine")
+
+    def _bare(self) -> Alone:
+        source, precision = latest(self, ModelSource), latest(self, Precision)
+        assert source is not None
+        if precision is None:
+            raise UsageError("nothing can be traced: no slot of the recipe gives a precision")
+        self.alone = True
+        return Alone(source, precision, self._site, self._watch)
+
+    def train(self, names: Sequence[str]) -> None:
+        """The stage that trains; these modules are the model's blocks."""
+        engine = latest(self, Engine)
+        assert engine is not None
+        blocks = [_within(engine.model, name) for name in names]
+        self._watch.loaded(engine.model)
+        with self._watch.watching(blocks):
+            for step in self._plan.steps:
+                if Watch in _asked(type(step.stage)):
+                    self._call(step.stage, METHOD)
+
+    def _call(self, stage: Any, method: str) -> Any:
+        kind: type = type(stage)
+        asked = {need.parameter: need for need in needs(kind, method)}
+        found = {name: latest(self, need.type) for name, need in asked.items()}
+        missing = [n for n, need in asked.items() if found[n] is None and not need.optional]
+        if missing:
+            raise UsageError(f"{type(stage).__name__} cannot be traced without {missing[0]}")
+        return getattr(stage, method)(self._here.ctx, **found)
+
+
+def _within(model: nn.Module, name: str) -> nn.Module:
+    """The module of that name in a model, which a strategy may have put into another one."""
+    named: dict[str, nn.Module] = dict(model.named_modules())
+    return next(one for found, one in named.items() if f".{found}".endswith(f".{name}"))
+
+
+def _asked(stage: type) -> list[type]:
+    return [need.type for need in needs(stage, METHOD)] if hasattr(stage, METHOD) else []

@@ -1,0 +1,147 @@
+"""The surroundings of a trace: a group of the target size, tensors without values, a meter."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from pipeline.dist import Dist
+from pipeline.forecast.phases import LOAD
+from pipeline.forecast.placement import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE_GRADIENTS
+from pipeline.forecast.site import Site
+from pipeline.metrics import Metrics
+from pipeline.stage import Context
+from pipeline.tracing.group_compat import silent_group, single_group
+from pipeline.tracing.meter import Meter, Unit
+from pipeline.tracing.watch import Watch
+
+START, HEAD, LOSS = "start", "head", "loss"
+"""What comes before any block runs in a phase; behind all in forward; behind the model."""
+
+
+class Session:
+    """Rank 0 of a site's ranks, in one process."""
+
+    def __init__(self, ctx: Context, *, fake: bool) -> None:
+        self.ctx = ctx
+        self.meter = Meter(fake=fake)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+
+    @contextlib.contextmanager
+    def metering(self) -> Iterator[None]:
+        """Inside, tensors have no values, unless they are to be real, and count."""
+        with self._mode or contextlib.nullcontext(), self.meter:
+            yield
+
+
+@contextlib.contextmanager
+def session(site: Site, *, seed: int, fake: bool = True) -> Iterator[Session]:
+    """Inside, stages run as rank 0 of the site's ranks. Without `fake`, tensors are real, and only
+    the ranks are not, if there are several."""
+    silent = fake or site.ranks > 1
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        silent_group(site.ranks) if silent else single_group(),
+        contextlib.ExitStack() as stack,
+    ):
+        yield Session(_context(Path(scratch), site, seed, stack.callback), fake=fake)
+
+
+def _context(folder: Path, site: Site, seed: int, on_exit: Callable[..., object]) -> Context:
+    log = logging.getLogger("pipe.tracing")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False
+    place = Dist(
+        rank=0,
+        world_size=site.ranks,
+        local_rank=0,
+        local_world_size=site.local_ranks,
+        device=torch.device("cpu"),
+    )
+    return Context(
+        run_dir=folder, seed=seed, dist=place, log=log, metrics=Metrics(None), on_exit=on_exit
+    )
+
+
+class Owners(Watch):
+    """Tells the meter where a training is, and whose the memory is."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._phase = LOAD
+        self._entered: dict[str, int] = {}
+        self._model: nn.Module | None = None
+        self._parameters: Sequence[nn.Parameter] = ()
+
+    def loaded(self, model: nn.Module) -> None:
+        """The model has all the memory that it keeps."""
+        self._model, self._parameters = model, list(model.parameters())
+        self._meter.own(PARAMETERS, self._parameters)
+        self._meter.own(PARAMETERS, model.buffers())
+        self._tell()
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+        self._entered[name] = self._entered.get(name, -1) + 1
+        self.unit(START)
+
+    def unit(self, unit: Unit) -> None:
+        """What comes now is of this part of the model."""
+        self._tell()
+        self._meter.enter((self._phase, self._entered[self._phase], unit))
+
+    def _tell(self) -> None:
+        if self._model is None:
+            return
+        known = set(self._parameters)
+        used = [one for one in self._model.parameters() if one not in known]
+        self._meter.own(GATHERED, used, replace=False)
+        self._meter.own(GRADIENTS, _gradients(self._parameters), replace=False)
+        self._meter.own(WHOLE_GRADIENTS, _gradients(used), replace=False)
+
+    @contextlib.contextmanager
+    def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, the meter is told which block runs, and what optimizers keep."""
+        assert self._model is not None
+        handles = [
+            register_optimizer_step_post_hook(self._updated),
+            self._model.register_forward_hook(lambda *_: self.unit(LOSS)),
+        ]
+        for place, block in enumerate(blocks):
+            last = place == len(blocks) - 1
+            handles += self._hooks(place, block, last=last)
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def _hooks(self, place: int, block: nn.Module, *, last: bool) -> list[RemovableHandle]:
+        def before(module: nn.Module, inputs: Any) -> None:
+            self.unit(place)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output if isinstance(output, Tensor) else output[0]
+            if first.requires_grad:
+                first.register_hook(lambda _: self.unit(place))
+            if last:
+                self.unit(HEAD)
+
+        return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+
+    def _updated(self, optimizer: Optimizer, *_: Any) -> None:
+        states = optimizer.state.values()
+        tensors = [one for state in states for one in state.values() if isinstance(one, Tensor)]
+        self._meter.own(OPTIMIZER, tensors)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [one.grad for one in parameters if one.grad is not None]

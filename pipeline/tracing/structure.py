@@ -1,0 +1,100 @@
+"""A model's blocks, and the shallower models that stand for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.artifacts import ModelSource
+from pipeline.forecast.shapes import Weight
+
+Signature = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """A model's weights, and what its blocks are."""
+
+    names: Sequence[str]
+    """Of the modules that are blocks."""
+    root: Sequence[Weight]
+    """What belongs to no block, tied ones once."""
+    blocks: Sequence[Sequence[Weight]]
+    signatures: Sequence[Signature]
+    """Of each block; those of a kind have the same."""
+
+    @property
+    def parameters(self) -> Sequence[str]:
+        """Names of all weights."""
+        return [weight.name for group in (self.root, *self.blocks) for weight in group]
+
+
+def structure(source: ModelSource) -> Structure:
+    """Built on the meta device, without memory."""
+    with torch.device("meta"):
+        model = source.build()
+    source.tie(model)
+    borrowed = set(source.borrowed)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    blocks = source.blocks(model)
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+
+    def weight(parameter: nn.Parameter) -> Weight:
+        name = names[parameter]
+        return Weight(
+            name=name,
+            shape=tuple(parameter.shape),
+            trained=parameter.requires_grad,
+            borrowed=name in borrowed,
+        )
+
+    modules = {module: name for name, module in model.named_modules()}
+    return Structure(
+        names=[modules[block] for block in blocks],
+        root=[weight(one) for one in names if one not in inside],
+        blocks=[[weight(one) for one in block.parameters()] for block in blocks],
+        signatures=[_signature(block) for block in blocks],
+    )
+
+
+def _signature(block: nn.Module) -> Signature:
+    """All that tells one block from another but its number."""
+    return tuple((name, *_traits(module)) for name, module in block.named_modules())
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and key != "layer_idx"
+    }
+    shapes = tuple(
+        (name, tuple(one.shape)) for name, one in module._parameters.items() if one is not None
+    )
+    replaced = getattr(vars(module).get("forward"), "__qualname__", "")
+    return type(module).__name__, tuple(sorted(plain.items())), shapes, replaced
+
+
+def depths(signatures: Sequence[Signature]) -> tuple[int, int] | None:
+    """Two numbers of blocks, the larger less than all, between which a model grows as it does
+    beyond: by whole periods of kinds of blocks. None where there are none."""
+    count = len(signatures)
+    for period in range(1, count // 2):
+        first = _irregular(signatures, period)
+        least = max(4, 2 * (first + period) + 1)
+        shallow = least + (count - least) % period
+        if shallow + period < count:
+            return shallow, shallow + period
+    return None
+
+
+def _irregular(signatures: Sequence[Signature], period: int) -> int:
+    """How many blocks at the start do not fit in with the period of those behind."""
+    for place in reversed(range(len(signatures) - period)):
+        if signatures[place] != signatures[place + period]:
+            return place + 1
+    return 0

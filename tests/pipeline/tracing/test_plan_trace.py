@@ -1,0 +1,91 @@
+"""`pipe plan --trace`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 7, "n_head": 4, "vocab_size": 1000}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "text.txt").write_text("text\n", "utf-8")
+    return {
+        "name": "traced",
+        "launch": {"procs": 16, "device": "cuda"},
+        "stages": {
+            "model": {"use": "model.hf", "config": LLAMA},
+            "precision": {"use": "precision.policy"},
+            "data": {
+                "use": "data.text",
+                "files": str(tmp_path / "text.txt"),
+                "sequence_length": 64,
+            },
+            "optimizer": {"use": "optimizer.adamw"},
+            "wrap": {"use": "wrap.fsdp"},
+            "checkpoint": {"use": "checkpoint.sharded"},
+            "train": {"use": "train.causal_lm", "steps": 1, "global_batch_size": 16},
+            "consolidate": {"use": "consolidate.stream"},
+            "export": {"use": "export.safetensors"},
+        },
+    }
+
+
+def plan(recipe: dict[str, Any], folder: Path, *options: str) -> Result:
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
+    return CliRunner().invoke(main, ["plan", str(file), *options])
+
+
+def test_the_table_says_what_was_traced(recipe: dict[str, Any], tmp_path: Path) -> None:
+    said = plan(recipe, tmp_path, "--trace")
+    assert said.exit_code == 0, said.output
+    assert "model and strategy were traced, with 4 and 5 of 7 blocks" in said.output
+    assert "arithmetic alone says" in said.output
+    for item in ("parameters", "gradients", "optimizer state", "activations and temporaries"):
+        assert f"\n{item} " in said.output
+
+
+def test_levels_are_told_apart(recipe: dict[str, Any], tmp_path: Path) -> None:
+    found = [json.loads(plan(recipe, tmp_path, "--json", *o).output) for o in ([], ["--trace"])]
+    assert [one["level"] for one in found] == ["arithmetic", "trace"]
+    peaks = [max(peak["bytes"] for peak in one["device"].values()) for one in found]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+    assert found[0]["traffic"] == found[1]["traffic"]
+
+
+def test_any_model_can_be_traced(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["stages"]["model"]["config"] = GPT2
+    refused = plan(recipe, tmp_path)
+    assert refused.exit_code == 1
+    assert "--trace runs any model without memory" in refused.output
+    found = json.loads(plan(recipe, tmp_path, "--trace", "--json").output)
+    parameters = 1000 * 64 + 1024 * 64 + 7 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    (export,) = (file for file in found["storage"] if file["what"] == "export")
+    assert export["bytes"] == 2 * parameters
+    shards = found["device"]["load"]["items"]["parameters"]
+    assert shards == pytest.approx(4 * parameters / 16, rel=0.01)
+
+
+def test_offloading_is_computed(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["stages"]["wrap"]["cpu_offload"] = True
+    found = json.loads(plan(recipe, tmp_path, "--trace", "--json").output)
+    assert found["traced"].endswith("what the strategy holds was computed")
+    assert found["host"]["load"]["items"]["parameters"] > 0
+    assert "parameters" not in found["device"]["load"]["items"]

@@ -1,0 +1,134 @@
+"""What a trace says is what real tensors take, and what arithmetic says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.forecast.ledger import Peak
+from pipeline.forecast.phases import BACKWARD, FORWARD, UPDATE
+from pipeline.forecast.shapes import SampleShape
+from pipeline.tracing import level
+from pipeline.tracing.extrapolate import extrapolated, highest
+from pipeline.tracing.run import Traced, run
+from pipeline.tracing.structure import depths
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks() -> Iterator[None]:
+    """Its modules, which are no part of any package, can be imported."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def small() -> dict[str, Any]:
+    """Name -> case of the program's second table."""
+    from memories.cases import SMALL
+
+    return {case.name: case for case in SMALL}
+
+
+def peaks(traced: Traced) -> dict[str, Peak]:
+    return highest((phase, peak) for (phase, _, _), peak in traced.trace.moments.items())
+
+
+def samples(case: Any) -> SampleShape:
+    return SampleShape(length=case.length, packed=case.packed)
+
+
+def apart(told: Mapping[str, Peak], reference: Mapping[str, Peak]) -> float:
+    """The largest relative difference of a phase's peak."""
+    phases = (FORWARD, BACKWARD, UPDATE)
+    return max(abs(told[phase].bytes / reference[phase].bytes - 1) for phase in phases)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DDP again, in chunks", "FSDP hybrid, late", "FSDP packed", "GPT-2", "Gemma 2", "DoRA, FSDP"],
+)
+def test_a_trace_is_what_real_tensors_take(small: dict[str, Any], name: str) -> None:
+    from memories.compare import trace_and_tensors
+
+    pair = trace_and_tensors(replace(small[name], length=64))
+    assert abs(pair.error) < 0.005, f"{pair.told} instead of {pair.reference}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("DDP", {"accumulation": 2}),
+        ("DDP again, in chunks", {"ranks": 8}),
+        ("FSDP hybrid, late", {"ranks": 64}),
+        ("FSDP grad op", {"samples": 2}),
+        ("FSDP packed", {"compute": "fp32"}),
+        ("FSDP tied, in chunks", {"ranks": 16, "accumulation": 3}),
+    ],
+)
+def test_arithmetic_is_what_a_trace_says(
+    small: dict[str, Any], name: str, changes: dict[str, Any]
+) -> None:
+    from memories.compare import arithmetic_and_trace
+
+    pair = arithmetic_and_trace(replace(small[name], **changes))
+    assert abs(pair.error) < 0.02, f"{pair.told} instead of {pair.reference}"
+
+
+@pytest.mark.parametrize("name", ["FSDP", "FSDP again, accumulated", "Gemma 2"])
+def test_two_depths_tell_of_all(small: dict[str, Any], name: str, tmp_path: Path) -> None:
+    case = small[name]
+    config = {**case.model["config"], "num_hidden_layers": 14}
+    again = {"activation_checkpointing": {"every": 2}} if "again" in name else {}
+    deep = replace(case, model={**case.model, "config": config, **again}, length=64)
+    plan, site = deep.plan(tmp_path), deep.site()
+    shallow, deeper = (run(plan, site, samples(deep), blocks=n).trace for n in (6, 8))
+    whole = peaks(run(plan, site, samples(deep)))
+    assert apart(highest(extrapolated(shallow, deeper, 14)), whole) < 0.001
+
+
+@pytest.mark.parametrize("name", ["FSDP", "FSDP again, accumulated", "LoRA, FSDP"])
+def test_arithmetic_of_a_strategy_replays_a_model_that_ran_alone(
+    small: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = small[name]
+    plan, site = case.plan(tmp_path), case.site()
+    traced = level.traced_forecast(plan, site)
+    assert traced.how.startswith("model and strategy were traced")
+    monkeypatch.setattr(level, "run", lambda *args, **more: run(*args, **more, alone=True))
+    replayed = level.traced_forecast(plan, case.site())
+    assert "what the strategy holds was computed" in replayed.how
+    assert apart(replayed.forecast.device, traced.forecast.device) < 0.02
+
+
+def test_packed_samples_have_a_mask(small: dict[str, Any], tmp_path: Path) -> None:
+    packed = small["FSDP packed"]
+    sizes = {}
+    for case in (packed, replace(packed, packed=False)):
+        sizes[case.packed] = peaks(run(case.plan(tmp_path), case.site(), samples(case)))
+    more = sizes[True][FORWARD].bytes - sizes[False][FORWARD].bytes
+    blocks, rows = 4, 256 * 256
+    repeated = 2 * 256 * (256 - 128) * 2  # keys and values, once for each head
+    assert more == pytest.approx(blocks * (rows * 2 + repeated) + rows, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("a" * 80, (4, 5)),
+        ("ab" * 20, (6, 8)),
+        ("d" + "a" * 39, (5, 6)),
+        ("aaab" * 6, (12, 16)),
+        ("a" * 4, None),
+        ("abcdefgh", None),
+    ],
+)
+def test_depths_are_whole_periods_apart(kinds: str, expected: tuple[int, int] | None) -> None:
+    assert depths(kinds) == expected
