@@ -29,6 +29,7 @@ from pipeline.registry import Registry
 @click.option(
     "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."
 )
+@click.option("--measure", is_flag=True, help="Make two real steps on this machine too.")
 @click.option("--explain", is_flag=True, help="Say how each item comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -50,6 +51,7 @@ def plan(
     nvme: float | None,
     overhead: float | None,
     trace: bool,
+    measure: bool,
     explain: bool,
     as_json: bool,
     out: Path | None,
@@ -73,7 +75,7 @@ def plan(
         interconnect=interconnect, disk=nvme,
     )  # fmt: skip
     margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
-    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace)
+    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure)
     record: dict[str, Any] = drawn.record()
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

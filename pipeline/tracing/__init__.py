@@ -10,6 +10,8 @@
     replay.py          its numbers as a story, for a strategy's arithmetic
     extrapolate.py     from two depths to the real one
     level.py           a forecast made of all that
+    measured.py        two real steps on this machine; rank.py is one process of them
+    gpu.py             ... and what torch's allocator says
 
 A stage takes part by a method `trace(self, ctx, ...)`, whose further parameters are annotated as
 those of `run` are, and may ask for `Site`, `SampleShape`, `Depth` and `Watch` too. Without one,

@@ -89,3 +89,25 @@ def test_offloading_is_computed(recipe: dict[str, Any], tmp_path: Path) -> None:
     assert found["traced"].endswith("what the strategy holds was computed")
     assert found["host"]["load"]["items"]["parameters"] > 0
     assert "parameters" not in found["device"]["load"]["items"]
+
+
+@pytest.mark.parametrize("wrap", ["wrap.ddp", "wrap.fsdp"])
+def test_two_real_processes_take_what_was_predicted(
+    recipe: dict[str, Any], tmp_path: Path, wrap: str
+) -> None:
+    recipe["launch"] = {"procs": 2, "device": "cpu"}
+    recipe["stages"]["wrap"]["use"] = wrap
+    found = json.loads(plan(recipe, tmp_path, "--measure", "--json").output)
+    assert (found["measured"]["device"], found["measured"]["ranks"]) == ("cpu", 2)
+    for phase, size in found["measured"]["peaks"].items():
+        assert found["device"][phase]["bytes"] == pytest.approx(size, rel=0.02), phase
+
+
+def test_a_measurement_without_room_is_refused(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.tracing.measured.free_memory", lambda: 1000)
+    said = plan(recipe, tmp_path, "--measure")
+    assert said.exit_code == 2
+    assert "--measure: 16 processes on this machine's CPUs would take about" in said.output
+    assert "1.0 KB are free" in said.output
