@@ -22,6 +22,7 @@ from pipeline.plan import Plan
 from pipeline.signature import needs
 from pipeline.tracing.alone import Alone
 from pipeline.tracing.extrapolate import Trace, highest
+from pipeline.tracing.fake_compat import told_apart
 from pipeline.tracing.gpu import GpuSession
 from pipeline.tracing.replay import Pieces, pieces
 from pipeline.tracing.session import Owners, Session, context, session
@@ -63,14 +64,14 @@ def run(
 ) -> Traced:
     """Two training steps of rank 0, on a model of its first so many blocks. Without `fake`, on real
     tensors, by the engines that train; with `alone`, without the strategy. Raises UsageError where
-    nothing is trained."""
+    nothing is trained, and StageError where values are needed."""
     with session(site, seed=plan.view.seed, fake=fake) as here:
         told = _Told(plan, site, samples, Depth(blocks=blocks), here)
         source = told.declare()
         # By name: a strategy may change their classes.
         built = structure(source)
         told["unread"] = unread(source)
-        with here.metering():
+        with told_apart(), here.metering():
             told.wrap(None if alone else METHOD if fake else "run")
             told.train(built.names)
     return Traced(
