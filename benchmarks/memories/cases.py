@@ -277,6 +277,13 @@ SMALL = (
         adapter={"rank": 8},
     ),
     Case(
+        name="QLoRA, FSDP",
+        model=own(**llama()),
+        ranks=2,
+        length=256,
+        adapter={"rank": 8, "quantize": "nf4"},
+    ),
+    Case(
         name="DoRA, FSDP",
         model=own(**llama()),
         ranks=2,

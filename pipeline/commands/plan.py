@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."
 )
+@click.option("--measure", is_flag=True, help="Make two real steps on this machine too.")
 @click.option("--explain", is_flag=True, help="Say how each item comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -63,6 +64,7 @@ def plan(
     overhead: float | None,
     machine: Path | None,
     trace: bool,
+    measure: bool,
     explain: bool,
     as_json: bool,
     out: Path | None,
@@ -86,7 +88,7 @@ def plan(
         interconnect=interconnect, disk=nvme, machine=machine,
     )  # fmt: skip
     margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
-    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace)
+    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure)
     record: dict[str, Any] = drawn.record()
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

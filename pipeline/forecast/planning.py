@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from pipeline.registry import Registry
 
 if TYPE_CHECKING:
     from pipeline.tracing.level import TracedForecast
+    from pipeline.tracing.measured import Measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Drawn:
     model: ModelShape | None
     trace: TracedForecast | None = None
     """Where device memory was traced."""
+    measured: Measured | None = None
+    """Where steps were made here."""
 
     @property
     def short(self) -> Sequence[Shortage]:
@@ -60,6 +63,9 @@ class Drawn:
         yield from table.lines(self.forecast, self.site, self.hardware, self.margins, self.time)
         if self.trace is not None:
             yield from table.comparison(self.trace.how, self.forecast, self.trace.arithmetic)
+        if self.measured is not None:
+            yield ""
+            yield from table.measurement(self.forecast, self.measured)
         if explain:
             yield ""
             yield from table.explanations(self.forecast)
@@ -87,6 +93,7 @@ class Drawn:
         return {
             **identity(self.plan),
             "level": "arithmetic" if self.trace is None else "trace",
+            "measured": None if self.measured is None else asdict(self.measured),
             "traced": None if self.trace is None else self.trace.how,
             "ranks": self.site.ranks,
             "nodes": self.site.nodes,
@@ -116,11 +123,17 @@ def draw_up(
     registry: Registry | None = None,
     *,
     trace: bool = False,
+    measure: bool = False,
 ) -> Drawn:
-    """Check the recipe, and ask its stages, or trace them. Raises RecipeError, UsageError and
-    StageError."""
+    """Check the recipe, and ask its stages, or trace them; `measure` makes steps here too. Raises
+    RecipeError, UsageError, StageError and RunFailed."""
     plan = plan_file(recipe, [*overrides, *asked.overrides], registry=registry)
-    return draw_up_plan(plan, asked, margins, trace=trace)
+    drawn = draw_up_plan(plan, asked, margins, trace=trace)
+    if not measure:
+        return drawn
+    from pipeline.tracing.measured import measure_here
+
+    return replace(drawn, measured=measure_here(plan, drawn.forecast))
 
 
 def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) -> Drawn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pipeline.accelerators import GIB
 from pipeline.forecast.fit import Margins, Shortage
@@ -11,6 +12,9 @@ from pipeline.forecast.result import Forecast
 from pipeline.forecast.site import Hardware, Site
 from pipeline.forecast.timing import StepTime, crosses, sent
 from pipeline.throughput import human
+
+if TYPE_CHECKING:
+    from pipeline.tracing.measured import Measured
 
 
 def lines(
@@ -44,6 +48,18 @@ def comparison(how: str, forecast: Forecast, arithmetic: Forecast | None) -> Ite
         return
     apart = arithmetic.peak / forecast.peak - 1
     yield f"arithmetic alone says {gib(arithmetic.peak)} GiB at the peak of a rank: {apart:+.1%}"
+
+
+def measurement(forecast: Forecast, measured: Measured) -> Iterator[str]:
+    """What was measured beside what was told."""
+    where = "GPU" if measured.device == "cuda" else "CPU process"
+    yield f"measured here on {measured.ranks} x {where}, GiB"
+    yield f"  {'':<16}  predicted  measured"
+    for phase, size in measured.peaks.items():
+        if phase in forecast.device and size:
+            told = forecast.device[phase].bytes
+            cells = f"{_gib(told):>9}  {_gib(size):>8}  {told / size - 1:+.1%}"
+            yield f"  {phase:<16}  {cells}"
 
 
 def explanations(forecast: Forecast) -> Iterator[str]:

@@ -3,6 +3,8 @@
     watch.py           what stages are told of a trace, and tell of it
     meter.py           who holds how much, and the peak of every moment
     group_compat.py    a process group of any size in which nothing is sent
+    autograd_compat.py, fake_compat.py
+                       what torch does otherwise when it is watched, and without values
     session.py         the surroundings: group, tensors without values, meter
     structure.py       a model's blocks, and the shallower model that stands for it
     run.py             a recipe's stages, run as far as training steps
@@ -10,6 +12,8 @@
     replay.py          its numbers as a story, for a strategy's arithmetic
     extrapolate.py     from two depths to the real one
     level.py           a forecast made of all that
+    measured.py        two real steps on this machine; rank.py is one process of them
+    gpu.py             ... and what torch's allocator says
 
 A stage takes part by a method `trace(self, ctx, ...)`, whose further parameters are annotated as
 those of `run` are, and may ask for `Site`, `SampleShape`, `Depth` and `Watch` too. Without one,

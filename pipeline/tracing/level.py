@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.artifacts import Data, ModelSource, Precision
+from pipeline.artifacts import ModelSource, Precision
 from pipeline.errors import StageError, UsageError
-from pipeline.forecast.chain import METHOD, ask, assemble, latest
+from pipeline.forecast.chain import ask, assemble, latest
 from pipeline.forecast.ledger import Ledger, Peak
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Forecast, Step
@@ -20,7 +20,7 @@ from pipeline.tracing.extrapolate import extrapolated, highest
 from pipeline.tracing.meter import REST
 from pipeline.tracing.outlined import outlined
 from pipeline.tracing.replay import Replay, kinds
-from pipeline.tracing.run import Traced, run, sources
+from pipeline.tracing.run import Traced, run, samples_of, sources
 from pipeline.tracing.structure import Structure, depths, structure
 
 CPU_KERNELS = (
@@ -44,7 +44,7 @@ class TracedForecast:
 def traced_forecast(plan: Plan, site: Site) -> TracedForecast:
     """What the recipe needs at that site, its device memory by a trace. Raises what stages raise,
     and UsageError for a recipe that trains nothing."""
-    samples = _samples(plan, site)
+    samples = samples_of(plan, site)
     models = sources(plan, site, samples)
     if not models:
         raise UsageError("nothing can be traced: no slot of the recipe gives a model")
@@ -101,14 +101,6 @@ def _of_replay(
     replay = Replay(model, placement, found.alone, found.built, alike, BYTES[precision.compute])
     replay.tell(min(step.microbatches, 3))
     return assemble(plan, fresh, told), told
-
-
-def _samples(plan: Plan, site: Site) -> SampleShape:
-    for step in plan.steps:
-        if issubclass(step.gives or object, Data) and hasattr(step.stage, METHOD):
-            shape: SampleShape = step.stage.forecast(site)
-            return shape
-    raise UsageError("nothing can be traced: no slot of the recipe tells the length of its samples")
 
 
 def _run(plan: Plan, site: Site, samples: SampleShape, built: Structure) -> list[Traced]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision
+from pipeline.dist import Dist
 from pipeline.engine import Engine
 from pipeline.errors import UsageError
+from pipeline.forecast.chain import METHOD as FORECAST
 from pipeline.forecast.chain import latest
 from pipeline.forecast.shapes import SampleShape
 from pipeline.forecast.site import Site
 from pipeline.plan import Plan
 from pipeline.signature import needs
 from pipeline.tracing.alone import Alone
-from pipeline.tracing.extrapolate import Trace
+from pipeline.tracing.extrapolate import Trace, highest
+from pipeline.tracing.fake_compat import told_apart
+from pipeline.tracing.gpu import GpuSession
 from pipeline.tracing.replay import Pieces, pieces
-from pipeline.tracing.session import Owners, Session, session
+from pipeline.tracing.session import Owners, Session, context, session
 from pipeline.tracing.structure import Structure, structure
 from pipeline.tracing.unread import unread
 from pipeline.tracing.watch import Depth, Watch
@@ -58,14 +64,14 @@ def run(
 ) -> Traced:
     """Two training steps of rank 0, on a model of its first so many blocks. Without `fake`, on real
     tensors, by the engines that train; with `alone`, without the strategy. Raises UsageError where
-    nothing is trained."""
+    nothing is trained, and StageError where values are needed."""
     with session(site, seed=plan.view.seed, fake=fake) as here:
         told = _Told(plan, site, samples, Depth(blocks=blocks), here)
         source = told.declare()
         # By name: a strategy may change their classes.
         built = structure(source)
         told["unread"] = unread(source)
-        with here.metering():
+        with told_apart(), here.metering():
             told.wrap(None if alone else METHOD if fake else "run")
             told.train(built.names)
     return Traced(
@@ -75,6 +81,35 @@ def run(
     )
 
 
+def measure(
+    plan: Plan, site: Site, samples: SampleShape, place: Dist, folder: Path
+) -> dict[str, int]:
+    """Phase -> peak in bytes of this rank, of two steps of the real engine (collective)."""
+    with contextlib.ExitStack() as stack:
+        ctx = context(folder, place, plan.view.seed, stack.callback)
+        here = GpuSession(ctx) if place.device.type == "cuda" else Session(ctx, fake=False)
+        told = _Told(plan, site, samples, Depth(), here)
+        source = told.declare()
+        told["unread"] = unread(source)
+        with here.metering():
+            told.wrap("run")
+            told.train(structure(source).names)
+        if isinstance(here, GpuSession):
+            return here.watch.peaks
+        moments = here.meter.moments
+        found = highest((phase, peak) for (phase, _, _), peak in moments.items())
+        return {phase: peak.bytes for phase, peak in found.items()}
+
+
+def samples_of(plan: Plan, site: Site) -> SampleShape:
+    """What the data slot tells of its samples. Raises UsageError where none does."""
+    for step in plan.steps:
+        if issubclass(step.gives or object, Data) and hasattr(step.stage, FORECAST):
+            shape: SampleShape = step.stage.forecast(site)
+            return shape
+    raise UsageError("nothing can be traced: no slot of the recipe tells the length of its samples")
+
+
 class _Told(dict[str, Any]):
     """What stages have given, by slot."""
 
@@ -82,9 +117,14 @@ class _Told(dict[str, Any]):
     """Whether a strategy left the model alone."""
 
     def __init__(
-        self, plan: Plan, site: Site, samples: SampleShape, depth: Depth, here: Session
+        self,
+        plan: Plan,
+        site: Site,
+        samples: SampleShape,
+        depth: Depth,
+        here: Session | GpuSession,
     ) -> None:
-        self._watch = Owners(here.meter)
+        self._watch = here.watch
         super().__init__({"site": site, "samples": samples, "depth": depth, "watch": self._watch})
         self._plan = plan
         self._site = site
@@ -119,6 +159,7 @@ class _Told(dict[str, Any]):
         assert source is not None
         if precision is None:
             raise UsageError("nothing can be traced: no slot of the recipe gives a precision")
+        assert isinstance(self._watch, Owners)
         self.alone = True
         return Alone(source, precision, self._site, self._watch)
 

@@ -30,11 +30,12 @@ START, HEAD, LOSS = "start", "head", "loss"
 
 
 class Session:
-    """Rank 0 of a site's ranks, in one process."""
+    """A rank on tensors that are metered, without values unless they are to be real."""
 
     def __init__(self, ctx: Context, *, fake: bool) -> None:
         self.ctx = ctx
         self.meter = Meter(fake=fake)
+        self.watch = Owners(self.meter)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
 
     @contextlib.contextmanager
@@ -54,20 +55,21 @@ def session(site: Site, *, seed: int, fake: bool = True) -> Iterator[Session]:
         silent_group(site.ranks) if silent else single_group(),
         contextlib.ExitStack() as stack,
     ):
-        yield Session(_context(Path(scratch), site, seed, stack.callback), fake=fake)
+        place = Dist(
+            rank=0,
+            world_size=site.ranks,
+            local_rank=0,
+            local_world_size=site.local_ranks,
+            device=torch.device("cpu"),
+        )
+        yield Session(context(Path(scratch), place, seed, stack.callback), fake=fake)
 
 
-def _context(folder: Path, site: Site, seed: int, on_exit: Callable[..., object]) -> Context:
+def context(folder: Path, place: Dist, seed: int, on_exit: Callable[..., object]) -> Context:
+    """Of stages that say nothing, in a folder of their own."""
     log = logging.getLogger("pipe.tracing")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    place = Dist(
-        rank=0,
-        world_size=site.ranks,
-        local_rank=0,
-        local_world_size=site.local_ranks,
-        device=torch.device("cpu"),
-    )
     return Context(
         run_dir=folder, seed=seed, dist=place, log=log, metrics=Metrics(None), on_exit=on_exit
     )

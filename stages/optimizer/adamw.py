@@ -96,6 +96,11 @@ class AdamW(OptimizerSettings):
             taken=by_kernel[self.kernel] if self.algorithm == "adamw" else "one",
         )
 
+    def trace(self, ctx: Context) -> OptimizerPlan:
+        # What is compiled cannot be watched.
+        watched = self if self.algorithm == "adamw" else replace(self, kernel="single")
+        return watched.run(ctx)
+
     def run(self, ctx: Context) -> OptimizerPlan:
         hyperparameters = {
             "lr": self.lr,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from pipeline.errors import StageError
+from pipeline.tracing.fake_compat import told_apart
 from pipeline.tracing.group_compat import silent_group
 from pipeline.tracing.meter import REST, Meter
 
@@ -56,6 +61,12 @@ def test_gradients_are_added_in_place_as_they_are_unwatched() -> None:
     assert x.grad.unique().tolist() == [24.0]
     taken = meter.moments["backward", 0, ""].bytes - start
     assert taken == 4 + 2 * 4000
+
+
+def test_what_needs_values_is_said() -> None:
+    said = "came to aten.nonzero.default, whose result depends"
+    with pytest.raises(StageError, match=re.escape(said)), told_apart(), FakeTensorMode():
+        torch.zeros(3).nonzero()
 
 
 def test_a_silent_group_has_any_size() -> None:

@@ -83,9 +83,41 @@ def test_any_model_can_be_traced(recipe: dict[str, Any], tmp_path: Path) -> None
     assert shards == pytest.approx(4 * parameters / 16, rel=0.01)
 
 
+def test_compiled_updates_are_traced_uncompiled(recipe: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    recipe["launch"]["procs"] = 1  # smaller shards are not packed
+    recipe["stages"]["optimizer"]["moments"] = "8bit"
+    found = json.loads(plan(recipe, tmp_path, "--trace", "--json").output)
+    kept = found["device"]["checkpoint"]["items"]
+    assert kept["optimizer state"] == pytest.approx(kept["parameters"] / 2, rel=0.1)  # not 2 times
+
+
 def test_offloading_is_computed(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe["stages"]["wrap"]["cpu_offload"] = True
     found = json.loads(plan(recipe, tmp_path, "--trace", "--json").output)
     assert found["traced"].endswith("what the strategy holds was computed")
     assert found["host"]["load"]["items"]["parameters"] > 0
     assert "parameters" not in found["device"]["load"]["items"]
+
+
+@pytest.mark.parametrize("wrap", ["wrap.ddp", "wrap.fsdp"])
+def test_two_real_processes_take_what_was_predicted(
+    recipe: dict[str, Any], tmp_path: Path, wrap: str
+) -> None:
+    recipe["launch"] = {"procs": 2, "device": "cpu"}
+    recipe["stages"]["wrap"]["use"] = wrap
+    found = json.loads(plan(recipe, tmp_path, "--measure", "--json").output)
+    assert (found["measured"]["device"], found["measured"]["ranks"]) == ("cpu", 2)
+    for phase, size in found["measured"]["peaks"].items():
+        # gloo's threads can let go of a buffer late
+        assert 0.98 < size / found["device"][phase]["bytes"] < 1.3, phase
+
+
+def test_a_measurement_without_room_is_refused(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.tracing.measured.free_memory", lambda: 1000)
+    said = plan(recipe, tmp_path, "--measure")
+    assert said.exit_code == 2
+    assert "--measure: 16 processes on this machine's CPUs would take about" in said.output
+    assert "1.0 KB are free" in said.output

@@ -82,16 +82,16 @@ def test_arithmetic_is_what_a_trace_says(
     assert abs(pair.error) < 0.02, f"{pair.told} instead of {pair.reference}"
 
 
-@pytest.mark.parametrize("name", ["FSDP", "FSDP again, accumulated", "Gemma 2"])
+@pytest.mark.parametrize("name", ["FSDP again, accumulated", "Gemma 2"])
 def test_two_depths_tell_of_all(small: dict[str, Any], name: str, tmp_path: Path) -> None:
     case = small[name]
-    config = {**case.model["config"], "num_hidden_layers": 14}
+    config = {**case.model["config"], "num_hidden_layers": 12}
     again = {"activation_checkpointing": {"every": 2}} if "again" in name else {}
     deep = replace(case, model={**case.model, "config": config, **again}, length=64)
     plan, site = deep.plan(tmp_path), deep.site()
     shallow, deeper = (run(plan, site, samples(deep), blocks=n).trace for n in (6, 8))
     whole = peaks(run(plan, site, samples(deep)))
-    assert apart(highest(extrapolated(shallow, deeper, 14)), whole) < 0.001
+    assert apart(highest(extrapolated(shallow, deeper, 12)), whole) < 0.001
 
 
 @pytest.mark.parametrize("name", ["FSDP", "FSDP again, accumulated", "LoRA, FSDP"])
