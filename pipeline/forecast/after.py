@@ -22,6 +22,11 @@ MEASURED = {"cuda": "peak_memory_bytes", "cpu": "peak_host_memory_bytes"}
 """Device -> the measure of it in `metrics.jsonl`: tensors on the fullest GPU, or what the model and
 its training took of host memory on the fullest rank."""
 
+WHAT = {
+    "cuda": "tensors on a GPU",
+    "cpu": "resident beyond the libraries, with what the C library keeps of freed memory",
+}
+
 
 def tell(plan: Plan, ctx: Context) -> None:
     """Write `memory.json` in the run's folder and say it in a line. Never fails a training that has
@@ -56,7 +61,7 @@ def compare(plan: Plan, ctx: Context) -> dict[str, Any] | None:
     peaks = site.ledger.peaks(*places)
     phase, peak = max(peaks.items(), key=lambda item: item[1].bytes)
     return {
-        "what": "tensors on a GPU" if device == "cuda" else "resident memory beyond the libraries",
+        "what": WHAT[device],
         "phase": phase,
         "predicted_bytes": peak.bytes,
         "measured_bytes": measured,
