@@ -69,7 +69,8 @@ class Ledger:
         """Phase -> the peak of what these places hold together, in the order in which phases were
         first entered."""
         tops: dict[str, tuple[int, int]] = {}
-        now, starts = 0, [*self._phases, ("", len(self._changes))]
+        starts = [*self._phases, ("", len(self._changes))]
+        now = sum(amount for _, at, amount in self._changes[: starts[0][1]] if at in places)
         for (name, start), (_, end) in itertools.pairwise(starts):
             top, where = tops.get(name, (now, start))
             if now > top:

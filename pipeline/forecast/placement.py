@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.forecast.ledger import Ledger
+from pipeline.forecast.ledger import Ledger, Place
 from pipeline.forecast.tape import Tape, Value
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ class Placement(ABC):
     @abstractmethod
     def load(self) -> None:
         """The model is built and filled; what it takes afterwards stays."""
+
+    @property
+    @abstractmethod
+    def masters(self) -> tuple[int, Place]:
+        """Elements of the trained weights that this rank updates, and where they are."""
 
     def begin(self, *, last: bool) -> None:
         """A micro-batch begins; `last` is that of an optimizer step."""

@@ -9,6 +9,9 @@ from pathlib import Path
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.placement import Placement
+from pipeline.forecast.shapes import ModelShape, OptimizerShape
+from pipeline.forecast.site import Site
 from pipeline.importing.files import read_config
 from pipeline.stage import Context, PlanView
 
@@ -32,6 +35,17 @@ class Accelerate:
         from stages.wrap.accelerate_checks import problems
 
         yield from problems(self, plan)
+
+    def forecast(
+        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
+    ) -> Placement:
+        """That of the wrap stage which `pipe import` makes of such a file."""
+        from stages.wrap.accelerate_checks import KEY
+        from stages.wrap.accelerate_handed import HandedOn
+
+        stage = HandedOn(Path(self.config).expanduser(), KEY).stage
+        placement: Placement = stage.forecast(site, model, precision, optimizer)
+        return placement
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

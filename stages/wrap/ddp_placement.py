@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.forecast.ledger import Ledger
+from pipeline.forecast.ledger import Ledger, Place
 from pipeline.forecast.placement import (
     BUFFERS,
     GATHERED,
@@ -113,6 +113,10 @@ class DdpPlacement(Placement):
         self.ledger.pulse(UPDATE, self._optimizer.update(counts, self._sizes.master))
         self.ledger.change(GRADIENTS, -sum(w.elements * self._size(w) for w in self._apart))
         self._apart.clear()
+
+    @property
+    def masters(self) -> tuple[int, Place]:
+        return self._trained, "device"
 
     @property
     def updated(self) -> int:

@@ -243,10 +243,14 @@ class FsdpPlacement(Placement):
         self._sharded.clear()
 
     @property
-    def updated(self) -> int:
+    def masters(self) -> tuple[int, Place]:
         trained = [w for weights in self._units.values() for w in weights if w.trained]
-        touched = self._optimizer.touched(self._shard(trained, 1), self._sizes.master)
-        return touched if self._home == "device" else 0
+        return self._shard(trained, 1), self._home
+
+    @property
+    def updated(self) -> int:
+        elements, place = self.masters
+        return self._optimizer.touched(elements, self._sizes.master) if place == "device" else 0
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         every = [weight for weights in self._units.values() for weight in weights]

@@ -141,6 +141,11 @@ class ZeroPlacement(Placement):
         return f"{formula} bytes, N = {self._trained / 1e9:.3g} G trained, W = {self.ranks} ranks"
 
     @property
+    def masters(self) -> tuple[int, Place]:
+        at = self._setting.state_at
+        return self._setting.share(self._trained), "host" if at == "disk" else at
+
+    @property
     def updated(self) -> int:
         if self._stage.offload_optimizer is not None:
             return 0

@@ -77,6 +77,34 @@ def test_savings_of_the_recipes_own_stages_come_first() -> None:
     assert lines[0].startswith("  model.activation_checkpointing={}")
 
 
+def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
+    recipe = tmp_path / "averaged.yaml"
+    base = RECIPES / "llama8b_fsdp.yaml"
+    average = "  wrap: {}\n  average: {use: average.ema}\n"
+    recipe.write_text(f"extends: {base}\nname: averaged\nstages:\n{average}", "utf-8")
+    before, after = planned(base), planned(recipe)
+    more = {
+        phase: after["device"][phase]["bytes"] - before["device"][phase]["bytes"]
+        for phase in before["device"]
+    }
+    # 8.03e9 over 8 ranks
+    assert set(more.values()) == {4 * 8_030_261_248 // 8}
+
+
+def test_what_accelerate_wraps_is_what_it_is_translated_to(tmp_path: Path) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n"
+        "num_processes: 8\nnum_machines: 1\nmixed_precision: 'no'\n",
+        "utf-8",
+    )
+    base = RECIPES / "llama8b_ddp.yaml"
+    own = planned(base, "precision.compute=fp32")
+    slot = json.dumps({"use": "wrap.accelerate", "config": str(file)})
+    other = planned(base, "precision.compute=fp32", f"wrap={slot}")
+    assert other["device"] == own["device"]
+
+
 def test_more_room_is_taken_into_account() -> None:
     recipe = RECIPES / "llama8b_fsdp.yaml"
     assert planned(recipe, "--memory", "60")["fits"] is True

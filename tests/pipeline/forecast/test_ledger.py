@@ -39,6 +39,14 @@ def test_peaks_are_the_largest_sums_within_a_phase(story: list[Any]) -> None:
     assert sum(ledger.held("device").values()) == now
 
 
+def test_what_is_there_before_the_first_phase_counts() -> None:
+    ledger = Ledger()
+    ledger.change("early", 5)
+    ledger.phase("a")
+    ledger.change("late", 2)
+    assert ledger.peaks("device")["a"].items == {"early": 5, "late": 2}
+
+
 def test_a_pulse_counts_in_the_peak_alone() -> None:
     ledger = Ledger()
     ledger.phase("a")

@@ -7,8 +7,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.forecast.placement import BUFFERS, GATHERED, WHOLE_GRADIENTS
+from pipeline.forecast.tape import ACTIVATIONS
+from pipeline.forecast.tape import GRADIENTS as PASSING
+from stages.train.story import LOGITS
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
+from stages.wrap.zero.options import OptimizerOffload, ParameterOffload
+from stages.wrap.zero.stage import Zero
 from tests.support.forecasts import LLAMA, Told, declared
 
 configs = st.builds(
@@ -38,6 +44,10 @@ wraps = st.sampled_from(
         Fsdp(sharding="shard_grad_op"),
         Fsdp(reduce_every_microbatch=False),
         Fsdp(cpu_offload=True),
+        Zero(stage=1),
+        Zero(stage=2, reduce_bucket_size=100_000),
+        Zero(stage=3),
+        Zero(stage=3, offload_optimizer=OptimizerOffload(), offload_param=ParameterOffload()),
     ]
 )
 settings_of = st.fixed_dictionaries(
@@ -95,4 +105,5 @@ def test_nothing_is_left_behind(config: dict[str, Any], wrap: Any, how: dict[str
     ledger = told.site.ledger
     kept = {**ledger.held("device"), **ledger.held("host")}
     assert all(size > 0 for size in kept.values())
-    assert set(kept) <= {"parameters", "gradients", "optimizer state"}
+    passing = {ACTIVATIONS, PASSING, LOGITS, GATHERED, WHOLE_GRADIENTS, BUFFERS}
+    assert not passing & set(kept)
