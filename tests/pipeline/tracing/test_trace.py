@@ -82,6 +82,20 @@ def test_arithmetic_is_what_a_trace_says(
     assert abs(pair.error) < 0.02, f"{pair.told} instead of {pair.reference}"
 
 
+@pytest.mark.parametrize("kernel", ["single", "foreach"])
+def test_what_an_update_takes(small: dict[str, Any], kernel: str, tmp_path: Path) -> None:
+    plan = small["FSDP"].plan(tmp_path)
+    steps = [
+        replace(step, stage=replace(step.stage, kernel=kernel))
+        if step.slot == "optimizer"
+        else step
+        for step in plan.steps
+    ]
+    traced = level.traced_forecast(replace(plan, steps=tuple(steps)), small["FSDP"].site())
+    assert traced.arithmetic is not None
+    assert apart(traced.arithmetic.device, traced.forecast.device) < 0.02
+
+
 @pytest.mark.parametrize("name", ["FSDP again, accumulated", "Gemma 2"])
 def test_two_depths_tell_of_all(small: dict[str, Any], name: str, tmp_path: Path) -> None:
     case = small[name]
