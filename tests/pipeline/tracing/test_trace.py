@@ -53,7 +53,7 @@ def apart(told: Mapping[str, Peak], reference: Mapping[str, Peak]) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    ["DDP again, in chunks", "FSDP hybrid, late", "FSDP packed", "GPT-2", "Gemma 2", "DoRA, FSDP"],
+    ["DDP again, in chunks", "FSDP hybrid, late", "FSDP packed", "GPT-2", "Gemma 2", "LoRA, FSDP"],
 )
 def test_a_trace_is_what_real_tensors_take(small: dict[str, Any], name: str) -> None:
     from memories.compare import trace_and_tensors
