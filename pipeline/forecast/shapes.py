@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipeline.forecast.net import Net
     from pipeline.forecast.tape import Value
 
-Taken = Literal["nothing", "one", "all"]
+Taken = Literal["nothing", "one", "two", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,7 +169,7 @@ class OptimizerShape:
     """How many numbers it keeps for each element."""
     taken: Taken = "nothing"
     """What an update takes for a moment, in the master dtype: nothing, as much as the largest
-    parameter, or as much as all that it updates."""
+    parameter or twice that, or as much as all that it updates."""
 
     def state(self, elements: int) -> int:
         """Bytes of the moments of so many elements."""
@@ -184,4 +184,5 @@ class OptimizerShape:
         """Bytes taken for a moment to update parameters of so many elements, `size` bytes each."""
         if not counts or self.taken == "nothing":
             return 0
-        return size * (sum(counts) if self.taken == "all" else max(counts))
+        largest = max(counts) * (2 if self.taken == "two" else 1)
+        return size * (sum(counts) if self.taken == "all" else largest)

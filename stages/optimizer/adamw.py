@@ -88,7 +88,7 @@ class AdamW(OptimizerSettings):
     def forecast(self, site: Site, precision: Precision) -> OptimizerShape:
         master = 8 * BYTES[precision.master]
         bits = {"fp32": 32.0, "bf16": 16.0, "fp8": 8 + 1 / 8, "8bit": 8 + 1 / 8, "4bit": 4 + 1 / 4}
-        by_kernel: dict[Kernel, Taken] = {"fused": "nothing", "foreach": "all", "single": "one"}
+        by_kernel: dict[Kernel, Taken] = {"fused": "nothing", "foreach": "all", "single": "two"}
         return OptimizerShape(
             algorithm=self.algorithm,
             bits=2 * bits.get(self.moments, master),

@@ -18,8 +18,6 @@ from stages.train.loss import SummedLoss
 if TYPE_CHECKING:
     from stages.train.causal_lm import TrainCausalLm
 
-STEPS = 2
-"""The first makes optimizer state."""
 MICROBATCHES = 3
 """Further ones are like the last but one."""
 
@@ -33,8 +31,8 @@ def trace(config: TrainCausalLm, engine: Engine, samples: SampleShape, watch: Wa
     batch = _batch(size, samples, engine.device)
     targets = config.global_batch_size * samples.length
     with masks_of_values(packed=samples.packed):
-        for _ in range(STEPS):
-            _step(engine, loss, batch, count, targets, watch)
+        for microbatches in (1, count):  # the first step makes optimizer state
+            _step(engine, loss, batch, microbatches, targets, watch)
     for phase in (SAVE, RESUME):  # which hold what there is between two steps
         watch.phase(phase)
 

@@ -53,7 +53,7 @@ def apart(told: Mapping[str, Peak], reference: Mapping[str, Peak]) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    ["DDP again, in chunks", "FSDP hybrid, late", "FSDP packed", "GPT-2", "Gemma 2", "DoRA, FSDP"],
+    ["DDP again, in chunks", "FSDP hybrid, late", "FSDP packed", "GPT-2", "Gemma 2", "LoRA, FSDP"],
 )
 def test_a_trace_is_what_real_tensors_take(small: dict[str, Any], name: str) -> None:
     from memories.compare import trace_and_tensors
@@ -80,6 +80,20 @@ def test_arithmetic_is_what_a_trace_says(
 
     pair = arithmetic_and_trace(replace(small[name], **changes))
     assert abs(pair.error) < 0.02, f"{pair.told} instead of {pair.reference}"
+
+
+@pytest.mark.parametrize("kernel", ["single", "foreach"])
+def test_what_an_update_takes(small: dict[str, Any], kernel: str, tmp_path: Path) -> None:
+    plan = small["FSDP"].plan(tmp_path)
+    steps = [
+        replace(step, stage=replace(step.stage, kernel=kernel))
+        if step.slot == "optimizer"
+        else step
+        for step in plan.steps
+    ]
+    traced = level.traced_forecast(replace(plan, steps=tuple(steps)), small["FSDP"].site())
+    assert traced.arithmetic is not None
+    assert apart(traced.arithmetic.device, traced.forecast.device) < 0.02
 
 
 @pytest.mark.parametrize("name", ["FSDP again, accumulated", "Gemma 2"])
