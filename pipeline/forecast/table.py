@@ -58,7 +58,7 @@ def measurement(forecast: Forecast, measured: Measured) -> Iterator[str]:
     for phase, size in measured.peaks.items():
         if phase in forecast.device and size:
             told = forecast.device[phase].bytes
-            cells = f"{gib(told):>9}  {gib(size):>8}  {told / size - 1:+.1%}"
+            cells = f"{gib(told):>9}  {gib(size):>8}  {size / told - 1:+.1%}"
             yield f"  {phase:<16}  {cells}"
 
 

@@ -12,14 +12,15 @@ from pipeline.artifacts import ModelSource, TensorReader, TensorSpec
 
 
 def unread(source: ModelSource) -> ModelSource:
-    """The same, with a reader that leaves memory as it is."""
+    """The same, with a reader of zeros."""
     same = copy.copy(source)
     same.weights = NoValues  # type: ignore[method-assign]
     return same
 
 
 class NoValues(TensorReader):
-    """Has every tensor, and reads none."""
+    """Has every tensor, and reads none. All are zeros: with what happens to be in memory, gradients
+    might not be finite, and some strategies leave such updates out."""
 
     as_stored = True
 
@@ -33,4 +34,4 @@ class NoValues(TensorReader):
         return iter(())
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Nothing to write."""
+        out.zero_()
