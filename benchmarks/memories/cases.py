@@ -162,6 +162,32 @@ WELL_KNOWN = (
     Case(name="Qwen3 8B", model=hub(QWEN3, again=1), ranks=8, length=4096),
     Case(name="Qwen3 0.6B", model=hub(QWEN3_SMALL), wrap="ddp", ranks=2, samples=2, reduce="bf16"),
     Case(name="Qwen3 0.6B fp32", model=hub(QWEN3_SMALL), ranks=2, samples=2, compute="fp32"),
+    Case(name="Llama 8B LoRA", model=hub(LLAMA_8B), ranks=8, adapter={"rank": 16}),
+    Case(
+        name="Llama 8B LoRA of q, v",
+        model=hub(LLAMA_8B, again=1),
+        wrap="ddp",
+        ranks=2,
+        adapter={"targets": ["q_proj", "v_proj"]},
+    ),
+    Case(
+        name="Llama 70B LoRA",
+        model=hub(LLAMA_70B, again=1),
+        ranks=8,
+        chunk=1024,
+        adapter={"rank": 16},
+    ),
+    Case(name="Llama 8B QLoRA", model=hub(LLAMA_8B), ranks=2, adapter={"quantize": "nf4"}),
+    Case(
+        name="Llama 70B LoRA, ahead",
+        model=hub(LLAMA_70B, again=1),
+        ranks=8,
+        length=4096,
+        chunk=1024,
+        accumulation=2,
+        adapter={"rank": 16},
+        strategy={"forward_prefetch": 2, "backward_prefetch": 2},
+    ),
 )
 
 

@@ -103,6 +103,8 @@ class Fsdp:
             reshard=self.sharding in ("full_shard", "hybrid_shard"),
             reduce_always=self.reduce_every_microbatch,
             offload=self.cpu_offload,
+            forward_ahead=self.forward_prefetch,
+            backward_ahead=self.backward_prefetch,
         )
 
     def trace(

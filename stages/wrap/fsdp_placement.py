@@ -44,6 +44,8 @@ class FsdpPlacement(Placement):
         reshard: bool,
         reduce_always: bool,
         offload: bool,
+        forward_ahead: int,
+        backward_ahead: int,
     ) -> None:
         self.ledger = ledger
         self.ranks = ranks
@@ -66,8 +68,10 @@ class FsdpPlacement(Placement):
         """Units whose whole gradients of earlier backwards are kept."""
         self._left = 0
         """Bytes of the forward buffer that waits for the next."""
-        self._ahead: tuple[Unit, int] | None = None
-        """Unit that is being gathered ahead in backward, and its buffer."""
+        self._forward_ahead, self._backward_ahead = forward_ahead, backward_ahead
+        """How many units are gathered ahead."""
+        self._ahead: dict[Unit, int] = {}
+        """Units that are being gathered ahead -> bytes of their buffers."""
         self._scattering = 0
         self._reducing = 0
         """Bytes of shards that are reduced over replicas, which stay until backward is over."""
@@ -150,11 +154,26 @@ class FsdpPlacement(Placement):
     def before_forward(self, unit: Unit) -> None:
         if unit in self._gathered:
             return
-        buffer = self._buffer(unit)
-        self.ledger.change(BUFFERS, buffer)
+        buffer = self._arrived(unit)
         self._open(unit)
         self.ledger.change(BUFFERS, -self._left)
         self._left = buffer
+        if unit is not None:
+            self._gather_ahead(range(unit + 1, unit + 1 + self._forward_ahead))
+
+    def _arrived(self, unit: Unit) -> int:
+        """The buffer of a unit that is needed now; its bytes."""
+        if unit in self._ahead:
+            return self._ahead.pop(unit)
+        buffer = self._buffer(unit)
+        self.ledger.change(BUFFERS, buffer)
+        return buffer
+
+    def _gather_ahead(self, units: range) -> None:
+        for unit in units:
+            if unit in self._units and unit not in self._gathered and unit not in self._ahead:
+                self._ahead[unit] = self._buffer(unit)
+                self.ledger.change(BUFFERS, self._ahead[unit])
 
     def after_forward(self, unit: Unit) -> None:
         if unit is None:
@@ -166,17 +185,11 @@ class FsdpPlacement(Placement):
     def before_backward(self, unit: Unit) -> None:
         if unit is None:
             return
-        if self._ahead is not None and self._ahead[0] == unit:
+        if unit not in self._gathered:
+            buffer = self._arrived(unit)
             self._open(unit)
-            self.ledger.change(BUFFERS, -self._ahead[1])
-        elif unit not in self._gathered:
-            self.ledger.change(BUFFERS, self._buffer(unit))
-            self._open(unit)
-            self.ledger.change(BUFFERS, -self._buffer(unit))
-        self._ahead = None
-        if unit and unit - 1 not in self._gathered:
-            self._ahead = unit - 1, self._buffer(unit - 1)
-            self.ledger.change(BUFFERS, self._ahead[1])
+            self.ledger.change(BUFFERS, -buffer)
+        self._gather_ahead(range(unit - 1, unit - 1 - self._backward_ahead, -1))
 
     def after_backward(self, unit: Unit) -> None:
         whole = self._whole.pop(unit, 0)
