@@ -186,7 +186,7 @@ WELL_KNOWN = (
         chunk=1024,
         accumulation=2,
         adapter={"rank": 16},
-        strategy={"forward_prefetch": 2, "backward_prefetch": 2},
+        strategy={"forward_prefetch": 1, "backward_prefetch": 2},
     ),
 )
 
