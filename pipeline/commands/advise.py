@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from pipeline.errors import NoFit, UsageError
+from pipeline.commands.machines import asked_for, machine_options
+from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.registry import Registry
 
 EXAMPLE = [
@@ -24,12 +25,7 @@ EXAMPLE = [
 @click.argument("model")
 @click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of a node.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--gpu", help="Kind of GPU, as in H100, or 'A100 40GB'.")
-@click.option("--memory", type=float, help="GiB of a GPU, in place of what its kind has.")
-@click.option("--host-memory", type=float, help="GiB of host memory of a node.")
-@click.option("--interconnect", help="Between nodes: 100gbe, 400g, ..., or GB/s of a node.")
-@click.option("--nvme", type=float, help="GB/s of the disk that state is offloaded to.")
-@click.option("--overhead", type=float, help="GiB that a GPU loses beside tensors; default 1.5.")
+@machine_options
 @click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)
 @click.option("--global-batch", type=click.IntRange(min=1), default=64, show_default=True)
@@ -42,15 +38,10 @@ EXAMPLE = [
 @click.pass_obj
 def advise(
     registry: Registry | None,
+    /,
     model: str,
     gpus: int,
     nodes: int,
-    gpu: str | None,
-    memory: float | None,
-    host_memory: float | None,
-    interconnect: str | None,
-    nvme: float | None,
-    overhead: float | None,
     full: bool,
     seq: int,
     global_batch: int,
@@ -58,33 +49,27 @@ def advise(
     data: Path | None,
     revision: str | None,
     out: Path | None,
+    **machines: Any,
 ) -> None:
     """Find the fastest way to train MODEL on given GPUs, and write its recipe.
 
     MODEL is a folder, a hub id, a GGUF file or a config.json. Every way that was rejected is shown
     with what it would need. Exit code 3 when nothing fits.
     """
-    from pipeline.accelerators import GIB
     from pipeline.forecast.advising import Task
     from pipeline.forecast.advising import advise as walk
-    from pipeline.forecast.fit import Margins
-    from pipeline.forecast.hardware import Asked
-    from pipeline.forecast.site import OVERHEAD
 
-    if gpu is None and memory is None:
+    asked, margins = asked_for(gpus, nodes, **machines)
+    if asked.gpu is None and asked.memory is None:
         raise UsageError("say what GPUs these are", hint="--gpu H100, or --memory 80")
     name = _name(model, lora=not full)
     target = out or Path(f"{name}.yaml")
     if target.exists():
         raise UsageError(f"{target} exists", hint="name another file with --out")
-    asked = Asked(
-        gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,
-        interconnect=interconnect, disk=nvme,
-    )  # fmt: skip
-    margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
     example = target.with_suffix(".example.jsonl")
     if data is None:
-        example.write_text("".join(json.dumps(row) + "\n" for row in EXAMPLE), "utf-8")
+        with system_errors_as(UsageError):
+            example.write_text("".join(json.dumps(row) + "\n" for row in EXAMPLE), "utf-8")
     task = Task(
         name=name, model=_model(model, revision), data=data or example, lora=not full,
         sequence=seq, global_batch=global_batch, micro_batch=micro_batch, compute="bf16",
@@ -98,7 +83,8 @@ def advise(
             "nothing fits: it takes more or larger GPUs; tensor parallelism is not there", err=True
         )
         sys.exit(NoFit.exit_code)
-    target.write_text(advice.draft.text(), "utf-8")
+    with system_errors_as(UsageError):
+        target.write_text(advice.draft.text(), "utf-8")
     yours = "" if data is not None else f"; its data is an example in {example}: put yours there"
     click.echo(f"\nwritten: {target}{yours}")
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.errors import NoFit
+from pipeline.commands.machines import asked_for, machine_options
+from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.registry import Registry
 
 if TYPE_CHECKING:
@@ -25,19 +26,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1)
 @click.option("--gpus", type=click.IntRange(min=1), help="GPUs of a node.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes. Without --gpus, of 8 GPUs.")
-@click.option("--gpu", help="Kind of GPU, as in H100, or 'A100 40GB'.")
-@click.option("--memory", type=float, help="GiB of a GPU, in place of what its kind has.")
-@click.option("--host-memory", type=float, help="GiB of host memory of a node.")
-@click.option("--interconnect", help="Between nodes: 100gbe, 400g, ..., or GB/s of a node.")
-@click.option("--nvme", type=float, help="GB/s of the disk that state is offloaded to.")
-@click.option(
-    "--overhead", type=float, help="GiB that a GPU loses beside tensors, in place of 1.5."
-)
-@click.option(
-    "--machine",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Rates of a machine, as `pipe doctor --out` has measured them.",
-)
+@machine_options
 @click.option(
     "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."
 )
@@ -52,22 +41,17 @@ if TYPE_CHECKING:
 @click.pass_obj
 def plan(
     registry: Registry | None,
+    /,
     recipe: str,
     overrides: tuple[str, ...],
     gpus: int | None,
     nodes: int | None,
-    gpu: str | None,
-    memory: float | None,
-    host_memory: float | None,
-    interconnect: str | None,
-    nvme: float | None,
-    overhead: float | None,
-    machine: Path | None,
     trace: bool,
     measure: bool,
     explain: bool,
     as_json: bool,
     out: Path | None,
+    **machines: Any,
 ) -> None:
     """Tell what RECIPE will need: memory in every phase, disk, network, time.
 
@@ -77,21 +61,14 @@ def plan(
 
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
-    from pipeline.accelerators import GIB
-    from pipeline.forecast.fit import Margins
-    from pipeline.forecast.hardware import Asked
     from pipeline.forecast.planning import draw_up
-    from pipeline.forecast.site import OVERHEAD
 
-    asked = Asked(
-        gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,
-        interconnect=interconnect, disk=nvme, machine=machine,
-    )  # fmt: skip
-    margins = Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
+    asked, margins = asked_for(gpus, nodes, **machines)
     drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure)
     record: dict[str, Any] = drawn.record()
     if out is not None:
-        out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        with system_errors_as(UsageError):
+            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     if as_json:
         click.echo(json.dumps(record))
     else:
@@ -119,7 +96,11 @@ def _tell_remedies(
         return draw_up(recipe, [*overrides, *more], there, margins, registry)
 
     known = in_order(registry or Registry.installed())
-    found = [remedy.line() for remedy in remedies(drawn, draw, known)]
+    try:
+        found = [remedy.line() for remedy in remedies(drawn, draw, known)]
+    except PipeError as error:  # arithmetic, which a trace does without
+        click.echo(f"what would make it fit cannot be told: {in_words(error)}")
+        return
     click.echo("it would fit with" if found else "nothing here makes it fit")
     for line in found:
         click.echo(f"  {line}")

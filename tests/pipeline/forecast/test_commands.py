@@ -215,3 +215,18 @@ def test_advice_about_no_gpu(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "--gpu H100, or --memory 80" in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None:
+    nowhere = tmp_path / "no" / "folder" / "x"
+    result = pipe("plan", RECIPES / "smollm_ddp.yaml", "--out", nowhere)
+    assert result.exit_code == 2
+    assert "No such file or directory" in result.output
+    result = pipe("advise", "Qwen/Qwen2.5-7B", "--gpus", "8", "--gpu", "H100", "--out", nowhere)
+    assert result.exit_code == 2
+    assert "No such file or directory" in result.output
+
+
+@pytest.mark.parametrize("option", ["--memory", "--host-memory", "--nvme", "--overhead"])
+def test_sizes_below_nothing_are_refused(option: str) -> None:
+    assert pipe("plan", RECIPES / "smollm_ddp.yaml", option, "-1").exit_code == 2
