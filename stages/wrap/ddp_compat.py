@@ -35,5 +35,19 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     # As its forward does: what it finds no way to from here counts as ready.
     model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
     nothing.backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad(set_to_none=not keeps_gradients(model))
+
+
+def keeps_gradients(model: DistributedDataParallel) -> bool:
+    """Whether gradients stay as zeros between steps. They are views of buckets, which are there
+    anyway; without them, micro-batches before the last would take as much again. Where a parameter
+    may be left without one, it must be none.
+
+    From the first step on: torch multiplies by 1 / n what it copies into a bucket, and divides by n
+    what is there already, which differs in the last bits.
+    """
+    return bool(
+        model.gradient_as_bucket_view
+        and not model.find_unused_parameters
+        and not model.static_graph
+    )

@@ -22,7 +22,12 @@ from stages.wrap.birth import (
     named_parameters,
 )
 from stages.wrap.compute_cast import cast_on_use, installed_casts
-from stages.wrap.ddp_compat import hook_states, no_buffer_sync, settle_buckets
+from stages.wrap.ddp_compat import (
+    hook_states,
+    keeps_gradients,
+    no_buffer_sync,
+    settle_buckets,
+)
 from stages.wrap.ddp_reduce import ReduceIn, reduce_in
 from stages.wrap.fill import fill
 from stages.wrap.gradients import make_optimizer, make_scaler
@@ -102,13 +107,7 @@ class DdpEngine(TorchEngine):
         self.scaler = make_scaler(precision, self.device)
         self.plan = plan
         self._to_record = model.static_graph
-        # They are views of buckets, which are there anyway; without them, micro-batches before the
-        # last would take as much again. Where a parameter may be left without one, it must be none.
-        self.keeps_gradients = bool(
-            model.gradient_as_bucket_view
-            and not model.find_unused_parameters
-            and not model.static_graph
-        )
+        self.keeps_gradients = keeps_gradients(model)
 
     @property
     def module(self) -> nn.Module:
