@@ -37,7 +37,7 @@ def measure_here(plan: Plan, forecast: Forecast) -> Measured:
     """On this machine's GPUs if there is one for each rank, or else as CPU processes. Raises
     UsageError where the forecast has no room here, and RunFailed."""
     ranks = plan.view.procs
-    device = "cuda" if gpu_count() >= ranks else "cpu"
+    device = "cuda" if plan.view.device == "cuda" and gpu_count() >= ranks else "cpu"
     if device == "cpu":
         needed, there = ranks * (round(forecast.peak * SPARE) + PROCESS), free_memory()
         if needed > there:

@@ -170,9 +170,11 @@ class _Told(dict[str, Any]):
         blocks = [_within(engine.model, name) for name in names]
         self._watch.loaded(engine.model)
         with self._watch.watching(blocks):
-            for step in self._plan.steps:
-                if Watch in _asked(type(step.stage)):
-                    self._call(step.stage, METHOD)
+            trained = [s for s in self._plan.steps if Watch in _asked(type(s.stage))]
+            for step in trained:
+                self._call(step.stage, METHOD)
+        if not trained:
+            raise UsageError("nothing can be traced: no slot of the recipe trains and has a trace")
 
     def _call(self, stage: Any, method: str) -> Any:
         kind: type = type(stage)

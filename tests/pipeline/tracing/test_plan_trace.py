@@ -11,6 +11,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from stages.train.causal_lm import TrainCausalLm
 
 LLAMA = {
     "model_type": "llama",
@@ -121,3 +122,12 @@ def test_a_measurement_without_room_is_refused(
     assert said.exit_code == 2
     assert "--measure: 16 processes on this machine's CPUs would take about" in said.output
     assert "1.0 KB are free" in said.output
+
+
+def test_what_trains_has_to_have_a_trace(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(TrainCausalLm, "trace")
+    said = plan(recipe, tmp_path, "--trace")
+    assert said.exit_code == 2, said.output
+    assert "no slot of the recipe trains and has a trace" in said.output
