@@ -29,7 +29,13 @@ EXAMPLE = [
 @click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)
 @click.option("--global-batch", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--micro-batch", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option(
+    "--micro-batch",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Samples of a forward pass on one GPU, to begin with.",
+)
 @click.option("--data", type=click.Path(path_type=Path, exists=True), help="Conversations, JSON.")
 @click.option("--revision", help="Commit of a hub model.")
 @click.option(
@@ -67,25 +73,32 @@ def advise(
     if target.exists():
         raise UsageError(f"{target} exists", hint="name another file with --out")
     example = target.with_suffix(".example.jsonl")
-    if data is None:
+    # One that is there is the user's, who was told to put data there.
+    made = data is None and not example.exists()
+    if made:
         with system_errors_as(UsageError):
             example.write_text("".join(json.dumps(row) + "\n" for row in EXAMPLE), "utf-8")
     task = Task(
         name=name, model=_model(model, revision), data=data or example, lora=not full,
         sequence=seq, global_batch=global_batch, micro_batch=micro_batch, compute="bf16",
     )  # fmt: skip
-    advice = walk(task, asked, margins, registry or Registry.installed())
-    click.echo("\n".join(advice.lines()))
-    if advice.draft is None:
-        if data is None:
+    written = False
+    try:
+        advice = walk(task, asked, margins, registry or Registry.installed())
+        click.echo("\n".join(advice.lines()))
+        if advice.draft is not None:
+            with system_errors_as(UsageError):
+                target.write_text(advice.draft.text(), "utf-8")
+            written = True
+    finally:
+        if made and not written:
             example.unlink()
+    if not written:
         click.echo(
             "nothing fits: it takes more or larger GPUs; tensor parallelism is not there", err=True
         )
         sys.exit(NoFit.exit_code)
-    with system_errors_as(UsageError):
-        target.write_text(advice.draft.text(), "utf-8")
-    yours = "" if data is not None else f"; its data is an example in {example}: put yours there"
+    yours = f"; its data is an example in {example}: put yours there" if made else ""
     click.echo(f"\nwritten: {target}{yours}")
 
 

@@ -41,7 +41,9 @@ class Tried:
         parts = [f"{needed} GiB of {gib(there)} a GPU" if there else f"{needed} GiB a GPU"]
         host = drawn.forecast.host_peak
         known = drawn.hardware.host_memory
-        parts.append(f"{gib(host)} GiB of {gib(known)} a host" if known else f"{gib(host)} a host")
+        parts.append(
+            f"{gib(host)} GiB of {gib(known)} a host" if known else f"{gib(host)} GiB a host"
+        )
         if drawn.time is not None and drawn.time.parts:
             parts.append(f"at least {drawn.time.least:.3g} s a step ({drawn.time.bound})")
         return ", ".join(parts)

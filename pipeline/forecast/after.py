@@ -33,11 +33,13 @@ def tell(plan: Plan, ctx: Context) -> None:
     come to its end: what cannot be told is a warning."""
     try:
         found = compare(plan, ctx)
+        if found is not None:
+            _tell(found, ctx)
     except Exception as error:
         ctx.log.warning("its memory cannot be compared with a prediction: %s", error)
-        return
-    if found is None:
-        return
+
+
+def _tell(found: Mapping[str, Any], ctx: Context) -> None:
     replace_text(ctx.run_dir / FILE, json.dumps(found, indent=1) + "\n")
     predicted, measured = found["predicted_bytes"], found["measured_bytes"]
     ctx.log.info(

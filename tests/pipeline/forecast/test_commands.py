@@ -230,3 +230,21 @@ def test_what_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--memory", "--host-memory", "--nvme", "--overhead"])
 def test_sizes_below_nothing_are_refused(option: str) -> None:
     assert pipe("plan", RECIPES / "smollm_ddp.yaml", option, "-1").exit_code == 2
+
+
+def test_data_that_is_there_is_kept(tmp_path: Path) -> None:
+    data = tmp_path / "advised.example.jsonl"
+    mine = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
+    data.write_text(mine, "utf-8")
+    model = ("Qwen/Qwen2.5-0.5B", "--gpus", "1", "--out", tmp_path / "advised.yaml")
+    assert pipe("advise", *model, "--memory", "1").exit_code == 3
+    assert data.read_text("utf-8") == mine
+    assert pipe("advise", *model, "--gpu", "H100").exit_code == 0
+    assert data.read_text("utf-8") == mine
+
+
+def test_advice_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
+    for model, *machine in (("Qwen/Qwen2.5-7B", "--memory", "1"), ("no/such", "--gpu", "H100")):
+        result = pipe("advise", model, "--gpus", "1", *machine, "--out", tmp_path / "x.yaml")
+        assert result.exit_code in (1, 3)
+        assert not list(tmp_path.iterdir())
