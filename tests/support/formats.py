@@ -123,6 +123,8 @@ def load_dcp(dist: Dist, folder: str, wraps: list[str]) -> list[dict[str, str]]:
     for wrap in wraps:
         Path(folder, wrap).mkdir(exist_ok=True)
         engine: Any = make_engine(context(dist, Path(folder, wrap)), Setting(wrap=wrap))
+        # torch takes an optimizer whose parameters have gradients for one that has its state.
+        engine.model.zero_grad(set_to_none=True)
         own = {
             "model": get_model_state_dict(engine.model),
             "optimizer": get_optimizer_state_dict(engine.model, engine.optimizer, options=FLAT),
