@@ -57,10 +57,11 @@ def advise(
     out: Path | None,
     **machines: Any,
 ) -> None:
-    """Find the fastest way to train MODEL on given GPUs, and write its recipe.
+    """Find how to train MODEL on given GPUs, and write its recipe.
 
-    MODEL is a folder, a hub id, a GGUF file or a config.json. Every way that was rejected is shown
-    with what it would need. Exit code 3 when nothing fits.
+    MODEL is a folder, a hub id, a GGUF file or a config.json. Of the ways that fit, the one whose
+    step is estimated to be the shortest is taken, or, where rates are not known, the one that gives
+    up the least. Every other is shown with what it would need. Exit code 3 when nothing fits.
     """
     from pipeline.forecast.advising import Task
     from pipeline.forecast.advising import advise as walk

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.forecast.fit import Margins
     from pipeline.forecast.hardware import Asked
     from pipeline.forecast.planning import Drawn
+    from pipeline.forecast.sparing import Change
 
 
 @click.command()
@@ -91,9 +92,11 @@ def _tell_remedies(
     from pipeline.forecast.remedies import remedies
     from pipeline.presets import in_order
 
-    def draw(more: Sequence[str], times: int) -> Drawn:
-        there = replace(asked, nodes=drawn.site.nodes * times, gpus=drawn.site.local_ranks)
-        return draw_up(recipe, [*overrides, *more], there, margins, registry)
+    def draw(times: int, changes: Sequence[Change]) -> Drawn:
+        site = drawn.site
+        more = replace(asked, nodes=site.nodes * times, gpus=site.local_ranks)
+        changed = [*overrides, *(change.override for change in changes)]
+        return draw_up(recipe, changed, asked if times == 1 else more, margins, registry)
 
     known = in_order(registry or Registry.installed())
     try:

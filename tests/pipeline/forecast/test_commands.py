@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,29 @@ def test_savings_of_the_recipes_own_stages_come_first() -> None:
     result = pipe("plan", recipe, "--memory", "40")
     assert result.exit_code == 3
     lines = result.output.split("it would fit with\n")[1].splitlines()
-    assert lines[0].startswith("  model.activation_checkpointing={}")
+    assert lines[0].startswith("  'model.activation_checkpointing={}'")
+
+
+def test_what_would_make_a_recipe_for_cpus_fit_is_for_cpus() -> None:
+    result = pipe("plan", RECIPES / "smollm_ddp.yaml", "--host-memory", "7")
+    assert result.exit_code == 3
+    lines = result.output.split("it would fit with\n")[1].splitlines()
+    assert "GiB a node)" in lines[0]
+    assert '"sharding": "shard_grad_op"' in lines[0]
+    assert not any("--nodes" in line for line in lines)
+
+
+def test_more_nodes_are_told_with_their_gpus_and_nothing_needless() -> None:
+    result = pipe("plan", RECIPES / "llama8b_fsdp.yaml", "--gpus", "4", "--memory", "40")
+    assert result.exit_code == 3
+    last = result.output.splitlines()[-1]
+    assert last.startswith("  --gpus 4 --nodes 2")
+    again = ["--gpus", "4", "--nodes", "2", "--memory", "40"]
+    changes = [word for word in shlex.split(last.partition("  (")[0]) if "=" in word]
+    assert pipe("plan", RECIPES / "llama8b_fsdp.yaml", *changes, *again).exit_code == 0
+    for left in range(len(changes)):
+        fewer = changes[:left] + changes[left + 1 :]
+        assert pipe("plan", RECIPES / "llama8b_fsdp.yaml", *fewer, *again).exit_code == 3
 
 
 def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
@@ -186,7 +209,7 @@ def test_several_nodes_shard_within_each_where_that_fits(tmp_path: Path) -> None
     model = ("meta-llama/Llama-3.1-8B", "--gpus", "8", "--gpu", "H100", "--micro-batch", "1")
     one = wrap_of(tmp_path, *model)
     (tmp_path / "advised.yaml").unlink()
-    assert one["sharding"] == "full_shard"
+    assert one["sharding"] == "shard_grad_op"
     assert wrap_of(tmp_path, *model, "--nodes", "4")["sharding"] == "hybrid_shard"
 
 
