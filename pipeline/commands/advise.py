@@ -28,13 +28,15 @@ EXAMPLE = [
 @machine_options
 @click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)
-@click.option("--global-batch", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    help="Samples of a step. Default: 64, or one for each GPU.",
+)
 @click.option(
     "--micro-batch",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Samples of a forward pass on one GPU, to begin with.",
+    help="Samples of a forward pass on one GPU, to begin with. Default: 32768 tokens.",
 )
 @click.option("--data", type=click.Path(path_type=Path, exists=True), help="Conversations, JSON.")
 @click.option("--revision", help="Commit of a hub model.")
@@ -50,8 +52,8 @@ def advise(
     nodes: int,
     full: bool,
     seq: int,
-    global_batch: int,
-    micro_batch: int,
+    global_batch: int | None,
+    micro_batch: int | None,
     data: Path | None,
     revision: str | None,
     out: Path | None,

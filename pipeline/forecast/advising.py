@@ -24,6 +24,12 @@ MOST_NODES = 512
 """How far `more GPUs` is looked for."""
 
 
+BATCH = 64
+"""Samples of a step, where nothing is said."""
+TOKENS = 32768
+"""Of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What is to be trained."""
@@ -34,8 +40,10 @@ class Task:
     data: Path
     lora: bool
     sequence: int
-    global_batch: int
-    micro_batch: int
+    global_batch: int | None
+    """Samples of a step; None: BATCH, or one for each GPU."""
+    micro_batch: int | None
+    """Samples of a forward pass, to begin with; None: what makes TOKENS."""
     compute: str
 
 
@@ -45,6 +53,8 @@ def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
     ranks = (asked.gpus or 1) * (asked.nodes or 1)
+    batch = task.global_batch or max(BATCH, ranks)
+    most = task.micro_batch or max(TOKENS // task.sequence, 1)
     adapter = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}} if task.lora else {}
     slots: dict[str, dict[str, Any]] = {
         "model": {"use": "model.hf", **task.model},
@@ -67,8 +77,8 @@ def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
         "train": {
             "use": "train.causal_lm",
             "epochs": 1,
-            "global_batch_size": task.global_batch,
-            "micro_batch_size": min(task.micro_batch, -(-task.global_batch // ranks)),
+            "global_batch_size": batch,
+            "micro_batch_size": min(most, -(-batch // ranks)),
         },
         "consolidate": {"use": "consolidate.stream"},
         "export": {"use": "export.safetensors", "dtype": "bf16"},

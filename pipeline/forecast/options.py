@@ -24,7 +24,8 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A change of a stage's own fields that needs less memory: what its method `savings` tells."""
+    """A change of a stage's own fields with which a step needs less memory: what its method
+    `savings` tells."""
 
     order: int
     """Which is tried first, over all stages; those of one kind have the same."""

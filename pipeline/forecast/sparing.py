@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.forecast.options import Saving
+from pipeline.forecast.phases import LOAD
 from pipeline.forecast.planning import Drawn
 
 
@@ -90,9 +91,18 @@ def _spared(start: Way, draw: Draw, without: Collection[int]) -> Iterator[Way]:
 
 
 def _short(drawn: Drawn) -> bool:
-    """Whether there is too little memory where a model is computed, for which savings are."""
-    computed = "host" if drawn.site.device == "cpu" else "device"
-    return any(short.place == computed for short in drawn.short)
+    """Whether there is too little memory for what a model computes, which savings make less; what
+    is loaded before stays."""
+    on_cpu = drawn.site.device == "cpu"
+    there = drawn.hardware.host_memory if on_cpu else drawn.hardware.device_memory
+    peaks = drawn.forecast.host if on_cpu else drawn.forecast.device
+    if there is None or LOAD not in peaks:
+        return False
+    needs = {
+        phase: peak.bytes if on_cpu else drawn.margins.of(peak.bytes)
+        for phase, peak in peaks.items()
+    }
+    return needs[LOAD] <= there < max(needs.values())
 
 
 def savings(drawn: Drawn) -> list[tuple[str, Saving]]:

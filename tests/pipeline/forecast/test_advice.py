@@ -50,7 +50,12 @@ def drawn(changes: Sequence[Change], needs: dict[str, int], *, unknown: Sequence
     return SimpleNamespace(
         plan=SimpleNamespace(steps=[step]),
         site=SimpleNamespace(ranks=8, device="cuda"),
-        short=[SimpleNamespace(place="device")] if needed > ROOM else [],
+        hardware=SimpleNamespace(device_memory=ROOM),
+        margins=SimpleNamespace(of=lambda tensors: tensors),
+        forecast=SimpleNamespace(
+            device={"load": SimpleNamespace(bytes=1), "backward": SimpleNamespace(bytes=needed)}
+        ),
+        short=["short"] if needed > ROOM else [],
         time=time,
     )
 
@@ -96,6 +101,15 @@ def test_the_same_is_not_drawn_twice() -> None:
 
     list(ways([], draw))
     assert len(seen) == len(set(seen)) == 7
+
+
+def test_nothing_is_saved_where_the_model_itself_is_too_large() -> None:
+    def draw(changes: Sequence[Change]) -> Any:
+        large = drawn(changes, {"": 17})
+        large.forecast.device["load"].bytes = ROOM + 1
+        return large
+
+    assert len(list(ways([], draw))) == 1
 
 
 def strategy(name: str, order: int) -> Strategy:
