@@ -13,7 +13,7 @@ from pipeline.forecast.chain import ask, assemble, latest
 from pipeline.forecast.fit import Margins, Shortage, shortages
 from pipeline.forecast.hardware import Asked, hardware_of, site_of
 from pipeline.forecast.result import Forecast
-from pipeline.forecast.saved import identity
+from pipeline.forecast.saved import VERSION, identity
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Hardware, Site
 from pipeline.forecast.timing import StepTime, step_time
@@ -91,7 +91,9 @@ class Drawn:
         """JSON. Bytes and seconds."""
         time = self.time
         return {
-            **identity(self.plan),
+            "schema_version": VERSION,
+            "name": self.plan.recipe.name,
+            "identity": identity(self.plan, self.site.local_ranks).model_dump(),
             "level": "arithmetic" if self.trace is None else "trace",
             "measured": None if self.measured is None else asdict(self.measured),
             "traced": None if self.trace is None else self.trace.how,

@@ -112,36 +112,6 @@ def test_more_room_is_taken_into_account() -> None:
     assert planned(recipe)["fits"] is None
 
 
-def test_a_saved_plan_is_run_and_nothing_else(tmp_path: Path) -> None:
-    recipe, saved = RECIPES / "smollm_ddp.yaml", tmp_path / "plan.json"
-    made = pipe("plan", recipe, "--out", saved)
-    assert made.exit_code == 0, made.output
-    for change, told in (
-        ("train.steps=3", "slot `train` has changed"),
-        ("launch.procs=3", "3 processes instead of 2"),
-        ("seed=5", "the seed has changed"),
-    ):
-        result = pipe("run", recipe, change, "--plan", saved, "--runs", tmp_path / "runs")
-        assert result.exit_code == 4, result.output
-        assert told in result.output
-    record = json.loads(saved.read_text("utf-8"))
-    record["versions"]["torch"] = "1.0"
-    saved.write_text(json.dumps(record), "utf-8")
-    result = pipe("run", recipe, "--plan", saved, "--runs", tmp_path / "runs")
-    assert result.exit_code == 4
-    assert "instead of 1.0" in result.output
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema_version": 9}'])
-def test_a_file_that_is_no_plan(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    file.write_text(content, "utf-8")
-    result = pipe("run", RECIPES / "smollm_ddp.yaml", "--plan", file)
-    assert result.exit_code == 2
-    assert "plan.json" in result.output
-
-
 ADVISED = {
     "one GPU": ("Qwen/Qwen2.5-0.5B", "--gpus", "1", "--gpu", "H100"),
     "replicated": ("HuggingFaceTB/SmolLM2-135M", "--gpus", "8", "--gpu", "A100"),
