@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.accelerators import ACCELERATORS, find_accelerator
 from pipeline.errors import UsageError
 from pipeline.forecast.fit import Margins, shortages
 from pipeline.forecast.hardware import Asked, hardware_of, site_of
@@ -91,24 +90,6 @@ def test_what_is_too_little() -> None:
     enough = Hardware(device_memory=74 * GIB, host_memory=100 * GIB, disk=1000)
     assert not list(shortages(told, site, enough, Margins()))
     assert not list(shortages(told, site, Hardware(), Margins()))
-
-
-@pytest.mark.parametrize(
-    ("name", "memory"),
-    [
-        ("NVIDIA H100 80GB HBM3", 79.2), ("NVIDIA A100-SXM4-40GB", 39.4), ("h200", 139.8),
-        ("NVIDIA A100 80GB PCIe", 79.2), ("NVIDIA GeForce RTX 4090", 23.6), ("l4", 22.0),
-    ],
-)  # fmt: skip
-def test_devices_are_found_by_their_own_names(name: str, memory: float) -> None:
-    found = find_accelerator(name)
-    assert found is not None
-    assert found.memory == round(memory * GIB)
-
-
-def test_each_known_device_is_found_by_its_name() -> None:
-    for device in ACCELERATORS:
-        assert find_accelerator(device.name) is device
 
 
 def test_machines_that_are_asked_about() -> None:
