@@ -112,6 +112,43 @@ def test_more_room_is_taken_into_account() -> None:
     assert planned(recipe)["fits"] is None
 
 
+def test_what_is_short_does_not_fit_whatever_else_is_unknown() -> None:
+    result = pipe("plan", RECIPES / "llama8b_fsdp.yaml", "--json", "--host-memory", "1")
+    record = json.loads(result.output)
+    assert result.exit_code == 3
+    assert [short["place"] for short in record["short"]] == ["host"]
+    assert record["fits"] is False
+
+
+def test_processes_that_are_not_the_recipes_are_told() -> None:
+    recipe = RECIPES / "llama8b_fsdp.yaml"
+    told = "the recipe says 8 processes; planned for 16, as asked"
+    assert told in pipe("plan", recipe, "--nodes", "2").output
+    assert "the recipe says" not in pipe("plan", recipe, "--gpus", "4", "--nodes", "2").output
+    assert "the recipe says" not in pipe("plan", recipe, "launch.procs=4").output
+
+
+def test_ranks_without_samples_are_told() -> None:
+    recipe = RECIPES / "llama8b_fsdp.yaml"
+    few = (recipe, "train.global_batch_size=6", "train.micro_batch_size=1")
+    assert "2 of 8 ranks idle: there is no sample for them in a step" in pipe("plan", *few).output
+    assert planned(*few)["idle_ranks"] == 2
+    assert planned(recipe)["idle_ranks"] == 0
+
+
+def test_json_has_no_numbers_that_json_does_not_know(tmp_path: Path) -> None:
+    def refused(name: str) -> None:
+        raise AssertionError(name)
+
+    file = tmp_path / "plan.json"
+    machine = ("--gpu", "H100", "--nvme", "0.001", "--interconnect", "1000000", "--nodes", "2")
+    result = pipe(
+        "plan", RECIPES / "llama70b_zero3_offload.yaml", "--json", *machine, "--out", file
+    )
+    for text in (result.output, file.read_text("utf-8")):
+        assert json.loads(text, parse_constant=refused)["seconds"]["least"] > 0
+
+
 ADVISED = {
     "one GPU": ("Qwen/Qwen2.5-0.5B", "--gpus", "1", "--gpu", "H100"),
     "replicated": ("HuggingFaceTB/SmolLM2-135M", "--gpus", "8", "--gpu", "A100"),
@@ -195,11 +232,6 @@ def test_what_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None:
     result = pipe("advise", "Qwen/Qwen2.5-7B", "--gpus", "8", "--gpu", "H100", "--out", nowhere)
     assert result.exit_code == 2
     assert "No such file or directory" in result.output
-
-
-@pytest.mark.parametrize("option", ["--memory", "--host-memory", "--nvme", "--overhead"])
-def test_sizes_below_nothing_are_refused(option: str) -> None:
-    assert pipe("plan", RECIPES / "smollm_ddp.yaml", option, "-1").exit_code == 2
 
 
 def test_data_that_is_there_is_kept(tmp_path: Path) -> None:
