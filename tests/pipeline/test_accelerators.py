@@ -8,11 +8,11 @@ from pipeline.accelerators import ACCELERATORS, GIB, find_accelerator
 
 NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100 40GB",
-    "NVIDIA A100-PCIE-40GB": "A100 40GB",
+    "NVIDIA A100-PCIE-40GB": "A100 40GB PCIe",
     "A100 40GB": "A100 40GB",
     "a100 40 GB": "A100 40GB",
     "NVIDIA A100-SXM4-80GB": "A100",
-    "NVIDIA A100 80GB PCIe": "A100",
+    "NVIDIA A100 80GB PCIe": "A100 PCIe",
     "A100": "A100",
     "NVIDIA A800-SXM4-80GB": "A800",
     "NVIDIA H100 80GB HBM3": "H100",
@@ -26,6 +26,7 @@ NAMES = {
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA GeForce RTX 3090": "RTX 3090",
     "Tesla V100-SXM2-32GB": "V100",
+    "Tesla V100-PCIE-32GB": "V100 PCIe",
     "V100 32GB": "V100",
     "NVIDIA L4": "L4",
     "l4 24gb": "L4",

@@ -15,7 +15,8 @@ MOST_BLOCKS = 1024
 
 class Fields:
     """A config by the types and ranges that its architecture wants. Methods raise StageError with
-    the field, what it is, and what it should be; a field that the family does not have is null."""
+    the field, what it is, and what it should be; a field that the family does not have is null,
+    or false."""
 
     def __init__(self, kind: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._kind = kind

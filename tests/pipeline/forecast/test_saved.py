@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,24 @@ def test_what_the_environment_says_is_not_written(
     assert "secret" not in file.read_text("utf-8")
     monkeypatch.setenv("PLACE", f"{tmp_path}/elsewhere")
     assert drift(file, plan(recipe=recipe)) == ""
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Fields that JSON has nothing for."""
+
+    limit: float = float("inf")
+    names: frozenset[str] = frozenset({"b", "a"})
+    folder: Path = Path("/x")
+
+
+def test_what_json_does_not_know_is_text() -> None:
+    real = plan()
+    odd = replace(real, steps=(replace(real.steps[0], stage=Odd()),))
+    fields = identity(odd, 8).stages["model"]
+    assert fields == {
+        "use": "model.hf", "limit": "inf", "names": ["a", "b"], "folder": "/x",
+    }  # fmt: skip
 
 
 def without(*path: str) -> Callable[[Record], None]:

@@ -13,6 +13,8 @@ from pipeline.dist import Dist
 from pipeline.errors import StageError
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Site
+from pipeline.stage import PlanView
+from pipeline.tracing.watch import Depth
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.model.outline import outline
@@ -162,6 +164,24 @@ def test_a_config_that_no_model_can_have_is_refused(kind: str, case: str) -> Non
     change, message = BROKEN[case]
     with pytest.raises(StageError, match=f"config of a {kind}: .*{message}"):
         declared({**LLAMA, "head_dim": None, **change, "model_type": kind})
+
+
+def test_a_trace_refuses_it_too(tmp_path: Path) -> None:
+    ctx = context(Dist(device=torch.device("cpu")), tmp_path)
+    for change in ({"num_attention_heads": 0}, {"num_hidden_layers": 10**8}):
+        with pytest.raises(StageError, match="expected a whole number"):
+            HfModel(config={**LLAMA, **change}).trace(ctx, Depth())
+
+
+def test_a_config_without_end_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000, "utf-8")
+    stage = HfModel(path=str(tmp_path))
+    with pytest.raises(StageError, match=r"config\.json cannot be read"):
+        stage.forecast(SITE)
+    view = PlanView(name="x", seed=0, procs=1, device="cpu", slots={})
+    assert [p.message for p in stage.check(view)] == [
+        f"{tmp_path}/config.json is not a JSON object"
+    ]
 
 
 def test_fields_of_other_families_count_for_nothing() -> None:
