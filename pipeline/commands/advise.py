@@ -69,8 +69,10 @@ def advise(
     from pipeline.forecast.advising import advise as walk
 
     asked, margins = asked_for(gpus, nodes, **machines)
-    if asked.gpu is None and asked.memory is None:
-        raise UsageError("say what GPUs these are", hint="--gpu H100, or --memory 80")
+    if asked.gpu is None and asked.memory is None and asked.machine is None:
+        raise UsageError(
+            "say what GPUs these are", hint="--gpu H100, or --memory 80, or --machine FILE"
+        )
     name = _name(model, lora=not full)
     target = out or Path(f"{name}.yaml")
     if target.exists():

@@ -69,9 +69,9 @@ def plan(
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+            out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if as_json:
-        click.echo(json.dumps(record))
+        click.echo(json.dumps(record, allow_nan=False))
     else:
         click.echo("\n".join(drawn.lines(explain=explain)))
     if drawn.short:

@@ -10,7 +10,16 @@ from pipeline.forecast.fit import Margins, Shortage
 from pipeline.forecast.ledger import Peak
 from pipeline.forecast.result import Forecast
 from pipeline.forecast.site import Hardware, Site
-from pipeline.forecast.timing import StepTime, crosses, sent
+from pipeline.forecast.timing import (
+    COMPUTE,
+    DISK,
+    LINK,
+    MEMORY,
+    NETWORK,
+    StepTime,
+    crosses,
+    sent,
+)
 from pipeline.throughput import human
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ def lines(
     yield ""
     yield from _disk(forecast)
     yield from _network(forecast, site)
-    yield from _time(time, hardware)
+    yield from _time(time, site, hardware)
     for caveat in forecast.caveats:
         yield f"not counted: {caveat}"
 
@@ -121,22 +130,33 @@ def _network(forecast: Forecast, site: Site) -> Iterator[str]:
         yield f"a step: {human(forecast.copies.disk)} read and written by each rank on disk"
 
 
-def _time(time: StepTime | None, hardware: Hardware) -> Iterator[str]:
+def _time(time: StepTime | None, site: Site, hardware: Hardware) -> Iterator[str]:
     if time is None or not time.parts:
         return
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
-    if hardware.measured:
+    measured = [name for name in time.parts if _rate(name, site) in hardware.measured]
+    if len(measured) == len(time.parts):
         yield (
             f"a step: {time.most:.3g} s if nothing overlaps, {time.least:.3g} s, bound by "
             f"{time.bound}, if everything does ({parts}; at the rates that were measured)"
         )
     else:
+        rates = "at the rates of data sheets, which no program reaches"
+        if measured:
+            rates = f"{', '.join(measured)} at the rates that were measured, the rest {rates}"
         yield (
             f"a step: at least {time.least:.3g} s, bound by {time.bound}; {time.most:.3g} s if "
-            f"nothing overlapped ({parts}; at the rates of data sheets, which no program reaches)"
+            f"nothing overlapped ({parts}; {rates})"
         )
     if time.unknown:
         yield f"the step's time leaves out: {', '.join(time.unknown)}, whose rate is not given"
+
+
+def _rate(part: str, site: Site) -> str:
+    """The hardware's field that a part of a step is told by."""
+    network = "peers" if site.nodes == 1 else "network"
+    rates = {COMPUTE: "flops", MEMORY: "bandwidth", NETWORK: network, LINK: "host_link"}
+    return {**rates, DISK: "disk_rate"}[part]
 
 
 def verdict(
