@@ -42,7 +42,7 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
         device=site.ledger.peaks("device"),
         host=_host(site, [need for extra in extras for need in extra.host]),
         disk={item: size * site.local_ranks for item, size in site.ledger.held("disk").items()},
-        storage=[file for extra in extras for file in extra.storage],
+        storage=[file for extra in extras for file in extra.files(step.length)],
         formulas=site.ledger.formulas,
         traffic=list(placement.traffic(step.microbatches)),
         copies=placement.copies(step.microbatches),

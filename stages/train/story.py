@@ -64,6 +64,7 @@ def tell(
         microbatches=count,
         samples=config.global_batch_size,
         tokens=config.global_batch_size * data.length,
+        length=config.length(),
         work=_work(model, most * data.length, data.length),
         moved=2 * made * count + placement.updated,
     )

@@ -105,6 +105,27 @@ def test_what_accelerate_wraps_is_what_it_is_translated_to(tmp_path: Path) -> No
     assert other["device"] == own["device"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "what", "number"),
+    [
+        (["checkpoint.keep=null"], "2 checkpoints, and one more every 100 steps", 2),
+        (["checkpoint.keep=null", "train.epochs=null", "train.steps=1000"], "10 checkpoints", 10),
+        # 500; 800, 900; and 1000 while it is written
+        (
+            ["checkpoint.keep_every=500", "train.epochs=null", "train.steps=1000"],
+            "4 checkpoints",
+            4,
+        ),
+    ],
+)
+def test_disk_is_for_every_checkpoint_that_will_be_there(
+    fields: list[str], what: str, number: int
+) -> None:
+    file = planned(RECIPES / "llama70b_fsdp.yaml", *fields)["storage"][0]
+    assert file["what"] == what
+    assert file["bytes"] == number * 12 * 70_553_706_496
+
+
 def test_more_room_is_taken_into_account() -> None:
     recipe = RECIPES / "llama8b_fsdp.yaml"
     assert planned(recipe, "--memory", "60")["fits"] is True
