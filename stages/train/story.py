@@ -9,11 +9,12 @@ from pipeline.artifacts import Precision
 from pipeline.forecast.net import WIDE, Batch, Kept, Net
 from pipeline.forecast.phases import BACKWARD, FORWARD, LOAD, RESUME, SAVE, UPDATE
 from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Step, Work
+from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, Recomputed, SampleShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
 from pipeline.forecast.tape import ACTIVATIONS, GRADIENTS, Tape, Value
+from stages.train.work import work
 
 if TYPE_CHECKING:
     from stages.train.causal_lm import TrainCausalLm
@@ -65,23 +66,9 @@ def tell(
         samples=config.global_batch_size,
         tokens=config.global_batch_size * data.length,
         length=config.length(),
-        work=_work(model, most * data.length, data.length),
+        work=work(model, data, most),
         moved=2 * made * count + placement.updated,
     )
-
-
-def _work(model: ModelShape, tokens: int, length: int) -> Work:
-    """6 N and 12 L H Q T for a token, as `flops.py` counts; 4 N for what is not trained."""
-    table = model.root[0].elements if model.output is not model.root[0] else 0
-    frozen = model.parameters - model.trained
-    multiplied = 6 * (model.parameters - table) - 2 * frozen
-    attention = 12 * len(model.blocks) * model.attention * length
-    again = 0.0
-    if model.recomputed is not None:
-        some = model.blocks[:: model.recomputed.every]
-        inside = 2 * sum(weight.elements for block in some for weight in block.weights)
-        again = inside + 4 * len(some) * model.attention * length
-    return Work(useful=float(tokens * (multiplied + attention)), again=float(tokens * again))
 
 
 class Story:
