@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pipeline.accelerators import GIB
 from pipeline.errors import UsageError
 from pipeline.forecast.ledger import Peak, Place
-from pipeline.forecast.placement import Placement
+from pipeline.forecast.placement import Copies, Placement
 from pipeline.forecast.result import Extras, Forecast, Host, Step
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import PROCESS, Site
@@ -45,7 +46,7 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
         storage=[file for extra in extras for file in extra.files(step.length)],
         formulas=site.ledger.formulas,
         traffic=list(placement.traffic(step.microbatches)),
-        copies=placement.copies(step.microbatches),
+        copies=_copies(site, placement.copies(step.microbatches) + step.copies),
         step=step,
         caveats=() if model is None else tuple(model.caveats),
     )
@@ -76,6 +77,11 @@ def ask(plan: Plan, site: Site, known: Mapping[str, Any] | None = None) -> dict[
 def latest(told: Mapping[str, Any], kind: type[T]) -> T | None:
     """What the latest slot has told that told something of this kind."""
     return next((each for each in reversed([*told.values()]) if isinstance(each, kind)), None)
+
+
+def _copies(site: Site, copies: Copies) -> Copies:
+    """A CPU computes in its host's memory."""
+    return replace(copies, up=0, down=0) if site.device == "cpu" else copies
 
 
 def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:

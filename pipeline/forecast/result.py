@@ -39,6 +39,8 @@ class Step:
     once each way, and what the optimizer updates. Products read more."""
     samples: int = 0
     """Over all ranks."""
+    copies: Copies = field(default_factory=Copies)
+    """Of activations, on one rank."""
     length: Length = field(default_factory=Length)
     """Of the training that it is a step of."""
 

@@ -14,7 +14,9 @@ from pipeline.forecast.placement import Traffic
 from pipeline.forecast.result import Forecast
 from pipeline.forecast.site import Hardware, Site
 
-COMPUTE, MEMORY, NETWORK, LINK, DISK = "compute", "memory", "network", "PCIe", "NVMe"
+COMPUTE, MEMORY, NETWORK, DISK = "compute", "memory", "network", "NVMe"
+UP, DOWN = "PCIe to the GPU", "PCIe to the host"
+"""Directions that a link has at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,8 @@ def step_time(forecast: Forecast, site: Site, hardware: Hardware) -> StepTime | 
     needs: list[tuple[str, float, float | None]] = [
         (COMPUTE, step.work.total, hardware.flops),
         (MEMORY, float(step.moved), hardware.bandwidth),
-        (LINK, float(forecast.copies.host), hardware.host_link),
+        (UP, float(forecast.copies.up), hardware.host_link),
+        (DOWN, float(forecast.copies.down), hardware.host_link),
         (DISK, float(forecast.copies.disk * local), hardware.disk_rate),
     ]
     parts = {name: amount / rate for name, amount, rate in needs if amount and rate}

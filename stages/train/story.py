@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.artifacts import Precision
 from pipeline.forecast.net import WIDE, Batch, Kept, Net
 from pipeline.forecast.phases import BACKWARD, FORWARD, LOAD, RESUME, SAVE, UPDATE
-from pipeline.forecast.placement import Placement
+from pipeline.forecast.placement import Copies, Placement
 from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, Recomputed, SampleShape
 from pipeline.forecast.site import Site
@@ -49,13 +49,13 @@ def tell(
     ledger.phase(LOAD)
     placement.load()
     story = Story(model, placement, batch, BYTES[precision.compute], config.loss_chunk_size)
-    made = 0
+    made = offloaded = 0
     for _ in range(2):
         # Further micro-batches are like the last but one.
         for number in range(min(count, 3)):
-            before = ledger.taken
+            before = ledger.taken, story.offloaded
             story.microbatch(last=number == min(count, 3) - 1)
-            made = ledger.taken - before
+            made, offloaded = ledger.taken - before[0], story.offloaded - before[1]
         ledger.phase(UPDATE)
         placement.step()
     story.explain()
@@ -68,6 +68,7 @@ def tell(
         length=config.length(),
         work=work(model, data, most),
         moved=2 * made * count + placement.updated,
+        copies=Copies(up=offloaded * most // batch.samples, down=offloaded * most // batch.samples),
     )
 
 
@@ -89,6 +90,8 @@ class Story:
         self._chunk = chunk
         self._kept = 0
         """Bytes that a block's forward leaves."""
+        self.offloaded = 0
+        """Bytes of activations that went to host memory, and back."""
 
     def explain(self) -> None:
         """Say how what it takes comes about."""
@@ -156,6 +159,7 @@ class Story:
         net.kept = Kept()
         if how.offload:
             tape.ledger.change(OFFLOADED, x.bytes, "host")
+            self.offloaded += x.bytes
 
         def back(upstream: Value) -> list[tuple[Value, Value | None]]:
             if how.offload:

@@ -269,3 +269,15 @@ def test_advice_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
         result = pipe("advise", model, "--gpus", "1", *machine, "--out", tmp_path / "x.yaml")
         assert result.exit_code in (1, 3)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_cpu_computes_in_its_hosts_memory() -> None:
+    recipe = RECIPES / "llama8b_fsdp.yaml"
+    offload = "wrap.cpu_offload=true"
+    there = planned(recipe, offload, "--gpu", "H100")
+    # fp32 shards of 8 ranks: up for forward and backward but for the root, gradients down
+    root, rest = 2 * 128256 * 4096 + 4096, 6_979_584_000
+    assert there["copies"]["up"] == 4 * (root + 2 * rest) // 8 * there["step"]["microbatches"]
+    assert {"PCIe to the GPU", "PCIe to the host"} <= set(there["seconds"]["parts"])
+    here = planned(recipe, offload, "launch.device=cpu")
+    assert here["copies"] == {"up": 0, "down": 0, "disk": 0}

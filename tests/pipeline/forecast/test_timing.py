@@ -26,7 +26,7 @@ def forecast(*traffic: Traffic, device: int = 0, host: int = 0, disk: int = 0) -
         storage=[Storage(what="export", bytes=disk, formula="")],
         formulas={},
         traffic=traffic,
-        copies=Copies(host=40, disk=6),
+        copies=Copies(up=40, down=30, disk=6),
         step=Step(
             microbatches=1,
             tokens=8,
@@ -55,9 +55,13 @@ def test_parts_of_a_step() -> None:
     hardware = Hardware(flops=100.0, peers=25.0, host_link=10.0, disk_rate=8.0)
     time = step_time(told, site, hardware)
     assert time is not None
-    assert time.parts == {"compute": 4.0, "PCIe": 4.0, "NVMe": 3.0, "network": 3.0}
-    assert (time.least, time.most) == (4.0, 14.0)
-    assert time.bound in ("compute", "PCIe")
+    assert time.parts == {
+        "compute": 4.0, "PCIe to the GPU": 4.0, "PCIe to the host": 3.0, "NVMe": 3.0,
+        "network": 3.0,
+    }  # fmt: skip
+    # Both directions at once, or one after the other.
+    assert (time.least, time.most) == (4.0, 17.0)
+    assert time.bound in ("compute", "PCIe to the GPU")
     assert time.unknown == ["memory"]
 
 
