@@ -7,7 +7,8 @@ an all-gather or a reduce-scatter, and twice that for an all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.forecast.placement import Traffic
@@ -78,18 +79,35 @@ def sent(traffic: Traffic) -> float:
 
 
 def crosses(traffic: Traffic, site: Site) -> bool:
-    """Whether its ranks are on several nodes."""
-    return traffic.ranks * traffic.apart > site.local_ranks
+    """Whether some of its groups have ranks on several nodes."""
+    return _rings(traffic, site) > 0
+
+
+def _rings(traffic: Traffic, site: Site) -> int:
+    """Groups that have ranks on a node and on others too; of the node that has most of them."""
+    found = Counter[int]()
+    for group in _groups(traffic, site):
+        nodes = {rank // site.local_ranks for rank in group}
+        if len(nodes) > 1:
+            found.update(nodes)
+    return max(found.values(), default=0)
+
+
+def _groups(traffic: Traffic, site: Site) -> Iterator[range]:
+    """The ranks that take part in a collective together."""
+    span = traffic.ranks * traffic.apart
+    for first in range(0, site.ranks, span):
+        for rank in range(first, first + traffic.apart):
+            yield range(rank, rank + span, traffic.apart)
 
 
 def _rate(traffic: Traffic, site: Site, hardware: Hardware) -> float | None:
     """Bytes a second for each rank: its share of what its node sends, where nodes are crossed. Of a
     ring through several nodes only one rank of a node sends to the next."""
-    if not crosses(traffic, site):
+    rings = _rings(traffic, site)
+    if not rings:
         return hardware.peers
     if hardware.network is None:
         return None
-    inside = max(site.local_ranks // traffic.apart, 1)
-    rings = max(min(site.local_ranks, site.ranks) // inside, 1)
     across = hardware.network / rings
     return min(across, hardware.peers) if hardware.peers else across

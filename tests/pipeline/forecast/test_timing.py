@@ -13,7 +13,7 @@ from pipeline.forecast.ledger import Peak
 from pipeline.forecast.placement import Copies, Traffic
 from pipeline.forecast.result import Forecast, Step, Storage, Work
 from pipeline.forecast.site import Hardware, Site
-from pipeline.forecast.timing import sent, step_time
+from pipeline.forecast.timing import crosses, sent, step_time
 
 GIB = 1 << 30
 
@@ -75,6 +75,31 @@ def test_between_nodes_ranks_share_what_a_node_sends() -> None:
     assert pairs is not None
     assert ring.parts["network"] == pytest.approx(70 / 10)
     assert pairs.parts["network"] == pytest.approx(40 / 2.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "apart", "seconds"),
+    [
+        (8, 8, 1, 0),  # one node
+        (16, 8, 1, 0),  # each node a group
+        (16, 2, 4, 0),  # 0 and 4, ..., 11 and 15
+        (16, 16, 1, 75 / 10),
+        (16, 2, 8, 40 / (10 / 8)),  # each rank of a node with one of the other
+        # Of four groups of six, 6 to 11 and 12 to 17 are on two nodes each, and both on the second.
+        (24, 6, 1, 200 / 3 / (10 / 2)),
+        # 0 and 6, 1 and 7 are on the first node; 2 and 8, ..., 5 and 11 are not.
+        (12, 2, 6, 40 / (10 / 4)),
+        (12, 12, 1, 220 / 3 / 10),  # the second node has four ranks
+    ],
+)
+def test_groups_that_do_not_divide_nodes(ranks: int, size: int, apart: int, seconds: float) -> None:
+    """Of nodes with eight ranks."""
+    site = Site(ranks=ranks, local_ranks=8, device="cuda")
+    told = traffic("all-gather", 80, size, apart)
+    assert crosses(told, site) == (seconds > 0)
+    time = step_time(forecast(told), site, Hardware(network=10.0))
+    assert time is not None
+    assert time.parts.get("network", 0) == pytest.approx(seconds)
 
 
 def test_a_network_that_is_not_known_is_named() -> None:
