@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pipeline.accelerators import GIB
 from pipeline.errors import UsageError
 from pipeline.forecast.ledger import Peak, Place
+from pipeline.forecast.phases import LOAD
 from pipeline.forecast.placement import Copies, Placement
 from pipeline.forecast.result import Extras, Forecast, Host, Step
 from pipeline.forecast.shapes import ModelShape
@@ -97,7 +98,7 @@ def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:
     }
     for need in extra:
         site.ledger.explain(need.what, need.formula)
-        for phase in [need.phase] if need.phase else list(held):
+        for phase in [need.phase] if need.phase else [each for each in held if each != LOAD]:
             items = phases.setdefault(phase, {PROCESSES: PROCESS * ranks})
             items[need.what] = items.get(need.what, 0) + need.bytes
     return {p: Peak(bytes=sum(items.values()), items=items) for p, items in phases.items()}

@@ -59,6 +59,7 @@ class Host:
     """Host memory of one node that a stage takes at some time, beyond what the ledger says."""
 
     phase: str
+    """Empty: in all of them from when the model is loaded."""
     what: str
     bytes: int
     formula: str

@@ -126,6 +126,20 @@ def test_disk_is_for_every_checkpoint_that_will_be_there(
     assert file["bytes"] == number * 12 * 70_553_706_496
 
 
+def test_the_copy_for_checkpoints_is_there_once_the_model_is_loaded() -> None:
+    """However they are written; a host that is too small for it is so from the first step on."""
+    machines = (RECIPES / "llama8b_fsdp.yaml", "--gpu", "H100", "--host-memory", "60")
+    for way in ("true", "false"):
+        record = planned(*machines, f"checkpoint.asynchronous={way}")
+        copies = {
+            phase: peak["items"].get("copy for checkpoints", 0)
+            for phase, peak in record["host"].items()
+        }
+        assert copies.pop("load") == copies.pop("export") == 0
+        assert set(copies.values()) == {12 * 8_030_261_248}
+        assert [(s["place"], s["phase"]) for s in record["short"]] == [("host", "forward and loss")]
+
+
 def test_more_room_is_taken_into_account() -> None:
     recipe = RECIPES / "llama8b_fsdp.yaml"
     assert planned(recipe, "--memory", "60")["fits"] is True
