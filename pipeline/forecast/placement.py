@@ -44,10 +44,17 @@ class Traffic:
 class Copies:
     """What one rank moves between places in an optimizer step, in bytes."""
 
-    host: int = 0
-    """Between the accelerator and its machine, both ways together."""
+    up: int = 0
+    """From the machine's memory to the accelerator."""
+    down: int = 0
+    """The other way."""
     disk: int = 0
     """Read and written."""
+
+    def __add__(self, other: Copies) -> Copies:
+        return Copies(
+            up=self.up + other.up, down=self.down + other.down, disk=self.disk + other.disk
+        )
 
 
 class Placement(ABC):

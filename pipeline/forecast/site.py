@@ -23,7 +23,7 @@ class Hardware:
     peers: float | None = None
     """Bytes a second that a device sends to others in its node."""
     host_link: float | None = None
-    """Bytes a second between a device and its machine."""
+    """Bytes a second between a device and its machine, in each direction."""
     disk_rate: float | None = None
     """Bytes a second of the disk that state is offloaded to."""
     flops: float | None = None

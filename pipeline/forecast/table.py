@@ -124,10 +124,11 @@ def _network(forecast: Forecast, site: Site) -> Iterator[str]:
             f"a step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} among "
             f"{traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
         )
-    if forecast.copies.host:
-        yield f"a step: {human(forecast.copies.host)} between each GPU and its host"
-    if forecast.copies.disk:
-        yield f"a step: {human(forecast.copies.disk)} read and written by each rank on disk"
+    copies = forecast.copies
+    if copies.up or copies.down:
+        yield f"a step: {human(copies.up)} from its host to each GPU, {human(copies.down)} back"
+    if copies.disk:
+        yield f"a step: {human(copies.disk)} read and written by each rank on disk"
 
 
 def _time(time: StepTime | None, site: Site, hardware: Hardware) -> Iterator[str]:

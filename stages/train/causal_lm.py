@@ -23,7 +23,8 @@ from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
 from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView, Trial
+from pipeline.length import Length
+from pipeline.stage import Context, PlanView, Room, Trial
 from pipeline.tracing.watch import Watch
 from stages.train.policies import Anomalies, Count, EarlyStopping
 
@@ -147,6 +148,21 @@ class TrainCausalLm:
         if self.micro_batch_size is not None:
             return self.micro_batch_size
         return -(-self.global_batch_size // (ranks * (self.accumulation or 1)))
+
+    def length(self, samples: int | None = None) -> Length:
+        """Of the training; epochs have steps where the number of `samples` is known."""
+        steps = self.steps
+        if self.epochs is not None and samples is not None:
+            steps = -(-round(self.epochs * samples) // self.global_batch_size)
+        return Length(
+            steps=steps,
+            eval_every=self.eval_every,
+            saves_first=self.eval_first or self.anomalies.rolls_back,
+        )
+
+    def foresee(self, ctx: Context, data: Data, checkpoints: Checkpoints) -> Iterator[Room]:
+        samples = None if self.epochs is None else len(data.train)
+        return checkpoints.room(self.length(samples))
 
     def forecast(
         self,

@@ -128,6 +128,41 @@ def test_what_accelerate_wraps_is_what_it_is_translated_to(tmp_path: Path) -> No
     assert other["device"] == own["device"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "what", "number"),
+    [
+        (["checkpoint.keep=null"], "2 checkpoints, and one more every 100 steps", 2),
+        (["checkpoint.keep=null", "train.epochs=null", "train.steps=1000"], "10 checkpoints", 10),
+        # 500; 800, 900; and 1000 while it is written
+        (
+            ["checkpoint.keep_every=500", "train.epochs=null", "train.steps=1000"],
+            "4 checkpoints",
+            4,
+        ),
+    ],
+)
+def test_disk_is_for_every_checkpoint_that_will_be_there(
+    fields: list[str], what: str, number: int
+) -> None:
+    file = planned(RECIPES / "llama70b_fsdp.yaml", *fields)["storage"][0]
+    assert file["what"] == what
+    assert file["bytes"] == number * 12 * 70_553_706_496
+
+
+def test_the_copy_for_checkpoints_is_there_once_the_model_is_loaded() -> None:
+    """However they are written; a host that is too small for it is so from the first step on."""
+    machines = (RECIPES / "llama8b_fsdp.yaml", "--gpu", "H100", "--host-memory", "60")
+    for way in ("true", "false"):
+        record = planned(*machines, f"checkpoint.asynchronous={way}")
+        copies = {
+            phase: peak["items"].get("copy for checkpoints", 0)
+            for phase, peak in record["host"].items()
+        }
+        assert copies.pop("load") == copies.pop("export") == 0
+        assert set(copies.values()) == {12 * 8_030_261_248}
+        assert [(s["place"], s["phase"]) for s in record["short"]] == [("host", "forward and loss")]
+
+
 def test_more_room_is_taken_into_account() -> None:
     recipe = RECIPES / "llama8b_fsdp.yaml"
     assert planned(recipe, "--memory", "60")["fits"] is True
@@ -273,3 +308,15 @@ def test_advice_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
         result = pipe("advise", model, "--gpus", "1", *machine, "--out", tmp_path / "x.yaml")
         assert result.exit_code in (1, 3)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_cpu_computes_in_its_hosts_memory() -> None:
+    recipe = RECIPES / "llama8b_fsdp.yaml"
+    offload = "wrap.cpu_offload=true"
+    there = planned(recipe, offload, "--gpu", "H100")
+    # fp32 shards of 8 ranks: up for forward and backward but for the root, gradients down
+    root, rest = 2 * 128256 * 4096 + 4096, 6_979_584_000
+    assert there["copies"]["up"] == 4 * (root + 2 * rest) // 8 * there["step"]["microbatches"]
+    assert {"PCIe to the GPU", "PCIe to the host"} <= set(there["seconds"]["parts"])
+    here = planned(recipe, offload, "launch.device=cpu")
+    assert here["copies"] == {"up": 0, "down": 0, "disk": 0}

@@ -7,7 +7,7 @@ from pipeline.forecast.ledger import Peak
 from pipeline.forecast.placement import Copies, Traffic
 from pipeline.forecast.result import Forecast, Step, Work
 from pipeline.forecast.site import Hardware, Site
-from pipeline.forecast.timing import sent, step_time
+from pipeline.forecast.timing import crosses, sent, step_time
 
 GIB = 1 << 30
 
@@ -20,7 +20,7 @@ def forecast(*traffic: Traffic, device: int = 0, host: int = 0) -> Forecast:
         storage=[],
         formulas={},
         traffic=traffic,
-        copies=Copies(host=40, disk=6),
+        copies=Copies(up=40, down=30, disk=6),
         step=Step(
             microbatches=1,
             tokens=8,
@@ -49,9 +49,13 @@ def test_parts_of_a_step() -> None:
     hardware = Hardware(flops=100.0, peers=25.0, host_link=10.0, disk_rate=8.0)
     time = step_time(told, site, hardware)
     assert time is not None
-    assert time.parts == {"compute": 4.0, "PCIe": 4.0, "NVMe": 3.0, "network": 3.0}
-    assert (time.least, time.most) == (4.0, 14.0)
-    assert time.bound in ("compute", "PCIe")
+    assert time.parts == {
+        "compute": 4.0, "PCIe to the GPU": 4.0, "PCIe to the host": 3.0, "NVMe": 3.0,
+        "network": 3.0,
+    }  # fmt: skip
+    # Both directions at once, or one after the other.
+    assert (time.least, time.most) == (4.0, 17.0)
+    assert time.bound in ("compute", "PCIe to the GPU")
     assert time.unknown == ["memory"]
 
 
@@ -65,6 +69,31 @@ def test_between_nodes_ranks_share_what_a_node_sends() -> None:
     assert pairs is not None
     assert ring.parts["network"] == pytest.approx(70 / 10)
     assert pairs.parts["network"] == pytest.approx(40 / 2.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "apart", "seconds"),
+    [
+        (8, 8, 1, 0),  # one node
+        (16, 8, 1, 0),  # each node a group
+        (16, 2, 4, 0),  # 0 and 4, ..., 11 and 15
+        (16, 16, 1, 75 / 10),
+        (16, 2, 8, 40 / (10 / 8)),  # each rank of a node with one of the other
+        # Of four groups of six, 6 to 11 and 12 to 17 are on two nodes each, and both on the second.
+        (24, 6, 1, 200 / 3 / (10 / 2)),
+        # 0 and 6, 1 and 7 are on the first node; 2 and 8, ..., 5 and 11 are not.
+        (12, 2, 6, 40 / (10 / 4)),
+        (12, 12, 1, 220 / 3 / 10),  # the second node has four ranks
+    ],
+)
+def test_groups_that_do_not_divide_nodes(ranks: int, size: int, apart: int, seconds: float) -> None:
+    """Of nodes with eight ranks."""
+    site = Site(ranks=ranks, local_ranks=8, device="cuda")
+    told = traffic("all-gather", 80, size, apart)
+    assert crosses(told, site) == (seconds > 0)
+    time = step_time(forecast(told), site, Hardware(network=10.0))
+    assert time is not None
+    assert time.parts.get("network", 0) == pytest.approx(seconds)
 
 
 def test_a_network_that_is_not_known_is_named() -> None:
