@@ -92,31 +92,6 @@ class Row:
         """Tokens a second."""
         return None if self.measured is None else self.measured.tokens_per_second
 
-    def dump(self) -> dict[str, Any]:
-        """As JSON."""
-        m = self.measured
-        told: dict[str, Any] = {
-            "strategy": self.strategy, "use": self.use, "procs": self.procs,
-            "error": self.error or None, "note": self.note or None,
-        }  # fmt: skip
-        if m is None:
-            return told
-        return {
-            **told,
-            "tokens_per_second": vars(m.tokens_per_second),
-            "step_seconds": vars(m.step_seconds),
-            "tokens_per_step": m.tokens_per_step,
-            "samples_per_step": m.samples_per_step,
-            "efficiency": self.efficiency,
-            "efficiency_base": self.efficiency_base,
-            "memory": {**vars(m.memory), "ratio": m.memory.ratio},
-            "data_wait_share": m.data_wait_share,
-            "communication_share": m.communication_share,
-            "first_step_seconds": m.first_step_seconds,
-            "checkpoint_seconds": m.checkpoint_seconds,
-            "checkpoint_stall_seconds": m.checkpoint_stall_seconds,
-        }
-
 
 def measured(
     records: Sequence[Mapping[str, Any]], *, warmup: int, began: float, predicted: int | None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.artifacts import Checkpoints, TrainedRun
+from pipeline.bench.results import Row
 from pipeline.chain import Link, inputs
 from pipeline.engine import Engine
 from pipeline.errors import UsageError
@@ -44,10 +45,12 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A recipe to be run, and what is another in it than was asked for."""
+    """A run that is to come."""
 
+    row: Row
+    """What it is, without numbers."""
     text: str
-    note: str
+    """Its recipe."""
 
 
 def require_measurable(plan: Plan) -> None:
@@ -64,23 +67,39 @@ def own_strategy(plan: Plan) -> Strategy:
 
 
 def write(
+    plan: Plan,
+    strategies: Sequence[Strategy],
+    counts: Sequence[int],
+    length: Length,
+    *,
+    registry: Registry,
+) -> list[Written]:
+    """The recipe under each strategy on each number of processes."""
+    return [
+        _write(plan, strategy, procs, length, most=max(counts), registry=registry)
+        for strategy in strategies
+        for procs in counts
+    ]
+
+
+def _write(
     plan: Plan, strategy: Strategy, procs: int, length: Length, *, most: int, registry: Registry
 ) -> Written:
-    """The recipe under a strategy on so many processes; `most` is the largest number of a
-    benchmark."""
     slots = _slots(plan, length.trial(procs, plan.view.procs))
-    slots[_wrap(plan).slot] = {"use": strategy.use, **strategy.fields}
+    slots[_wrap(plan).slot] = strategy.slot
     note = _fit_checkpoints(slots, registry)
     content = plan.recipe.public()
     launch = {"procs": procs, "device": plan.view.device, "threads": threads(plan, most)}
     head = {"name": plan.recipe.name, "seed": plan.recipe.seed, "launch": launch}
     env = {"env": content["env"]} if content.get("env") else {}
-    return Written(text=render({**head, **env, "stages": slots}), note=note)
+    row = Row(strategy=strategy.name, use=strategy.use, procs=procs, note=note)
+    return Written(row=row, text=render({**head, **env, "stages": slots}))
 
 
 def threads(plan: Plan, most: int) -> int | None:
-    """CPU threads of every process: on CPUs the same for any number of them, else a single process
-    would have all the cores and nothing could scale. None leaves it to the launcher."""
+    """CPU threads of every process, `most` being the largest number of them: on CPUs the same for
+    any number, else a single process would have all the cores and nothing could scale. None leaves
+    it to the launcher."""
     given = plan.recipe.launch.threads
     if given is not None or plan.view.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return given
