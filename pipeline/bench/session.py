@@ -45,6 +45,8 @@ class Session:
     """Of the benchmark, with an empty one for its runs."""
     threads: int | None
     """Of every process; None where the launcher decides."""
+    minutes: int
+    """Longest time of a run."""
     keep: bool
     registry: Registry
 
@@ -75,6 +77,7 @@ class Session:
             trial.text,
             self.folder / TRIALS / f"{trial.row.strategy}-{trial.row.procs}",
             warmup=self.length.warmup,
+            minutes=self.minutes,
             keep=self.keep,
             registry=self.registry,
         )

@@ -27,6 +27,8 @@ from pipeline.registry import Registry
     help="Steps to measure.")  # fmt: skip
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
     help="Steps before them.")  # fmt: skip
+@click.option("--timeout", type=click.IntRange(min=1), default=30, show_default=True,
+    metavar="MINUTES", help="End a run that takes longer, and go on with the next.")  # fmt: skip
 @click.option("--weak", is_flag=True, help="Keep the samples per process, not the global batch.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The benchmark's folder itself.")
@@ -47,6 +49,7 @@ def bench(
     procs: str | None,
     steps: int,
     warmup: int,
+    timeout: int,
     weak: bool,
     as_json: bool,
     run_dir: Path | None,
@@ -81,6 +84,7 @@ def bench(
         trials=trials.write(plan, compared, counts, length, registry=registry),
         folder=_folder(run_dir, runs, plan.recipe.name),
         threads=trials.threads(plan, max(counts)),
+        minutes=timeout,
         keep=keep,
         registry=registry,
     )

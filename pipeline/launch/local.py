@@ -65,7 +65,8 @@ def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_agent()
-    command = ("-m", "pipeline.worker", str(run_dir), str(os.getpid()), *accept)
+    # -P: what lies in the user's folder must not stand in for modules that ranks import
+    command = ("-P", "-m", "pipeline.worker", str(run_dir), str(os.getpid()), *accept)
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
         try:
             elastic_launch(_config(procs, folder), sys.executable)(*command)

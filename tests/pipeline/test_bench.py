@@ -321,13 +321,15 @@ def bench(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Calla
     """Runs the command on the fake recipe; runs are made up: those in red fail, one on two
     processes is 1.5 times as fast."""
 
-    def call(arguments: list[str], output: int) -> int:
+    def call(arguments: list[str], output: int, seconds: float) -> int:
         content = yaml.safe_load(Path(arguments[1]).read_text())
         run_dir = Path(arguments[3])
         run_dir.mkdir()
         if content["stages"]["wrap"]["use"] == "wrap.red":
             problem = "rank 0 failed in slot `train`: out of memory\n  at somewhere"
             jsonl.append(run_dir / "journal.jsonl", {"event": "run failed", "problem": problem})
+            for name in ("checkpoints", "logs", "profile"):
+                (run_dir / name).mkdir()
             return 1
         seconds = 2.0 if content["launch"]["procs"] == 1 else 4 / 3
         for number in range(content["stages"]["train"]["steps"]):
@@ -360,8 +362,18 @@ def test_a_run_that_fails_is_a_row(bench: Callable[..., Result]) -> None:
         ("red1", 1, wrong), ("red1", 2, wrong),
     ]  # fmt: skip
     assert told["verdict"][-1] == f"did not run: red1 on 2 processes: {wrong}"
-    # the folders of those that failed stay
-    assert sorted(path.name for path in Path("here/trials").iterdir()) == ["red1-1", "red1-2"]
+    # of those that failed, what tells why stays
+    left = sorted(path.name for path in Path("here/trials").iterdir())
+    assert left == ["red1-1", "red1-2"]
+    assert sorted(
+        str(path.relative_to("here/trials")) for path in Path("here").rglob("red1-1/**/*")
+    ) == [
+        "red1-1/output.txt",
+        "red1-1/run",
+        "red1-1/run/journal.jsonl",
+        "red1-1/run/logs",
+        "red1-1/trial.yaml",
+    ]
     assert "blue on 2 processes" in result.stderr
 
 
@@ -466,6 +478,28 @@ def test_the_folder_that_runs_are_made_in(bench: Callable[..., Result]) -> None:
     assert not Path("runs").exists()
 
 
+def test_a_run_that_takes_too_long_is_a_row(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = measuring._call
+
+    def late(arguments: list[str], output: int, seconds: float) -> int | None:
+        if "red1" not in arguments[1]:
+            return call(arguments, output, seconds)
+        assert seconds == 120
+        journal = Path(arguments[3], "journal.jsonl")
+        journal.parent.mkdir()
+        jsonl.append(journal, {"event": "slot started", "slot": "train"})
+        return None
+
+    monkeypatch.setattr(measuring, "_call", late)
+    result = bench("--strategies", "red1,blue", "--timeout", "2")
+    assert result.exit_code == 0
+    problem = "ended after 2 min in slot `train` (--timeout gives it longer)"
+    assert f"red1          2  {problem}\n" in result.stdout
+    assert "fastest that fits: blue on 2 processes, 48 tokens/s" in result.stdout
+
+
 def test_all_runs_fail(bench: Callable[..., Result]) -> None:
     result = bench("--run-dir", "here")  # the recipe's own wrap slot, and its two processes
     assert result.exit_code == 1
@@ -522,9 +556,41 @@ def test_a_recipe_that_is_wrong_under_a_strategy_is_a_row(tmp_path: Path) -> Non
     one = Row(strategy="s", use="wrap.zero", procs=2)
     recipe = "name: x\nstages: {wrap: {use: wrap.zeero}}\n"
     done = measuring.measure(
-        one, recipe, tmp_path / "s", warmup=0, keep=False, registry=Registry.installed()
+        one, recipe, tmp_path / "s", warmup=0, minutes=1, keep=False, registry=Registry.installed()
     )
     assert done.error.startswith("wrap.use: there is no stage `wrap.zeero` (did you mean")
+
+
+def called(arguments: list[str], seconds: float) -> int | None:
+    with Path("output.txt").open("wb") as output:
+        return measuring._call(arguments, output.fileno(), seconds)
+
+
+def test_a_run_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    os.mkfifo("r.yaml")  # nobody writes to it
+    assert called(["check", "r.yaml"], 0.5) is None
+
+
+def test_nothing_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = Path("script")
+    script.write_text("#!/bin/sh\nsetsid sleep 600 & echo $! > pid\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script.absolute()))
+    assert called([], 60) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+
+
+def test_files_of_the_user_stand_in_for_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    Path("click.py").write_text("raise SystemExit(9)")
+    assert called(["stages", "train.causal_lm"], 60) == 0
 
 
 def test_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
