@@ -1,6 +1,7 @@
 """Short runs of one recipe under several strategies and numbers of processes, compared.
 
     trials.py    the recipe of each run
+    slots.py     its slots
     session.py   all runs, one after another
     measure.py   one run in a process of its own, and what its folder tells
     child.py     that process

@@ -75,6 +75,8 @@ def bench(
     plan = plan_file(recipe, overrides, registry=registry)
     trials.require_measurable(plan)
     names = _parts(strategies, "--strategies")
+    if names:
+        trials.require_unchanged(plan, overrides)
     compared = chosen(names, registry) if names else [trials.own_strategy(plan)]
     counts = _counts(procs) or [plan.view.procs]
     length = trials.Length(steps=steps, warmup=warmup, weak=weak)

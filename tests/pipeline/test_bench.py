@@ -9,6 +9,7 @@ import signal
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from pipeline import cli, jsonl
 from pipeline.bench import measure as measuring
-from pipeline.bench import plot, record, results, trials
+from pipeline.bench import plot, record, results, slots, trials
 from pipeline.bench.results import Measured, Memory, Row, Speed, with_efficiency
 from pipeline.bench.table import table
 from pipeline.bench.trials import Length
@@ -29,7 +30,7 @@ from pipeline.plan import make_plan, plan_file
 from pipeline.presets import chosen, strategies
 from pipeline.recipe import load_recipe
 from pipeline.registry import Entry, Registry
-from pipeline.stage import Preset
+from pipeline.stage import Preset, Trial
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.pipe import REPOSITORY
 from tests.support.runs import TINY
@@ -274,7 +275,8 @@ def test_a_checkpoint_slot_that_does_not_go_with_a_strategy_is_replaced(
     real: dict[str, Any],
 ) -> None:
     content = write("fsdp", 2)
-    assert content["stages"]["checkpoint"] == {"use": "checkpoint.sharded"}
+    checkpoint = content["stages"]["checkpoint"]
+    assert (checkpoint["use"], checkpoint["keep"]) == ("checkpoint.sharded", 1)
     assert content["note"] == (
         "checkpoint.sharded in place of checkpoint.deepspeed, which does not go with it"
     )
@@ -283,6 +285,48 @@ def test_a_checkpoint_slot_that_does_not_go_with_a_strategy_is_replaced(
 def test_weak_scaling_keeps_the_samples_of_a_process(real: dict[str, Any]) -> None:
     sizes = [write("ddp", n, weak=True)["stages"]["train"]["global_batch_size"] for n in (1, 4)]
     assert sizes == [4, 16]  # 8 on the recipe's two processes
+
+
+def test_samples_of_a_process_that_cannot_stay(real: dict[str, Any]) -> None:
+    arguments = ["bench", "r.yaml", "--weak", "--procs", "1,2", "train.accumulation=null"]
+    result = CliRunner().invoke(cli.main, [*arguments, "train.global_batch_size=9"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: samples per process cannot stay: 9 samples a step x 1/2 would be 4.5 "
+        "(--weak needs a global batch that divides evenly)\n"
+    )
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("weak", "expected"), [(False, [(8, 1), (8, 1)]), (True, [(4, 2), (16, 2)])]
+)
+def test_a_micro_batch_that_follows_from_the_processes_is_the_same_on_any_number(
+    real: dict[str, Any], weak: bool, expected: list[tuple[int, int]]
+) -> None:
+    del real["stages"]["train"]["micro_batch_size"]
+    Path("r.yaml").write_text(json.dumps(real))
+    registry = Registry.installed()
+    plan = make_plan(load_recipe("r.yaml"), registry=registry)
+    length = Length(steps=6, warmup=2, weak=weak)
+    written = trials.write(plan, chosen(["ddp"], registry), [1, 4], length, registry=registry)
+    trains = [yaml.safe_load(each.text)["stages"]["train"] for each in written]
+    assert [(t["global_batch_size"], t["micro_batch_size"]) for t in trains] == expected
+    assert [each["accumulation"] for each in trains] == [None, None]
+
+
+def test_a_strategy_that_can_be_shortened_is(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blue = registry.load("wrap.blue")
+    shortened = lambda self, trial: replace(self, bucket=float(trial.steps))  # noqa: E731
+    monkeypatch.setattr(blue, "shortened", shortened, raising=False)
+    trial = Trial(steps=7)
+    assert slots.another({"use": "wrap.blue"}, trial, registry) == {
+        "use": "wrap.blue", "bucket": 7.0,
+    }  # fmt: skip
+    wrong = {"use": "wrap.blue", "buket": 1}
+    assert slots.another(wrong, trial, registry) == wrong
 
 
 def test_processes_have_the_same_threads(
@@ -530,6 +574,10 @@ def test_what_a_screen_shows(bench: Callable[..., Result]) -> None:
         (["--procs", "0"], "error: --procs: `0` is no number of processes"),
         (["--procs", "1,-2"], "error: --procs: `-2` is no number of processes"),
         (["--procs", ""], "error: --procs : an empty entry"),
+        (
+            ["--strategies", "blue", "wrap.stage=1"],
+            "error: `wrap.stage=1` has no effect: --strategies replaces the slot `wrap` (leave out",
+        ),
         (["--steps", "0"], "0 is not in the range x>=1"),
         (["--run-dir", "."], "error: . already holds a benchmark"),
         (["wrap.stage=9"], "wrap.stage: must be `1`, `2` or `3`, not `9`"),
