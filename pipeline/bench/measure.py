@@ -14,6 +14,7 @@ from pathlib import Path
 from pipeline import failure, metrics, rundir
 from pipeline.bench.results import Measured, Row, measured
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
+from pipeline.forecast import phases
 from pipeline.forecast.chain import forecast
 from pipeline.forecast.site import Site
 from pipeline.journal import Journal
@@ -23,6 +24,8 @@ from pipeline.registry import Registry
 
 STOP_SECONDS = 30
 """How long a run that is asked to end gets to end its ranks."""
+AFTERWARDS = (phases.SAVE, phases.RESUME)
+"""Phases that measured memory does not hold."""
 RUN = "run"
 WORDS = ("logs", failure.FOLDER)
 """Folders in that of a run that tell why it failed."""
@@ -122,13 +125,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _predicted(plan: Plan) -> int | None:
-    """Peak of device memory; None where a stage does not tell."""
+    """Peak of device memory until the end of the steps, as it is measured; None where a stage does
+    not tell."""
     procs = plan.view.procs
     site = Site(ranks=procs, local_ranks=procs, device=plan.view.device)
     try:
-        return forecast(plan, site).peak
+        peaks = forecast(plan, site).device
     except (UsageError, StageError):
         return None
+    of_steps = [peak.bytes for phase, peak in peaks.items() if phase not in AFTERWARDS]
+    return max(of_steps, default=None)
 
 
 def _reason(run_dir: Path, output: Path, code: int) -> str:

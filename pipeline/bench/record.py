@@ -16,8 +16,8 @@ from pipeline.files import replace_text
 SCHEMA_VERSION = 1
 FILE = "bench.json"
 PLAIN = (
-    "tokens_per_step", "samples_per_step", "data_wait_share", "communication_share",
-    "first_step_seconds", "checkpoint_seconds", "checkpoint_stall_seconds",
+    "steps_left_out", "tokens_per_step", "samples_per_step", "data_wait_share",
+    "communication_share", "first_step_seconds", "checkpoint_seconds", "checkpoint_stall_seconds",
 )  # fmt: skip
 """Names of `Measured` that JSON has too."""
 

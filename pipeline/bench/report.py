@@ -16,7 +16,8 @@ from pipeline.errors import StageError, in_words, system_errors_as
 PLOT = "bench.svg"
 MEMORY = {
     "device": "most that torch held on one GPU (max_memory_allocated)",
-    "host": "most that a process held beyond what it held before the model (VmHWM - VmRSS)",
+    "host": "most that was resident of a process beyond what was before the model (VmHWM - VmRSS),"
+    " which is more than the tensors that are predicted, so there is no ratio",
 }
 """`Memory.kind` in words."""
 
@@ -82,7 +83,11 @@ def _conditions(session: Session, rows: Sequence[Row]) -> Iterator[str]:
     if ran:
         kinds = {m.memory.kind for m in ran}
         yield "memory: " + " / ".join(MEMORY[kind] for kind in sorted(kinds))
-    yield from dict.fromkeys(f"{row.label}: {row.note}" for row in rows if row.note)
+    yield from (f"{row.label}: {row.note}" for row in rows if row.note)
+    for row in rows:
+        left_out = row.measured.steps_left_out if row.measured else 0
+        if left_out:
+            yield f"{row.label}: {left_out} of the steps are left out, as no update came of them"
 
 
 def _base(bases: set[int]) -> str:

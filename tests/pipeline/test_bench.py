@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from pipeline.bench.table import table
 from pipeline.bench.trials import Length
 from pipeline.bench.verdict import verdict
 from pipeline.errors import PluginError, StageError, UsageError
+from pipeline.forecast import phases
+from pipeline.forecast.ledger import Peak
 from pipeline.launch.signals import Interrupted
 from pipeline.plan import make_plan, plan_file
 from pipeline.presets import chosen, strategies
@@ -47,17 +50,20 @@ stages:
 """
 
 
-def speed(median: float, spread: float = 0.0) -> Speed:
-    return Speed(median=median, low=median - spread, high=median + spread)
+def speed(median: float, spread: float = 0.0, steps: int = 3) -> Speed:
+    return Speed(median=median, low=median - spread, high=median + spread, steps=steps)
 
 
-def row(strategy: str, procs: int, tokens: float, spread: float = 0.0, **facts: Any) -> Row:
+def row(
+    strategy: str, procs: int, tokens: float, spread: float = 0.0, steps: int = 3, **facts: Any
+) -> Row:
     told: dict[str, Any] = {
         "data_wait_share": 0.01, "communication_share": 0.1, "first_step_seconds": 5.0,
         "checkpoint_seconds": 0.5, "checkpoint_stall_seconds": 0.1, "tokens_per_step": 64.0,
-        "samples_per_step": 8, "memory": Memory(kind="host", measured=3 << 29, predicted=1 << 30),
+        "samples_per_step": 8, "memory": Memory(kind="device", measured=3 << 29, predicted=1 << 30),
+        "steps_left_out": 0,
     } | facts  # fmt: skip
-    one = Measured(tokens_per_second=speed(tokens, spread), step_seconds=speed(0.5), **told)
+    one = Measured(tokens_per_second=speed(tokens, spread, steps), step_seconds=speed(0.5), **told)
     return Row(strategy=strategy, use=f"wrap.{strategy}", procs=procs, measured=one)
 
 
@@ -133,7 +139,7 @@ def test_numbers_of_a_run() -> None:
         {"step": 5, "checkpoint_stall_seconds": 0.1, "checkpoint_seconds": 0.4},
     ]  # fmt: skip
     told = results.measured(records, warmup=1, began=90.0, predicted=2000)
-    assert told.tokens_per_second == Speed(median=32.0, low=16.0, high=64.0)
+    assert told.tokens_per_second == Speed(median=32.0, low=16.0, high=64.0, steps=3)
     assert told.step_seconds.median == 2.0
     assert (told.tokens_per_step, told.samples_per_step) == (64.0, 8)
     assert told.data_wait_share == pytest.approx(0.5 / 7)
@@ -142,9 +148,30 @@ def test_numbers_of_a_run() -> None:
     assert (told.checkpoint_seconds, told.checkpoint_stall_seconds) == (0.4, 0.1)
     # not that of the profiled step, which holds the profiler's own
     assert told.memory == Memory(kind="host", measured=4000, predicted=2000)
-    assert told.memory.ratio == 2.0
+    assert told.memory.ratio is None  # what is resident is no accuracy of what tensors take
+    assert replace(told.memory, kind="device").ratio == 2.0
     with pytest.raises(ValueError, match="no step after its warm-up"):
         results.measured(records, warmup=4, began=90.0, predicted=None)
+    # steps that loss scaling has left out
+    for index in (1, 3, 4):
+        records[index]["applied"] = False
+    told = results.measured(records, warmup=1, began=90.0, predicted=None)
+    assert told.tokens_per_second == Speed(median=32.0, low=32.0, high=32.0, steps=1)
+    assert (told.steps_left_out, told.data_wait_share, told.communication_share) == (2, 0, None)
+    records[2]["applied"] = False
+    with pytest.raises(ValueError, match="no update came of any step after the warm-up"):
+        results.measured(records, warmup=1, began=90.0, predicted=None)
+
+
+def test_one_or_two_steps_have_no_spread() -> None:
+    assert [Speed.of(range(10, 10 + n)).spread for n in (1, 2, 3)] == [None, None, 1 / 11]
+    rows = with_efficiency([row("ddp", 1, 100.0, steps=2), row("ddp", 2, 100.0, steps=2)])
+    assert [line.split()[3] for line in table(rows)] == ["+-", "-", "-"]
+    assert verdict(rows)[:2] == [
+        "fastest that fits: ddp on 1 process, 100 tokens/s; whether others are as fast takes 3 "
+        "steps to tell",
+        "ddp, from 1 to 2 processes: 1.00 times as fast; 50% of the ideal 2",
+    ]
 
 
 def test_a_verdict_in_words() -> None:
@@ -175,11 +202,11 @@ def test_a_gain_within_the_spread_is_none() -> None:
 @pytest.mark.parametrize(
     ("shares", "expected"),
     [
-        ((0.06, 0.1), "data, which 6% of the step is waited for"),
-        ((0.01, 0.31), "communication, 31% of the step"),
+        ((0.05, 0.1), "data, which 5% of the step is waited for"),
+        ((0.01, 0.3), "communication, 30% of the step"),
         ((0.2, 0.4), "data, which 20% of the step is waited for and communication, 40% of the"),
         ((0.01, None), "not data; communication could not be measured"),
-        ((0.05, 0.3), "compute (data 5%, communication 30% of the step)"),
+        ((0.049, 0.29), "compute (data 5%, communication 29% of the step)"),
     ],
 )
 def test_bottlenecks(shares: tuple[float, float | None], expected: str) -> None:
@@ -641,6 +668,16 @@ def test_files_of_the_user_stand_in_for_no_module(
     assert called(["stages", "train.causal_lm"], 60) == 0
 
 
+def test_memory_is_predicted_for_what_is_measured(
+    real: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(load_recipe("r.yaml"))
+    held = {phases.LOAD: 5, phases.BACKWARD: 7, phases.SAVE: 9, phases.RESUME: 11}
+    peaks = {phase: Peak(bytes=held[phase], items={}) for phase in held}
+    monkeypatch.setattr(measuring, "forecast", lambda *_: SimpleNamespace(device=peaks))
+    assert measuring._predicted(plan) == 7
+
+
 def test_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     output.write_text("step 3\n")
@@ -696,6 +733,7 @@ def test_a_real_benchmark(real: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
         assert one["memory"]["kind"] == "host"
         assert one["memory"]["measured"] > 0
         assert one["memory"]["predicted"] > 0
+        assert one["memory"]["ratio"] is None
         assert one["first_step_seconds"] > one["step_seconds"]["low"]
         assert one["checkpoint_seconds"] >= one["checkpoint_stall_seconds"] > 0
         assert 0 <= one["data_wait_share"] <= 1
