@@ -10,6 +10,7 @@ from fractions import Fraction
 from pipeline.bench.results import Row
 from pipeline.bench.slots import another, as_written, fit_checkpoints, shortened, wrap_of
 from pipeline.errors import UsageError
+from pipeline.machine import cores_each
 from pipeline.plan import Plan
 from pipeline.presets import Strategy
 from pipeline.recipe.render import render
@@ -111,4 +112,4 @@ def threads(plan: Plan, most: int) -> int | None:
     given = plan.recipe.launch.threads
     if given is not None or plan.view.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return given
-    return max(1, len(os.sched_getaffinity(0)) // most)
+    return cores_each(most)

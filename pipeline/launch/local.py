@@ -15,6 +15,7 @@ from pipeline import failure, rundir
 from pipeline.errors import RunFailed
 from pipeline.journal import Journal
 from pipeline.launch.children import none_left
+from pipeline.machine import cores_each
 from pipeline.plan import Plan
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def _set_threads(plan: Plan) -> None:
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // plan.view.procs))
+        os.environ["OMP_NUM_THREADS"] = str(cores_each(plan.view.procs))
 
 
 def _one(run_dir: Path, accept: Sequence[str]) -> None:
