@@ -42,7 +42,7 @@ def measure(
     registry: Registry,
 ) -> Row:
     """The row with its numbers, or with its error; a run that takes longer than `minutes` is ended.
-    All that it writes is in `folder`, and is removed, but for the words of one that failed, unless
+    `folder` is for all that it writes, and is removed, but for what tells why a run failed, unless
     `keep`."""
     done = row
     try:
@@ -71,7 +71,8 @@ def _done(
 
 
 def _clear(folder: Path, *, words: bool) -> None:
-    """Remove what a run has written. What cannot be removed costs no row."""
+    """Remove what a run has written, or, to leave its words, what is large. What cannot be removed
+    costs no row."""
     if not words:
         shutil.rmtree(folder, ignore_errors=True)
         return

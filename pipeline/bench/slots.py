@@ -57,9 +57,12 @@ def shortened(plan: Plan, trial: Trial) -> dict[str, Slot]:
 def another(slot: Slot, trial: Trial, registry: Registry) -> Slot:
     """One that is to take the place of one of the recipe's, shortened if it can be. What is wrong
     with it is told when the run is planned."""
+    kind = registry.load(slot["use"])
+    if not hasattr(kind, METHOD):
+        return slot
     fields = {name: value for name, value in slot.items() if name != "use"}
     try:
-        stage = adapter(registry.load(slot["use"])).validate_json(json.dumps(fields), strict=True)
+        stage = adapter(kind).validate_json(json.dumps(fields), strict=True)
     except ValidationError:
         return slot
     return _shortened(slot, stage, trial)
