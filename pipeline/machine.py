@@ -35,7 +35,14 @@ def total_memory() -> int | None:
 def usable_cores() -> float:
     """Cores' worth of processor time that processes here may use together: this process's affinity,
     or a control group's quota, which need not be whole."""
-    return min([float(len(os.sched_getaffinity(0))), *_quotas()])
+    given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min([float(given or 1), *_quotas()])
+
+
+def cores_each(procs: int) -> int:
+    """Whole cores, and so threads that compute, for each of `procs` processes that share what is
+    usable here; at least one."""
+    return max(1, int(usable_cores()) // procs)
 
 
 def _left_in_groups() -> Iterator[int]:

@@ -126,14 +126,15 @@ class TrainCausalLm:
             )
 
     def shortened(self, trial: Trial) -> TrainCausalLm:
-        """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays;
-        accumulation follows from it."""
+        """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays, or
+        is what it would be on the trial's `procs`; accumulation follows from it."""
         return replace(
             self,
             steps=trial.steps,
             epochs=None,
-            global_batch_size=max(1, round(self.global_batch_size * trial.growth)),
-            accumulation=self.accumulation if self.micro_batch_size is None else None,
+            global_batch_size=trial.grown(self.global_batch_size),
+            micro_batch_size=self.microbatch_size(trial.procs),
+            accumulation=None,
             eval_every=None,
             eval_first=False,
             eval_last=False,
