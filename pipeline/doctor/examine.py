@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.devices import gpu_count
 from pipeline.doctor import bandwidth
 from pipeline.doctor.folders import folders
 from pipeline.doctor.host import host
@@ -26,7 +27,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
 
     `say` is told what is measured next. Raises UsageError if there are fewer GPUs than `procs`.
     """
-    session = Session(pace=QUICK if quick else FULL, say=say)
+    session = Session(pace=QUICK if quick else FULL, say=say, gpus=gpu_count() > 0)
     torch = session.torch()
     devices = tuple(Device.model_validate(each) for each in torch.get("devices", ()))
     session.procs = _count(procs, len(devices))

@@ -61,7 +61,9 @@ def _machine(machine: Machine) -> Iterator[Row]:
 
 
 def _gpus(machine: Machine) -> Iterator[Row]:
-    if not machine.devices:
+    if not machine.devices and machine.software.gpus:
+        yield "of the driver", f"{machine.software.gpus}, none of torch"
+    elif not machine.devices:
         yield "none", "training runs on the processor"
     for number, device in enumerate(machine.devices):
         free = f", {human(device.memory_free_bytes)} free" if device.memory_free_bytes else ""

@@ -164,7 +164,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "measure", measure)
     lines = doctor("--folder", str(tmp_path), "--out", "machine.json").stdout.splitlines()
     assert asked == {
-        "torch_facts": (1, 33, "cpu"),
+        "torch_facts": (1, 40, "cpu"),
         "disk": (1, 33, "cuda"),
         "matmul": (2, 44, "cuda"),
         "copies": (2, 33, "cuda"),
@@ -208,6 +208,32 @@ def test_what_hangs_is_reported_and_the_rest_goes_on(
     assert told["allreduce"] == []
     severities = {each["seen"]: each["severity"] for each in told["findings"]}
     assert severities["matmul: given up after 7 s"] == "warning"
+
+
+def test_a_late_import_is_no_fault_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver has two GPUs; torch has twice the time, is late all the same, and the rest is
+    measured in its own time."""
+    now, given = [0.0], {}
+
+    def measure(target: str, settings: Any, *, procs: int, seconds: float) -> Told:
+        given[target] = round(seconds)
+        if "torch_facts" not in target:
+            return Told()
+        now[0] += seconds
+        return Told(records=((),), failure=f"given up after {seconds:.0f} s", late=True)
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "gpu_count", lambda: 2)
+    monkeypatch.setattr("pipeline.doctor.software.gpu_count", lambda: 2)
+    monkeypatch.setattr(session, "measure", measure)
+    result = doctor("--quick", "--procs", "2", "--folder", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "warning: slow-import: importing torch was given up after 80 s" in result.stdout
+    assert "driver:" not in result.stdout
+    assert "  of the driver  2, none of torch" in result.stdout.splitlines()
+    assert list(given.values()) == [80, 11, 14, 11, 25]
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:

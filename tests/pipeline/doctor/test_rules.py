@@ -221,6 +221,18 @@ def test_failed_measurements(healthy: Machine, measurement: str, late: bool, sev
     assert told(changed(healthy, failures=failures)) == expected
 
 
+def test_a_torch_that_told_nothing_is_one_finding(healthy: Machine) -> None:
+    machine = changed(healthy, "software", gpus=8)
+    late = Failure(measurement="torch", reason="given up after 80 s", late=True)
+    assert told(changed(machine, failures=(late,))) == (
+        "warning",
+        "slow-import",
+        "importing torch was given up after 80 s",
+    )
+    killed = Failure(measurement="torch", reason="its process was killed (SIGSEGV)")
+    assert told(changed(machine, failures=(killed,)))[:2] == ("error", "failed")
+
+
 def test_a_slow_disk_in_minutes(healthy: Machine) -> None:
     finding = only(changed(healthy, disk_write_bytes_per_s=50e6))
     assert (finding.severity, finding.name) == ("warning", "slow-disk")
