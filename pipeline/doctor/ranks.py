@@ -50,7 +50,8 @@ class _End:
 
 
 def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: float) -> Told:
-    """Call `target`, a `module:function(settings, tell)`, in `procs` processes at once.
+    """Call `target`, a `module:function(settings, tell)`, in `procs` processes at once. It is told
+    a file too, `store`, in which the processes can meet.
 
     Whatever they do, this returns after `seconds` (and what it takes to start and kill processes),
     with what was told until then. No process outlives the call, and none outlives this process.
@@ -89,7 +90,7 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     # -P: what lies in the user's folder must not stand in for our modules
     command = [sys.executable, "-P", "-m", "pipeline.doctor.rank", target, str(folder)]
-    command += [str(os.getpid()), json.dumps(dict(settings))]
+    command += [str(os.getpid()), json.dumps({**settings, "store": str(folder / "store")})]
     for rank in range(procs):
         with _log(folder, rank).open("wb") as log:
             yield subprocess.Popen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ SHARE_OF_MEMORY = 4
 
 @dataclass(kw_only=True)
 class Session:
-    """`procs` and `device` are to be known before all but `torch` and `disk`. Where there are `gpus`
-    everything may take longer."""
+    """`procs` and `device` are to be known before all but `torch` and `disk`. Everything may take
+    longer where there are `gpus`."""
 
     pace: Pace
     say: Callable[[str], None]
@@ -71,13 +70,8 @@ class Session:
             return ()
         room = self._room()
         sizes = [size for size in self.pace.sizes if size <= room]
-        with tempfile.TemporaryDirectory(prefix="pipe-doctor-") as folder:
-            settings = {
-                "store": f"{folder}/store",
-                "sizes": sizes,
-                "budget": self.pace.collective_seconds,
-            }
-            return self._measure("collectives", settings).all_records
+        settings = {"sizes": sizes, "budget": self.pace.collective_seconds}
+        return self._measure("collectives", settings).all_records
 
     def _room(self) -> int:
         """Bytes of a buffer that every process may have."""
