@@ -65,11 +65,11 @@ def _gpus(machine: Machine) -> Iterator[Row]:
         yield "of the driver", f"{machine.software.gpus}, none of torch"
     elif not machine.devices:
         yield "none", "training runs on the processor"
-    for number, device in enumerate(machine.devices):
+    for name, device in machine.gpus.items():
         free = f", {human(device.memory_free_bytes)} free" if device.memory_free_bytes else ""
         capability = device.compute_capability or UNKNOWN
         memory = human(device.memory_bytes)
-        yield str(number), f"{device.name}, {memory}{free}, compute capability {capability}"
+        yield name, f"{device.name}, {memory}{free}, compute capability {capability}"
     for link in machine.topology.links:
         yield f"{link.a}-{link.b}", link.kind
     for gpu, node in machine.topology.numa.items():

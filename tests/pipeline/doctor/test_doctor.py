@@ -170,7 +170,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "copies": (2, 33, "cuda"),
         "collectives": (2, 77, "cuda"),
     }
-    assert "  1  H100, 80.0 GB, compute capability 9.0" in lines
+    assert "  GPU1  H100, 80.0 GB, compute capability 9.0" in lines
     assert "  matrix products, fp16      600.000 TFLOP/s" in lines
     assert "  host to GPU, page-locked         50.0 GB/s" in lines
     assert "  GPU to host, pageable                    -" in lines

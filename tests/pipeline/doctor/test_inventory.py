@@ -120,17 +120,21 @@ def test_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     command = tmp_path / "nvidia-smi"
     recorded = Path(__file__).parent / "topologies/nvlink_pairs.txt"
     command.write_text(
-        f'#!/bin/sh\nif [ "$1" = topo ]; then cat {recorded}; else echo 580.95.05; fi\n'
+        f"""#!/bin/sh
+        case "$1" in
+            topo) cat {recorded} ;;
+            --query-gpu=index,uuid) echo "0, GPU-12ab"; echo "1, GPU-12cd" ;;
+            *) echo 580.95.05 ;;
+        esac"""
     )
     command.chmod(0o755)
     assert software.driver() == "580.95.05"
-    assert len(software.topology().links) == 6
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert len(software.topology().links) == 1
+    assert software.gpu_uuids() == {0: "GPU-12ab", 1: "GPU-12cd"}
+    assert len(software.topology([0, 1, 2, 3]).links) == 6
+    assert len(software.topology([0, 1]).links) == 1
     command.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(software, "ANSWER_SECONDS", 0.2)
     assert software.driver() is None

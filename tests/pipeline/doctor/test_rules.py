@@ -201,8 +201,10 @@ def test_old_unlike_and_busy_gpus(gpus: Machine) -> None:
     assert told(changed(gpus, devices=(H100, busy))) == (
         "warning",
         "gpu-in-use",
-        "GPU 1 has 20.0 GB of 80.0 GB free",
+        "GPU1 has 20.0 GB of 80.0 GB free",
     )
+    numbered = busy.model_copy(update={"number": 6})
+    assert told(changed(gpus, devices=(H100, numbered)))[2].startswith("GPU6 has")
 
 
 @pytest.mark.parametrize(
