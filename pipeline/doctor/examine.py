@@ -16,7 +16,7 @@ from pipeline.doctor.kernel import environment, kernel
 from pipeline.doctor.network import network
 from pipeline.doctor.numbers import seen
 from pipeline.doctor.pace import FULL, QUICK
-from pipeline.doctor.report import Collective, Device, Machine, Matmul
+from pipeline.doctor.report import Collective, Device, Folder, Machine, Matmul
 from pipeline.doctor.session import Session
 from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
@@ -28,7 +28,10 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
 
     `say` is told what is measured next. Raises UsageError if there are fewer GPUs than `procs`.
     """
-    session = Session(pace=QUICK if quick else FULL, say=say, gpus=gpu_count() > 0)
+    places = folders(runs)
+    session = Session(
+        pace=QUICK if quick else FULL, say=say, gpus=gpu_count() > 0, scratch=_scratch(places)
+    )
     torch = session.torch()
     told = torch.get("devices", ())
     numbers = seen(told, gpu_uuids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -36,7 +39,6 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
     session.procs = _count(procs, len(devices))
     if devices:
         session.use_gpus()
-    places = folders(runs)
     disk = session.disk(places[0])
     matmul = session.matmul()
     copies = session.copies()
@@ -62,6 +64,12 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
         environment=environment(os.environ),
         failures=tuple(session.failures),
     )
+
+
+def _scratch(places: Iterable[Folder]) -> str | None:
+    """Without temporary files, what can be measured is measured where runs are written."""
+    usable = {place.use: place.path for place in places if place.writable}
+    return None if "temporary files" in usable else usable.get("runs")
 
 
 def _devices(told: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> tuple[Device, ...]:

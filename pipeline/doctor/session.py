@@ -26,6 +26,8 @@ class Session:
     pace: Pace
     say: Callable[[str], None]
     gpus: bool
+    scratch: str | None
+    """Folder for measurements' files, if not that of temporary files."""
     procs: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     failures: list[Failure] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Session:
             {"device": self.device, **settings},
             procs=procs,
             seconds=seconds,
+            within=self.scratch,
         )
         return self._failed(name, told) if told.failure else told
 
