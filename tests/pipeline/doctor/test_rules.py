@@ -307,9 +307,20 @@ def test_threads(healthy: Machine, threads: str, hurts: bool) -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow-switch"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO", None),
         ("GLOO_SOCKET_IFNAME", "ib0", "interface"),
+        ("GLOO_SOCKET_IFNAME", "eth", "interface"),
+        ("GLOO_SOCKET_IFNAME", "=eth0", "interface"),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", "interface"),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", None),
         ("NCCL_SOCKET_IFNAME", "eth", None),
+        ("NCCL_SOCKET_IFNAME", "ib,eth", None),
+        ("NCCL_SOCKET_IFNAME", "th0", "interface"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "interface"),
+        ("NCCL_SOCKET_IFNAME", "=ib0,eth0", None),
         ("NCCL_SOCKET_IFNAME", "^docker", None),
-        ("NCCL_SOCKET_IFNAME", "=eth0", None),
+        ("NCCL_SOCKET_IFNAME", "^eth", None),  # loopback remains
+        ("NCCL_SOCKET_IFNAME", "^eth,lo", "interface"),
+        ("NCCL_SOCKET_IFNAME", "^=eth,lo", None),
+        ("NCCL_SOCKET_IFNAME", "lo", None),
         ("MASTER_ADDR", "8.8.8.8", "public-address"),
         ("MASTER_ADDR", "10.0.0.1", None),
         ("MASTER_ADDR", "node-0", None),
@@ -321,6 +332,16 @@ def test_environment(healthy: Machine, variable: str, value: str, expected: str 
     assert [finding.name for finding in findings(machine)] == ([expected] if expected else [])
     if expected:
         assert only(machine).seen.startswith(f"{variable}={value}")
+
+
+def test_interfaces_are_named(healthy: Machine) -> None:
+    network = Network(interfaces=(Interface(name="eth0", bits_per_s=None),))
+    set_so = {"NCCL_SOCKET_IFNAME": "=eth", "GLOO_SOCKET_IFNAME": "eth0,ib0"}
+    found = findings(changed(healthy, environment=set_so, network=network))
+    assert [finding.seen for finding in found] == [
+        "NCCL_SOCKET_IFNAME==eth, but that leaves none of the interfaces that are up: eth0, lo",
+        "GLOO_SOCKET_IFNAME=eth0,ib0, but ib0 is none of the interfaces that are up: eth0, lo",
+    ]
 
 
 def test_infiniband_that_is_switched_off(healthy: Machine) -> None:
