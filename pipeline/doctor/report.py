@@ -89,10 +89,12 @@ class Limit(Record):
 
 
 class Kernel(Record):
-    """`limits` by name (open_files, locked_memory, processes, core). `locks_freely`: the limit of
-    locked memory does not hold for this user."""
+    """`limits` by name (open_files, locked_memory, processes, core). `processes_in_group` is what a
+    control group (a container, a job) allows of processes and threads together. `locks_freely`: the
+    limit of locked memory does not hold for this user."""
 
     limits: dict[str, Limit] = {}
+    processes_in_group: Count | None = None
     locks_freely: bool | None = None
     shared_memory_bytes: Count | None = None
     shared_memory_free_bytes: Count | None = None

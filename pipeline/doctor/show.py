@@ -101,6 +101,8 @@ def _limits(machine: Machine) -> Iterator[Row]:
     for name, limit in kernel.limits.items():
         size = name in ("locked_memory", "core")
         yield name.replace("_", " "), _limit(limit, size=size)
+    if kernel.processes_in_group is not None:
+        yield "processes of the group", str(kernel.processes_in_group)
     if kernel.shared_memory_bytes is not None:
         free = _bytes(kernel.shared_memory_free_bytes)
         yield "shared memory", f"{human(kernel.shared_memory_bytes)}, {free} free"

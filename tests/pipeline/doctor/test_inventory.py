@@ -41,6 +41,21 @@ def test_cores_and_memory_of_control_groups(
     assert machine.usable_cores() == 3
 
 
+def test_processes_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/job/step\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    (tmp_path / "job/step/pids.max").write_text("max\n")
+    assert kernel.kernel().processes_in_group is None
+    (tmp_path / "job/pids.max").write_text("512\n")
+    assert kernel.kernel().processes_in_group == 512
+    (tmp_path / "own").write_text("7:pids:/old\n0::/\n")
+    (tmp_path / "pids/old").mkdir(parents=True)
+    (tmp_path / "pids/old/pids.max").write_text("100\n")
+    assert kernel.kernel().processes_in_group == 100
+
+
 def test_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\n")
     assert host._processor(tmp_path / "cpuinfo") == "AMD EPYC 9654"

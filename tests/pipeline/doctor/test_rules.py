@@ -287,7 +287,16 @@ def test_processes(healthy: Machine) -> None:
         "open-files",
         "a process may open 1024 files (ulimit -n)",
     )
-    assert told(limited(healthy, "processes", 512))[:2] == ("warning", "processes")
+    assert told(limited(healthy, "processes", 512)) == (
+        "warning",
+        "processes",
+        "512 processes and threads are allowed (ulimit -u)",
+    )
+    assert told(changed(healthy, "kernel", processes_in_group=1024)) == (
+        "warning",
+        "processes",
+        "1024 processes and threads are allowed (pids.max of the control group)",
+    )
     assert told(limited(healthy, "core", None))[:2] == ("note", "core-dumps")
 
 
