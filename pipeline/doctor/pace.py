@@ -33,7 +33,7 @@ FULL = Pace(
     total=55.0,
 )
 QUICK = Pace(
-    sizes=(64 * KIB, MIB, 16 * MIB),
+    sizes=(64 * KIB, MIB, 16 * MIB, 64 * MIB),
     collective_seconds=0.1,
     matmul_seconds=0.3,
     copy_bytes=64 * MIB,

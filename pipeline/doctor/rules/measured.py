@@ -10,6 +10,7 @@ from pipeline.doctor.topology import is_nvlink
 from pipeline.throughput import human
 
 LARGE = 64 << 20
+"""Bytes: smaller exchanges take their time for other things than the links."""
 NVLINK_BUSBW = 20e9
 """Bytes per second: what one link of the first NVLink carries in a direction, and more than PCIe
 3.0 does."""

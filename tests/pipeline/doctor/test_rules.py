@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.doctor import bandwidth
+from pipeline.doctor.pace import FULL, QUICK
 from pipeline.doctor.report import (
     Device,
     Failure,
@@ -20,6 +21,7 @@ from pipeline.doctor.report import (
 )
 from pipeline.doctor.rules import findings
 from pipeline.doctor.rules.finding import Finding
+from pipeline.doctor.rules.measured import LARGE
 from pipeline.doctor.topology import parse_topology
 
 GB = 10**9
@@ -185,6 +187,7 @@ def test_nvlink_that_is_not_used(gpus: Machine) -> None:
         "nvlink-unused",
         "all-reduce has a bus bandwidth of 5.4 GB/s, though NVLink connects all GPUs",
     )
+    assert all(max(pace.sizes) >= LARGE for pace in (FULL, QUICK))  # which it goes by
     fast = (bandwidth.allreduce(256 << 20, 0.001, 2),)
     assert findings(changed(machine, allreduce=fast)) == []
 
