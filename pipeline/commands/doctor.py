@@ -43,10 +43,13 @@ def doctor(
     from pipeline.doctor.examine import examine
     from pipeline.doctor.rules import findings
     from pipeline.errors import RunStopped, UsageError, system_errors_as
+    from pipeline.files import try_writing
     from pipeline.launch.signals import Interrupted, interruptible
 
     place = folder or (Path("runs") if Path("runs").is_dir() else Path())
     with interruptible(force_after=10.0), system_errors_as(UsageError):
+        if out is not None:
+            try_writing(out)
         try:
             machine = examine(place, procs=procs, quick=quick, say=_say)
         except Interrupted as interrupted:

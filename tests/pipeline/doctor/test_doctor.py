@@ -285,8 +285,9 @@ def test_signals_are_as_before(found: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_file_that_cannot_be_written(found: Any) -> None:
-    found()
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told before anything is measured."""
+    monkeypatch.setattr(module, "examine", lambda *_, **__: pytest.fail("measured first"))
     result = doctor("--out", "no/such/folder/machine.json")
     assert result.exit_code == 2
     assert result.stderr == ("error: No such file or directory: no/such/folder/machine.json\n")

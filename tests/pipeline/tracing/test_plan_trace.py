@@ -11,6 +11,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.forecast import planning
 from stages.train.causal_lm import TrainCausalLm
 
 LLAMA = {
@@ -122,6 +123,16 @@ def test_a_measurement_without_room_is_refused(
     assert said.exit_code == 2
     assert "--measure: 16 processes on this machine's CPUs would take about" in said.output
     assert "1.0 KB are free" in said.output
+
+
+def test_a_plan_that_cannot_be_saved_is_told_first(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "draw_up", lambda *_, **__: pytest.fail("measured first"))
+    said = plan(recipe, tmp_path, "--measure", "--out", "no/such/folder/plan.json")
+    assert said.exit_code == 2
+    assert "error: No such file or directory: " in said.output
+    assert "no/such/folder/plan.json" in said.output
 
 
 def test_what_trains_has_to_have_a_trace(
