@@ -62,13 +62,17 @@ def plan(
 
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
+    from pipeline.commands.stopping import stoppable
     from pipeline.forecast.planning import draw_up
 
     asked, margins = asked_for(gpus, nodes, **machines)
     if out is not None:
         with system_errors_as(UsageError):
             try_writing(out)
-    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure)
+    with stoppable():
+        drawn = draw_up(
+            Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure
+        )
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):
