@@ -6,6 +6,7 @@
     autograd_compat.py, fake_compat.py
                        what torch does otherwise when it is watched, and without values
     session.py         the surroundings: group, tensors without values, meter
+    training.py        which stages train
     structure.py       a model's blocks, and the shallower model that stands for it
     run.py             a recipe's stages, run as far as training steps
     alone.py           the model without a strategy, for those that cannot be traced

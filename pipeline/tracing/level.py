@@ -22,6 +22,7 @@ from pipeline.tracing.outlined import outlined
 from pipeline.tracing.replay import Replay, kinds
 from pipeline.tracing.run import Traced, run, samples_of, sources
 from pipeline.tracing.structure import Structure, depths, structure
+from pipeline.tracing.training import training
 
 CPU_KERNELS = (
     "kernels of GPUs that keep or take other tensors than those of CPUs, which were traced"
@@ -44,6 +45,7 @@ class TracedForecast:
 def traced_forecast(plan: Plan, site: Site) -> TracedForecast:
     """What the recipe needs at that site, its device memory by a trace. Raises what stages raise,
     and UsageError for a recipe that trains nothing."""
+    training(plan)  # before anything is built
     samples = samples_of(plan, site)
     models = sources(plan, site, samples)
     if not models:
