@@ -72,9 +72,8 @@ def _traits(module: nn.Module) -> tuple[Any, ...]:
         for key, value in vars(module).items()
         if isinstance(value, bool | int | float | str) and key != "layer_idx"
     }
-    shapes = tuple(
-        (name, tuple(one.shape)) for name, one in module._parameters.items() if one is not None
-    )
+    own = module.named_parameters(recurse=False)
+    shapes = tuple((name, tuple(one.shape)) for name, one in own)
     replaced = getattr(vars(module).get("forward"), "__qualname__", "")
     return type(module).__name__, tuple(sorted(plain.items())), shapes, replaced
 
