@@ -13,6 +13,7 @@ import click
 
 from pipeline.commands.machines import asked_for, machine_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
+from pipeline.files import try_writing
 from pipeline.registry import Registry
 
 if TYPE_CHECKING:
@@ -62,10 +63,17 @@ def plan(
 
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
+    from pipeline.commands.stopping import stoppable
     from pipeline.forecast.planning import draw_up
 
     asked, margins = asked_for(gpus, nodes, **machines)
-    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure)
+    if out is not None:
+        with system_errors_as(UsageError):
+            try_writing(out)
+    with stoppable():
+        drawn = draw_up(
+            Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure
+        )
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import jsonl
+from pipeline.errors import in_words
 from pipeline.launch.children import none_left
 from pipeline.machine import usable_cores
 
@@ -49,13 +50,26 @@ class _End:
     late: bool = False
 
 
-def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: float) -> Told:
-    """Call `target`, a `module:function(settings, tell)`, in `procs` processes at once.
+def measure(
+    target: str,
+    settings: Mapping[str, Any],
+    *,
+    procs: int,
+    seconds: float,
+    within: str | None = None,
+) -> Told:
+    """Call `target`, a `module:function(settings, tell)`, in `procs` processes at once. It is told
+    a file too, `store`, in which the processes can meet.
 
     Whatever they do, this returns after `seconds` (and what it takes to start and kill processes),
     with what was told until then. No process outlives the call, and none outlives this process.
+    Files of the measurement are in a folder of its own, that of temporary files or `within`.
     """
-    with tempfile.TemporaryDirectory(prefix="pipe-doctor-") as name, none_left():
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="pipe-doctor-", dir=within)
+    except OSError as error:
+        return Told(failure=f"it has no folder for its files: {in_words(error)}")
+    with scratch as name, none_left():
         folder = Path(name)
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -89,7 +103,7 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     # -P: what lies in the user's folder must not stand in for our modules
     command = [sys.executable, "-P", "-m", "pipeline.doctor.rank", target, str(folder)]
-    command += [str(os.getpid()), json.dumps(dict(settings))]
+    command += [str(os.getpid()), json.dumps({**settings, "store": str(folder / "store")})]
     for rank in range(procs):
         with _log(folder, rank).open("wb") as log:
             yield subprocess.Popen(

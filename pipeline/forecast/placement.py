@@ -74,6 +74,12 @@ class Placement(ABC):
     def masters(self) -> tuple[int, Place]:
         """Elements of the trained weights that this rank updates, and where they are."""
 
+    @property
+    def reach(self) -> int:
+        """For how many units ahead something may be held. A trace needs a model that is deeper by
+        them, because the last units have none ahead."""
+        return 1
+
     def begin(self, *, last: bool) -> None:
         """A micro-batch begins; `last` is that of an optimizer step."""
 

@@ -27,10 +27,10 @@ from pipeline.tracing.gpu import GpuSession
 from pipeline.tracing.replay import Pieces, pieces
 from pipeline.tracing.session import Owners, Session, context, session
 from pipeline.tracing.structure import Structure, structure
+from pipeline.tracing.training import METHOD, training
 from pipeline.tracing.unread import unread
-from pipeline.tracing.watch import Depth, Watch
+from pipeline.tracing.watch import Depth
 
-METHOD = "trace"
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 
 
@@ -170,11 +170,8 @@ class _Told(dict[str, Any]):
         blocks = [_within(engine.model, name) for name in names]
         self._watch.loaded(engine.model)
         with self._watch.watching(blocks):
-            trained = [s for s in self._plan.steps if Watch in _asked(type(s.stage))]
-            for step in trained:
+            for step in training(self._plan):
                 self._call(step.stage, METHOD)
-        if not trained:
-            raise UsageError("nothing can be traced: no slot of the recipe trains and has a trace")
 
     def _call(self, stage: Any, method: str) -> Any:
         kind: type = type(stage)
@@ -190,7 +187,3 @@ def _within(model: nn.Module, name: str) -> nn.Module:
     """The module of that name in a model, which a strategy may have put into another one."""
     named: dict[str, nn.Module] = dict(model.named_modules())
     return next(one for found, one in named.items() if f".{found}".endswith(f".{name}"))
-
-
-def _asked(stage: type) -> list[type]:
-    return [need.type for need in needs(stage, METHOD)] if hasattr(stage, METHOD) else []

@@ -265,6 +265,10 @@ class FsdpPlacement(Placement):
         elements, place = self.masters
         return self._optimizer.touched(elements, self._sizes.master) if place == "device" else 0
 
+    @property
+    def reach(self) -> int:
+        return max(1, self._forward_ahead, self._backward_ahead)
+
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         every = [weight for weights in self._units.values() for weight in weights]
         root = self._shard(self._units[None], self._sizes.compute) * self._shards
