@@ -61,10 +61,21 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What a stage needs beside the step: gives for slots that save, export and the like."""
+    """What a stage needs beside the step: gives for slots that save, export and the like.
+    `Extras()` says that it needs nothing to speak of."""
 
     storage: Sequence[Storage] = ()
     host: Sequence[Host] = ()
+    caveats: Sequence[str] = ()
+    """What this arithmetic leaves out of account."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported(Extras):
+    """Of a slot that exports."""
+
+    loaded: int
+    """Bytes of the model in memory, as others load it."""
 
 
 @dataclass(frozen=True, kw_only=True)
