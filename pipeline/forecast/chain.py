@@ -10,7 +10,7 @@ from pipeline.artifacts import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.forecast.ledger import Peak, Place
 from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Extras, Forecast, Host, Step
+from pipeline.forecast.result import Device, Extras, Forecast, Host, Step
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import PROCESS, Site
 from pipeline.plan import Plan
@@ -40,7 +40,7 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
         )
     extras = list(each(told, Extras))
     return Forecast(
-        device=site.ledger.peaks("device"),
+        device=_device(site, [need for extra in extras for need in extra.device]),
         host=_host(site, [need for extra in extras for need in extra.host]),
         disk={item: size * site.local_ranks for item, size in site.ledger.held("disk").items()},
         storage=[file for extra in extras for file in extra.storage],
@@ -114,6 +114,17 @@ def _caveats(plan: Plan, told: Mapping[str, Any]) -> Iterator[str]:
     yield from () if model is None else model.caveats
     for extra in each(told, Extras):
         yield from extra.caveats
+
+
+def _device(site: Site, extra: Sequence[Device]) -> dict[str, Peak]:
+    """Of the fullest rank: what its ledger says, and what stages take beside that."""
+    peaks = site.ledger.peaks("device")
+    for need in extra:
+        site.ledger.explain(need.what, need.formula)
+        peak = peaks[need.phase]
+        items = {**peak.items, need.what: peak.items.get(need.what, 0) + need.bytes}
+        peaks[need.phase] = Peak(bytes=peak.bytes + need.bytes, items=items)
+    return peaks
 
 
 def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:

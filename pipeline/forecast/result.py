@@ -60,12 +60,24 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Device:
+    """Memory of every rank's accelerator that a stage takes in a phase of the ledger's, beyond what
+    that says."""
+
+    phase: str
+    what: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extras:
     """What a stage needs beside the step: gives for slots that save, export and the like.
     `Extras()` says that it needs nothing to speak of."""
 
     storage: Sequence[Storage] = ()
     host: Sequence[Host] = ()
+    device: Sequence[Device] = ()
     caveats: Sequence[str] = ()
     """What this arithmetic leaves out of account."""
 

@@ -11,9 +11,13 @@ from annotated_types import Gt
 
 from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.errors import Problem
+from pipeline.forecast.result import Extras
+from pipeline.forecast.shapes import ModelShape, OptimizerShape
+from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView, Room, Trial
 from stages.wrap.zero import Zero
 from stages.wrap.zero.artifact import ZeroEngine
+from stages.wrap.zero.placement import ZeroPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,17 @@ class DeepSpeedCheckpoint:
         return DeepSpeedCheckpoints(
             ctx, engine, borrowed=borrowed, every=self.every, keep=self.keep
         )
+
+    def forecast(
+        self,
+        site: Site,
+        model: ModelShape,
+        optimizer: OptimizerShape,
+        placement: ZeroPlacement,
+    ) -> Extras:
+        from stages.checkpoint.deepspeed_forecast import extras
+
+        return extras(self, site, model, optimizer, placement)
 
     def foresee(
         self, ctx: Context, engine: ZeroEngine, model: ModelSource | None = None
