@@ -21,7 +21,8 @@ trial)` gives the same stage for a few measured steps; the stage that trains nee
 they would leave something outside of the run's folder or do what no step needs.
 
 Two more are for forecasts (`pipeline.forecast`). `forecast(self, site, ...)` tells what the stage
-will need, from what the slots before it have told, by annotations as in `run`. `savings(self,
+will need, from what the slots before it have told, by annotations as in `run`; a slot without it
+is named as not counted. `savings(self,
 ranks)` yields changes of the stage's fields that need less memory (`Saving`), the cheaper first.
 """
 

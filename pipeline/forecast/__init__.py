@@ -10,5 +10,6 @@
     result.py      what came of it
 
 A stage takes part by a method `forecast(self, site, ...)`, whose further parameters are annotated
-with what it needs of the slots before it, as those of `run` are.
+with what it needs of the slots before it, as those of `run` are. It gives what it tells, or a tuple
+where that is of several kinds. A slot without one is named among a forecast's caveats.
 """

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from pipeline.accelerators import GIB
+from pipeline.artifacts import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.forecast.ledger import Peak, Place
 from pipeline.forecast.phases import LOAD
 from pipeline.forecast.placement import Copies, Placement
-from pipeline.forecast.result import Extras, Forecast, Host, Step
+from pipeline.forecast.result import Device, Extras, Forecast, Host, Step
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import PROCESS, Site
 from pipeline.plan import Plan
-from pipeline.signature import needs
+from pipeline.plan import Step as Slot
+from pipeline.signature import Need, needs
 
 T = TypeVar("T")
 
@@ -33,15 +35,14 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
     step = latest(told, Step)
     placement = latest(told, Placement)
     if step is None or placement is None:
-        mute = [f"{s.slot}: {s.use}" for s in plan.steps if not hasattr(s.stage, METHOD)]
+        mute = [f"{s.slot}: {s.use}" for s in _trained(plan) if not hasattr(s.stage, METHOD)]
         raise UsageError(
             f"what this recipe needs cannot be told: {', '.join(mute) or 'nothing is trained'}",
             hint="these stages have no forecast" if mute else "give it a train slot",
         )
-    extras = [each for each in told.values() if isinstance(each, Extras)]
-    model = latest(told, ModelShape)
+    extras = list(each(told, Extras))
     return Forecast(
-        device=site.ledger.peaks("device"),
+        device=_device(site, [need for extra in extras for need in extra.device]),
         host=_host(site, [need for extra in extras for need in extra.host]),
         disk={item: size * site.local_ranks for item, size in site.ledger.held("disk").items()},
         storage=[file for extra in extras for file in extra.files(step.length)],
@@ -49,7 +50,7 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
         traffic=list(placement.traffic(step.microbatches)),
         copies=_copies(site, placement.copies(step.microbatches) + step.copies),
         step=step,
-        caveats=() if model is None else tuple(model.caveats),
+        caveats=tuple(_caveats(plan, told)),
     )
 
 
@@ -60,24 +61,72 @@ def ask(plan: Plan, site: Site, known: Mapping[str, Any] | None = None) -> dict[
     for step in plan.steps:
         if known and step.slot in known:
             told[step.slot] = known[step.slot]
-            continue
-        if not hasattr(step.stage, METHOD):
-            continue
-        inputs: dict[str, Any] = {}
-        stage: type = type(step.stage)
-        for need in needs(stage, METHOD):
-            given = latest(told, need.type)
-            if given is None and not need.optional:
-                break
-            inputs[need.parameter] = given
-        else:
+        elif hasattr(step.stage, METHOD) and not any(_missing(step.stage, told)):
+            asked = _asked(step.stage)
+            inputs = {need.parameter: latest(told, need.type) for need in asked}
             told[step.slot] = step.stage.forecast(site, **inputs)
     return told
 
 
 def latest(told: Mapping[str, Any], kind: type[T]) -> T | None:
     """What the latest slot has told that told something of this kind."""
-    return next((each for each in reversed([*told.values()]) if isinstance(each, kind)), None)
+    return next(reversed([*each(told, kind)]), None)
+
+
+def each(told: Mapping[str, Any], kind: type[T]) -> Iterator[T]:
+    """Everything of this kind, in the order of slots."""
+    for one in told.values():
+        for part in one if isinstance(one, tuple) else (one,):
+            if isinstance(part, kind):
+                yield part
+
+
+def _missing(stage: Any, told: Mapping[str, Any]) -> Iterator[str]:
+    """What its forecast cannot do without, and no slot has told."""
+    for need in _asked(stage):
+        if not need.optional and latest(told, need.type) is None:
+            yield need.type.__name__
+
+
+def _asked(stage: Any) -> tuple[Need, ...]:
+    kind: type = type(stage)
+    return needs(kind, METHOD)
+
+
+def _trained(plan: Plan) -> Iterator[Slot]:
+    """The slots up to the first that trains."""
+    for step in plan.steps:
+        yield step
+        if issubclass(step.gives or object, TrainedRun):
+            return
+
+
+def _caveats(plan: Plan, told: Mapping[str, Any]) -> Iterator[str]:
+    """What is left out of account: whole slots, and what stages say of themselves."""
+    before: dict[str, Any] = {}
+    for step in plan.steps:
+        if step.slot in told:
+            before[step.slot] = told[step.slot]
+        elif not hasattr(step.stage, METHOD):
+            yield f"slot `{step.slot}` ({step.use}) has no forecast"
+        else:
+            missing = ", ".join(_missing(step.stage, before))
+            yield f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
+    model = latest(told, ModelShape)
+    yield from () if model is None else model.caveats
+    for extra in each(told, Extras):
+        yield from extra.caveats
+
+
+def _device(site: Site, extra: Sequence[Device]) -> dict[str, Peak]:
+    """Of the fullest rank: what its ledger says, and what stages take beside that."""
+    peaks = site.ledger.peaks("device")
+    for need in extra:
+        site.ledger.explain(need.what, need.formula)
+        peak = peaks[need.phase]
+        items = {**peak.items, need.what: peak.items.get(need.what, 0) + need.bytes}
+        peaks[need.phase] = Peak(bytes=peak.bytes + need.bytes, items=items)
+    return peaks
 
 
 def _copies(site: Site, copies: Copies) -> Copies:

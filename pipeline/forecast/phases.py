@@ -2,3 +2,4 @@
 
 LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
 UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
+EXPORT, EVALUATION = "export", "evaluation"

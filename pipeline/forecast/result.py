@@ -66,19 +66,42 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Device:
+    """Memory of every rank's accelerator that a stage takes in a phase of the ledger's, beyond what
+    that says."""
+
+    phase: str
+    what: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What a stage needs beside the step: gives for slots that save, export and the like."""
+    """What a stage needs beside the step: gives for slots that save, export and the like.
+    `Extras()` says that it needs nothing to speak of."""
 
     storage: Sequence[Storage] = ()
     saved: Callable[[Length], Storage] | None = None
     """Files of which a longer training leaves more."""
     host: Sequence[Host] = ()
+    device: Sequence[Device] = ()
+    caveats: Sequence[str] = ()
+    """What this arithmetic leaves out of account."""
 
     def files(self, length: Length) -> Iterator[Storage]:
         """All that is written in a training of that length."""
         yield from self.storage
         if self.saved is not None:
             yield self.saved(length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported(Extras):
+    """Of a slot that exports."""
+
+    loaded: int
+    """Bytes of the model in memory, as others load it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,10 @@ from pipeline.forecast.options import Saving
 from pipeline.forecast.phases import LOAD
 from pipeline.forecast.planning import Drawn
 
+TELLING = 1.1
+"""How many times as long as another a step has to be estimated to count as longer: less is within
+what estimates were off on real steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -117,14 +121,16 @@ def savings(drawn: Drawn) -> list[tuple[str, Saving]]:
 
 
 def best(found: Sequence[Way]) -> Way | None:
-    """Of those that fit, that with the shortest step by the estimate; where that is not known of
-    all of them, the first of those with the fewest savings. None if none fits."""
+    """Of those that fit, the first whose step is not longer than the shortest by what the estimate
+    can tell; where the estimate is not known of all of them, the first of those with the fewest
+    savings. None if none fits."""
     fitting = [way for way in found if way.fits]
     times = [way.drawn.time for way in fitting]
     if not fitting:
         return None
     if all(time is not None and not time.unknown for time in times):
-        return min(fitting, key=lambda way: _seconds(way.drawn))
+        longest = TELLING * min(_seconds(way.drawn) for way in fitting)
+        return next(way for way in fitting if _seconds(way.drawn) <= longest)
     return min(fitting, key=lambda way: len(way.saved))
 
 

@@ -23,7 +23,7 @@ from pipeline.room import require_room
 from pipeline.stage import Context, Room
 from pipeline.state import randomness, summary, whereabouts
 from pipeline.state.arena import Arena
-from pipeline.state.count import count
+from pipeline.state.count import count, room
 from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import FILE, Group, Manifest, Scale, State
 from pipeline.state.own import own_state
@@ -101,12 +101,7 @@ class StateCheckpoints(Checkpoints):
         if "://" in self.address:
             return
         number = count(self._retention, self._every, length).number
-        missing = max(number - len(self._store.names()), 1)
-        yield Room(
-            what=f"{missing} checkpoint{'s' * (missing > 1)}",
-            disk=missing * self.size,
-            folder=Path(self.address),
-        )
+        yield room(number, len(self._store.names()), self.size, Path(self.address))
 
     def discard(self) -> None:
         """Remove everything at the address, once nothing is being written (rank 0)."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.length import Length
+from pipeline.stage import Room
 from pipeline.state.retention import Retention
 
 
@@ -63,3 +65,10 @@ def _open_ended(retention: Retention, every: int | None, length: Length) -> Coun
     if retention.every is None:
         return Count(number=number)
     return Count(number=number, further=math.lcm(period, retention.every))
+
+
+def room(number: int, there: int, size: int, folder: Path) -> Room:
+    """For checkpoints of so many bytes, of that number those that are not there; at least one."""
+    missing = max(number - there, 1)
+    what = f"{missing} checkpoint{'s' * (missing > 1)}"
+    return Room(what=what, disk=missing * size, folder=folder)

@@ -9,6 +9,8 @@ from typing import Literal
 from pipeline.artifacts import TrainedRun, Weights
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.result import Extras
+from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.average.ema import EmaAverage
 
@@ -35,6 +37,10 @@ class ConsolidateStream:
                 message="this recipe's training keeps no average",
                 hint="add a slot average.ema between wrap and checkpoint",
             )
+
+    def forecast(self, site: Site) -> Extras:
+        """A few MiB."""
+        return Extras()
 
     def run(self, ctx: Context, trained: TrainedRun) -> Weights:
         from stages.consolidate.weights import open_weights

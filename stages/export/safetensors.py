@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
-from pipeline.forecast.result import Extras
+from pipeline.forecast.result import Exported
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView, Room
@@ -67,7 +67,7 @@ class ExportSafetensors:
         )
         return export(target_of(self.folder, ctx), ctx, contents, trained)
 
-    def forecast(self, site: Site, model: ModelShape) -> Extras:
+    def forecast(self, site: Site, model: ModelShape) -> Exported:
         from stages.export.forecast import extras
 
         return extras(self.dtype, model)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.forecast.advice import Walk
 from pipeline.forecast.options import CHUNK, RECOMPUTE, SMALLER, Order, Saving
-from pipeline.forecast.sparing import Change, best, ways
+from pipeline.forecast.sparing import Change, Way, best, ways
 from pipeline.forecast.timing import StepTime
 from pipeline.presets import Strategy
 
@@ -81,6 +81,14 @@ def test_what_costs_a_third_is_given_up_when_smaller_micro_batches_do() -> None:
     chosen = best(found)
     assert chosen is not None
     assert fields_of(chosen.changes) == {"train.chunk": True, "train.micro": 1}
+
+
+@pytest.mark.parametrize(("slower", "first"), [(1.09, True), (1.11, False)])
+def test_of_ways_that_take_as_long_the_first_is_taken(slower: float, first: bool) -> None:
+    fine = [drawn([], {"": 1}) for _ in range(2)]
+    fine[0].time = StepTime(parts={"compute": 4 * slower}, unknown=())
+    found = [Way(changes=[], saved=(), drawn=one) for one in fine]
+    assert best(found) is found[0 if first else 1]
 
 
 def test_without_rates_the_fewest_savings_are_taken() -> None:

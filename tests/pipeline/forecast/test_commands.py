@@ -114,6 +114,20 @@ def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
     assert set(more.values()) == {4 * 8_030_261_248 // 8}
 
 
+def test_a_checkpoint_of_deepspeed_is_read_beside_the_state() -> None:
+    slot = json.dumps({"use": "checkpoint.deepspeed"})
+    record = planned(RECIPES / "llama8b_zero2.yaml", f"checkpoint={slot}")
+    part = 8_030_261_248 // 8
+    assert record["device"]["resume"]["items"]["moments that are read"] == 8 * part
+    between = record["device"]["checkpoint"]["bytes"]
+    assert record["device"]["resume"]["bytes"] == between + 8 * part
+    assert record["host"]["resume"]["items"]["file that is read"] == 8 * 2 * 8_030_261_248
+    (saved, _) = record["storage"]
+    assert saved["bytes"] == 14 * 8_030_261_248
+    on_cpu = planned(RECIPES / "llama8b_zero2.yaml", f"checkpoint={slot}", "launch.device=cpu")
+    assert "moments that are read" not in on_cpu["host"]["resume"]["items"]
+
+
 def test_what_accelerate_wraps_is_what_it_is_translated_to(tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text(

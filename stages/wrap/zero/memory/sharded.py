@@ -47,7 +47,7 @@ class Sharded:
             yield Item("masters' gradients", s.state_at, m * self.part, f"{m} N/W")
         if s.state_at == "disk" and stage.offload_optimizer is not None:
             count = stage.offload_optimizer.buffer_count
-            size = m * count * self._sub_group
+            size = m * count * self.sub_group
             yield Item("swap buffers", "host", size, f"{m} buffer_count sub-group")
         if stage.contiguous_gradients:
             yield Item("reduce bucket", "device", r * stage.reduce_bucket_size, f"{r} bucket")
@@ -132,7 +132,7 @@ class Sharded:
         """Norms first, then a sub-group after another."""
         largest, m = self.setting.share(max(self.weights.trained)), self.setting.master_bytes
         each = ACCUMULATED + m * (m != ACCUMULATED)
-        flat = each * self._sub_group
+        flat = each * self.sub_group
         yield Item("masters' gradients", "device", flat, f"{each} min(N/W, sub-group)")
         yield Item("a gradient's norm", "device", NORM * largest, "8 max(n)/W")
         if self.setting.compute == "fp16":
@@ -144,7 +144,7 @@ class Sharded:
         return Gradients(0, c) if self.stage.contiguous_gradients else Gradients(c, 0)
 
     @property
-    def _sub_group(self) -> int:
+    def sub_group(self) -> int:
         """Elements of the largest one; it ends with the parameter that reaches the limit."""
         limit = SUB_GROUP if self.stage.sub_group_size is None else self.stage.sub_group_size
         most = filled = 0
