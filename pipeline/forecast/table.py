@@ -13,9 +13,10 @@ from pipeline.forecast.site import Hardware, Site
 from pipeline.forecast.timing import (
     COMPUTE,
     DISK,
-    LINK,
+    DOWN,
     MEMORY,
     NETWORK,
+    UP,
     StepTime,
     crosses,
     sent,
@@ -156,8 +157,8 @@ def _time(time: StepTime | None, site: Site, hardware: Hardware) -> Iterator[str
 def _rate(part: str, site: Site) -> str:
     """The hardware's field that a part of a step is told by."""
     network = "peers" if site.nodes == 1 else "network"
-    rates = {COMPUTE: "flops", MEMORY: "bandwidth", NETWORK: network, LINK: "host_link"}
-    return {**rates, DISK: "disk_rate"}[part]
+    links = {NETWORK: network, UP: "host_link", DOWN: "host_link", DISK: "disk_rate"}
+    return {COMPUTE: "flops", MEMORY: "bandwidth", **links}[part]
 
 
 def verdict(
