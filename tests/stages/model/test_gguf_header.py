@@ -104,7 +104,7 @@ def test_damaged_headers_are_named(case: str, tmp_path: Path) -> None:
     began = time.perf_counter()
     with pytest.raises(StageError, match=rf"model\.gguf .*{message}"):
         parameters(content, tmp_path)
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 5
 
 
 def test_every_cut_through_a_header_is_refused(tmp_path: Path) -> None:
