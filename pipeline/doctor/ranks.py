@@ -18,7 +18,7 @@ from typing import Any
 from pipeline import jsonl
 from pipeline.errors import in_words
 from pipeline.launch.children import none_left
-from pipeline.machine import usable_cores
+from pipeline.machine import cores_each
 
 LOOK_SECONDS = 0.02
 LONGEST_REASON = 300
@@ -114,14 +114,13 @@ def _started(
 
 def _environment(rank: int, procs: int) -> dict[str, str]:
     """As the ranks of a run have it: the cores shared among them."""
-    threads = max(1, int(usable_cores()) // procs)
     place = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(procs),
         "LOCAL_WORLD_SIZE": str(procs),
     }
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **place}
+    return {"OMP_NUM_THREADS": str(cores_each(procs)), **os.environ, **place}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> _End:
