@@ -64,6 +64,8 @@ class Placement(ABC):
     ledger: Ledger
     ranks: int
     """Data-parallel ranks."""
+    averaged: int = 0
+    """Bytes of an average of each trained element, which is saved beside moments."""
 
     @abstractmethod
     def load(self) -> None:

@@ -17,6 +17,8 @@ from pipeline.stage import Context, PlanView
 from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 
 AVERAGE = "average of weights"
+ELEMENT = 4
+"""Bytes of it, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class EmaAverage:
     def forecast(self, site: Site, placement: Placement) -> Placement:
         elements, place = placement.masters
         site.ledger.explain(AVERAGE, "4 bytes for each trained element of this rank")
-        site.ledger.change(AVERAGE, 4 * elements, place)
+        site.ledger.change(AVERAGE, ELEMENT * elements, place)
+        placement.averaged = ELEMENT
         return placement
 
     def trace(self, ctx: Context, engine: Engine) -> Engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts import Precision
+from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Extras, Host, Storage
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
@@ -26,10 +27,11 @@ def extras(
     model: ModelShape,
     precision: Precision,
     optimizer: OptimizerShape,
+    placement: Placement,
 ) -> Extras:
     """Host memory for the copy that is written, each rank its share; disk for as many as there will
     be at once."""
-    size = state_bytes(model, precision, optimizer)
+    size = state_bytes(model, precision, optimizer) + placement.averaged * model.trained
     local = min(site.local_ranks, site.ranks)
 
     def saved(length: Length) -> Storage:
@@ -54,8 +56,8 @@ def extras(
 
 
 def state_bytes(model: ModelShape, precision: Precision, optimizer: OptimizerShape) -> int:
-    """Bytes of a checkpoint: weights that are not borrowed, and moments of those that are
-    trained."""
+    """Bytes of a checkpoint without averages: weights that are not borrowed, and moments of those
+    that are trained."""
     bits = optimizer.bits / optimizer.moments
     moment = (bits if bits >= NARROWEST else 32) / 8
     weights = sum(weight.elements for weight in model.weights() if not weight.borrowed)

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt
 from pipeline.artifacts import Checkpoints, ModelSource, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Extras
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
@@ -60,11 +61,16 @@ class CheckpointSettings(ABC):
         yield from unknown_address("start_from", self.start_from)
 
     def forecast(
-        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
+        self,
+        site: Site,
+        model: ModelShape,
+        precision: Precision,
+        optimizer: OptimizerShape,
+        placement: Placement,
     ) -> Extras:
         from stages.checkpoint.forecast import extras
 
-        return extras(self, site, model, precision, optimizer)
+        return extras(self, site, model, precision, optimizer, placement)
 
     def shortened(self, trial: Trial) -> Self:
         """Saves at the end only, from a fresh start."""

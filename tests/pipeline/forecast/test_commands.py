@@ -112,6 +112,13 @@ def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
     }
     # 8.03e9 over 8 ranks
     assert set(more.values()) == {4 * 8_030_261_248 // 8}
+    # and in each checkpoint, which is 12 bytes an element without
+    saved = [record["storage"][0]["bytes"] for record in (before, after)]
+    assert saved[1] * 12 == saved[0] * 16
+    copies = [
+        record["host"]["checkpoint"]["items"]["copy for checkpoints"] for record in (before, after)
+    ]
+    assert copies == [12 * 8_030_261_248, 16 * 8_030_261_248]
 
 
 def test_a_checkpoint_of_deepspeed_is_read_beside_the_state() -> None:
