@@ -15,6 +15,7 @@ from pipeline.forecast.site import PROCESS
 from pipeline.machine import free_memory
 from pipeline.plan import Plan
 from pipeline.throughput import human
+from pipeline.tracing.engines import require_engine
 
 SECONDS = 1800
 """After which a measurement is given up."""
@@ -35,7 +36,8 @@ class Measured:
 
 def measure_here(plan: Plan, forecast: Forecast) -> Measured:
     """On this machine's GPUs if there is one for each rank, or else as CPU processes. Raises
-    UsageError where the forecast has no room here, and RunFailed."""
+    UsageError where the forecast has no room here or nothing can be measured, and RunFailed."""
+    require_engine(plan)
     ranks = plan.view.procs
     device = "cuda" if plan.view.device == "cuda" and gpu_count() >= ranks else "cpu"
     if device == "cpu":

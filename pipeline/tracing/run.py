@@ -21,6 +21,7 @@ from pipeline.forecast.site import Site
 from pipeline.plan import Plan
 from pipeline.signature import needs
 from pipeline.tracing.alone import Alone
+from pipeline.tracing.engines import require_engine
 from pipeline.tracing.extrapolate import Trace, highest
 from pipeline.tracing.fake_compat import told_apart
 from pipeline.tracing.gpu import GpuSession
@@ -65,6 +66,7 @@ def run(
     """Two training steps of rank 0, on a model of its first so many blocks. Without `fake`, on real
     tensors, by the engines that train; with `alone`, without the strategy. Raises UsageError where
     nothing is trained, and StageError where values are needed."""
+    require_engine(plan)
     with session(site, seed=plan.view.seed, fake=fake) as here:
         told = _Told(plan, site, samples, Depth(blocks=blocks), here)
         source = told.declare()
@@ -143,7 +145,7 @@ class _Told(dict[str, Any]):
         return source
 
     def wrap(self, method: str | None) -> None:
-        """Stages that give an engine, by this method. Raises UsageError where none does."""
+        """Stages that give an engine, by this method."""
         for step in self._plan.steps:
             if not issubclass(step.gives or object, Engine):
                 continue
@@ -151,8 +153,6 @@ class _Told(dict[str, Any]):
             if method is not None and hasattr(step.stage, method):
                 engine = self._call(step.stage, method)
             self[step.slot] = engine or latest(self, Engine) or self._bare()
-        if latest(self, Engine) is None:
-            raise UsageError("nothing can be traced: no slot of the recipe gives an engine")
 
     def _bare(self) -> Alone:
         source, precision = latest(self, ModelSource), latest(self, Precision)

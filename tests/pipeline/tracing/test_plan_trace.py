@@ -124,6 +124,23 @@ def test_a_measurement_without_room_is_refused(
     assert "1.0 KB are free" in said.output
 
 
+@pytest.mark.parametrize("option", ["--trace", "--measure"])
+def test_a_stage_that_wraps_the_model_itself_is_refused(
+    recipe: dict[str, Any], tmp_path: Path, option: str
+) -> None:
+    recipe["launch"] = {"procs": 2, "device": "cpu"}
+    stages = recipe["stages"]
+    del stages["wrap"], stages["checkpoint"]
+    stages["train"]["use"] = "train.hf_trainer"
+    assert plan(recipe, tmp_path).exit_code == 0
+    said = plan(recipe, tmp_path, option)
+    assert said.exit_code == 2
+    assert said.output.endswith(
+        "nothing can be traced or measured: no slot of the recipe gives an engine "
+        "(plan it by arithmetic, without --trace and --measure)\n"
+    )
+
+
 def test_what_trains_has_to_have_a_trace(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,82 @@
+"""What a training by the Trainer takes: the common loop's story under its own strategy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeline.artifacts import Precision
+from pipeline.forecast.phases import RESUME, SAVE
+from pipeline.forecast.placement import Placement
+from pipeline.forecast.result import Extras, Host, Step, Storage
+from pipeline.forecast.shapes import ModelShape, OptimizerShape, Recomputed, SampleShape
+from pipeline.forecast.site import Site
+from pipeline.forecast.sizes import Sizes
+from pipeline.throughput import human
+from stages.train.hf_trainer_placement import TrainerPlacement
+from stages.train.story import tell
+
+if TYPE_CHECKING:
+    from stages.train.hf_trainer import HfTrainer
+
+BUCKET = 25
+"""MiB, where no argument says."""
+RECOMPUTED = ("activation_checkpointing", "gradient_checkpointing")
+FEWER = {
+    "torch_compile": "compiled models, which keep less",
+    "use_liger_kernel": "liger's kernels, which keep less",
+}
+"""Arguments -> what they do that arithmetic does not follow."""
+
+
+def forecast(
+    config: HfTrainer,
+    site: Site,
+    model: ModelShape,
+    data: SampleShape,
+    precision: Precision,
+    optimizer: OptimizerShape,
+) -> tuple[Placement, Step, Extras]:
+    """The Trainer wraps the model, trains it and keeps checkpoints."""
+    if any(config.arguments.get(name) for name in RECOMPUTED):
+        model = replace(model, recomputed=Recomputed())
+    placement = TrainerPlacement(
+        site.ledger,
+        model,
+        optimizer,
+        Sizes.of(precision),
+        ranks=site.ranks,
+        bucket=(config.arguments.get("ddp_bucket_cap_mb") or BUCKET) << 20,
+        views=False,
+    )
+    step = tell(config.batches(), site, model, data, precision, optimizer, placement)
+    return placement, step, _extras(config, site, model, precision, optimizer)
+
+
+def _extras(
+    config: HfTrainer,
+    site: Site,
+    model: ModelShape,
+    precision: Precision,
+    optimizer: OptimizerShape,
+) -> Extras:
+    """Disk for checkpoints, which rank 0 writes; host memory for what it copies from its GPU, and
+    for moments that are read, which the Trainer has in host memory where there is one process."""
+    own = sum(weight.elements for weight in model.weights() if not weight.borrowed)
+    weights, moments = own * Sizes.of(precision).master, optimizer.state(model.trained)
+    kept = (config.keep or 1) + 1 if config.save_every else 1
+    copied = Host(phase=SAVE, what="copy of what is saved", bytes=weights, formula="all weights")
+    read = Host(phase=RESUME, what="file that is read", bytes=moments, formula="all moments")
+    host = [] if site.device == "cpu" else [copied] if site.ranks > 1 else [copied, read]
+    size = f"{human(weights)} of weights + {human(moments)} of moments"
+    return Extras(
+        storage=[
+            Storage(
+                what=f"{kept} checkpoint{'s' * (kept > 1)}",
+                bytes=kept * (weights + moments),
+                formula=f"{kept} x ({size})",
+            )
+        ],
+        host=host,
+        caveats=[what for name, what in FEWER.items() if config.arguments.get(name)],
+    )
