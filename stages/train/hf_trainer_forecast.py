@@ -13,14 +13,12 @@ from pipeline.forecast.shapes import ModelShape, OptimizerShape, Recomputed, Sam
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import Sizes
 from pipeline.throughput import human
-from stages.train.hf_trainer_placement import TrainerPlacement
 from stages.train.story import tell
+from stages.wrap.accelerate_placement import replicated
 
 if TYPE_CHECKING:
     from stages.train.hf_trainer import HfTrainer
 
-BUCKET = 25
-"""MiB, where no argument says."""
 RECOMPUTED = ("activation_checkpointing", "gradient_checkpointing")
 FEWER = {
     "torch_compile": "compiled models, which keep less",
@@ -40,15 +38,7 @@ def forecast(
     """The Trainer wraps the model, trains it and keeps checkpoints."""
     if any(config.arguments.get(name) for name in RECOMPUTED):
         model = replace(model, recomputed=Recomputed())
-    placement = TrainerPlacement(
-        site.ledger,
-        model,
-        optimizer,
-        Sizes.of(precision),
-        ranks=site.ranks,
-        bucket=(config.arguments.get("ddp_bucket_cap_mb") or BUCKET) << 20,
-        views=False,
-    )
+    placement = replicated(site, model, precision, optimizer)
     step = tell(config.batches(), site, model, data, precision, optimizer, placement)
     return placement, step, _extras(config, site, model, precision, optimizer)
 

@@ -1,17 +1,38 @@
-"""What the Trainer's strategy holds, and when: torch's DistributedDataParallel as accelerate makes
-it, or nothing on one process."""
+"""What accelerate's replicas hold, and when: torch's DistributedDataParallel as it makes it, or the
+model alone on one process."""
 
 from __future__ import annotations
 
+from pipeline.artifacts import Precision
 from pipeline.forecast.placement import BUFFERS, GRADIENTS, PARAMETERS
+from pipeline.forecast.shapes import ModelShape, OptimizerShape
+from pipeline.forecast.site import Site
+from pipeline.forecast.sizes import Sizes
 from stages.wrap.ddp_placement import DdpPlacement
 
 MESSAGE = 250 << 20
 """Bytes of weights that torch sends at a time while it makes replicas the same, of which two are
 under way (torch/nn/parallel/distributed.py, broadcast_bucket_size)."""
+BUCKET = 25 << 20
+"""Bytes of torch's buckets."""
 
 
-class TrainerPlacement(DdpPlacement):
+def replicated(
+    site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
+) -> AcceleratePlacement:
+    """For a model on every rank of the site."""
+    return AcceleratePlacement(
+        site.ledger,
+        model,
+        optimizer,
+        Sizes.of(precision),
+        ranks=site.ranks,
+        bucket=BUCKET,
+        views=False,
+    )
+
+
+class AcceleratePlacement(DdpPlacement):
     """A replica of everything. Gradients are tensors of their own, which an update drops; with
     several processes the buckets that are reduced stay beside them."""
 
