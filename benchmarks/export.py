@@ -37,7 +37,7 @@ from exporters.trained import trained
 from shapes import SHAPES
 from tables import Rounds, listed, markdown, median, mib, ratio
 
-from pipeline.machine import free_memory
+from pipeline.machine import cores_each, free_memory
 
 MARGIN = 1 << 30
 """Bytes of disk and memory that are left alone."""
@@ -185,7 +185,7 @@ class Bench:
                 cache.evict(needed)
 
         job = {**jobs["input"], "tiny": jobs["tiny"], "task": tool.task, "threads": tool.threads}
-        threads = max(1, (os.cpu_count() or 1) // tool.processes)  # as the launcher of runs does
+        threads = cores_each(tool.processes)  # as the launcher of runs does
         found = measure(
             "apart.warmed:warmed", job, scratch=self._scratch, world=tool.processes,
             env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)},

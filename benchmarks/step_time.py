@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import yaml
 from shapes import SHAPES
 
+from pipeline.doctor.report import read_machine
 from pipeline.forecast.fit import Margins
 from pipeline.forecast.hardware import Asked
 from pipeline.forecast.planning import draw_up
@@ -90,7 +91,7 @@ def _rows(
             for compute in computes:
                 for wrap in WRAPS:
                     recipe = _recipe(folder, shape, wrap, count, compute, steps)
-                    drawn = draw_up(recipe, [], Asked(machine=machine), Margins())
+                    drawn = draw_up(recipe, [], Asked(machine=read_machine(machine)), Margins())
                     assert drawn.time is not None
                     run = folder / f"run-{shape}-{wrap}-{count}-{compute}"
                     _pipe("run", str(recipe), "--run-dir", str(run))

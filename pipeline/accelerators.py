@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,13 +28,11 @@ class Accelerator:
     """Bytes a second that it sends to the other devices of its node, in one direction."""
     host: float
     """Bytes a second to or from its machine's memory, in one direction."""
-    narrow: bool = True
-    """Whether it computes in bf16."""
 
 
 def _device(
     name: str, gib: float, tflops: float, fp32: float, memory_gbs: float, peers_gbs: float,
-    host_gbs: float, *, narrow: bool = True,
+    host_gbs: float,
 ) -> Accelerator:  # fmt: skip
     return Accelerator(
         name=name,
@@ -43,7 +42,6 @@ def _device(
         bandwidth=memory_gbs * GB,
         peers=peers_gbs * GB,
         host=host_gbs * GB,
-        narrow=narrow,
     )
 
 
@@ -54,13 +52,16 @@ ACCELERATORS = (
     _device("H100 NVL", 93.1, 835.5, 60, 3900, 300, 64),
     _device("H100", 79.2, 989.5, 67, 3350, 450, 64),
     _device("H800", 79.2, 989.5, 67, 3350, 200, 64),
+    _device("A100 40GB PCIe", 39.4, 312, 19.5, 1555, 32, 32),
     _device("A100 40GB", 39.4, 312, 19.5, 1555, 300, 32),
+    _device("A100 PCIe", 79.2, 312, 19.5, 1935, 32, 32),
     _device("A100", 79.2, 312, 19.5, 2039, 300, 32),
     _device("A800", 79.2, 312, 19.5, 2039, 200, 32),
     _device("L40S", 44.4, 362, 91.6, 864, 32, 32),
     _device("L4", 22.0, 121, 30.3, 300, 32, 32),
     _device("A10G", 22.0, 70, 35, 600, 32, 32),
-    _device("V100", 31.7, 125, 15.7, 900, 150, 16, narrow=False),
+    _device("V100 PCIe", 31.7, 112, 14, 900, 16, 16),
+    _device("V100", 31.7, 125, 15.7, 900, 150, 16),
     _device("RTX 4090", 23.6, 165.2, 82.6, 1008, 32, 32),
     _device("RTX 3090", 23.6, 71, 35.6, 936, 32, 32),
     _device("MI300X", 191.5, 1307.4, 163.4, 5300, 448, 64),
@@ -70,14 +71,37 @@ ACCELERATORS = (
 Memory is a little less than what is printed on the box: the driver takes some."""
 
 
+COMMON = {
+    "nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "tensor", "core",
+    "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam", "pcie",
+    "hbm2", "hbm2e", "hbm3", "hbm3e",
+}  # fmt: skip
+"""Words for makers, series, sockets and memory, which tell no devices apart."""
+PRINTED = 0.9
+"""At least this share of the memory that is printed on the box can be taken."""
+
+
 def find_accelerator(name: str) -> Accelerator | None:
-    """The first device all words of whose name are in `name`; None for one that is not known."""
+    """The first device all words of whose name are in `name`, if the rest of `name` contradicts
+    nothing: None for one that is not known, as a laptop's, a part of a GPU, or one with another
+    memory."""
     words = _words(name)
-    return next((device for device in ACCELERATORS if _words(device.name) <= words), None)
+    return next((device for device in ACCELERATORS if _is(device, words)), None)
+
+
+def _is(device: Accelerator, words: set[str]) -> bool:
+    own = _words(device.name)
+    return own <= words and all(_of_its_memory(device, word) for word in words - own - COMMON)
+
+
+def _of_its_memory(device: Accelerator, word: str) -> bool:
+    size = re.fullmatch(r"([0-9]+)gi?b", word)
+    return size is not None and PRINTED * int(size[1]) <= device.memory / GIB <= int(size[1])
 
 
 def _words(name: str) -> set[str]:
-    return set(name.lower().replace("-", " ").replace("_", " ").split())
+    joined = re.sub(r"([0-9])\s+(gi?b)\b", r"\1\2", name.lower())
+    return set(re.split(r"[-_\s]+", joined.strip()))
 
 
 NETWORKS: Mapping[str, float] = {

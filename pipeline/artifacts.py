@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from pipeline.length import Length
     from pipeline.order import Order
+    from pipeline.stage import Room
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 
@@ -404,6 +406,11 @@ class Checkpoints(ABC):
         `admit` is given the progress that it holds before anything is loaded, and raises if that
         is not to be continued. Raises CheckpointError when what is there cannot be.
         """
+
+    def room(self, length: Length) -> Iterator[Room]:
+        """What the checkpoints of a training of that length will need; called on rank 0 alone,
+        before the first step."""
+        return iter(())
 
     def best(self) -> TrainedRun:
         """The checkpoint with the lowest held-out loss among those that are there, once `finish`

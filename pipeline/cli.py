@@ -45,7 +45,7 @@ COMMANDS = {
     "plan": ("pipeline.commands.plan:plan", "Tell what a recipe will need, and whether it fits."),
     "advise": (
         "pipeline.commands.advise:advise",
-        "Find the fastest way to train a model that fits, and write its recipe.",
+        "Find how to train a model on given GPUs, and write its recipe.",
     ),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),

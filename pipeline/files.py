@@ -19,6 +19,17 @@ def replace_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def try_writing(path: Path) -> None:
+    """Raises OSError where a file could not be written: before the work whose result it is for.
+    What is there stays, and nothing new is left."""
+    new = not path.exists()
+    if not new and not path.is_file():  # who reads a pipe would take this for its end
+        return
+    path.open("ab").close()
+    if new:
+        path.resolve().unlink()  # what a link leads to
+
+
 def page_aligned(size: int) -> memoryview:
     """Memory to read into, for `size` bytes, of this process alone. Where it begins a few bytes
     after a page, as that of a large `bytearray` does, AMD's processors since Zen 3 copy into it at

@@ -32,10 +32,27 @@ def total_memory() -> int | None:
     return min([total, *(limit for _, _, limit in _memory_limits())])
 
 
+def most_processes() -> int | None:
+    """Processes and threads that there may be at once in the control groups that this process is
+    in, those of others counted; None where none limits them."""
+    limits = []
+    for folder, _ in _groups("pids"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limits.append(int((folder / "pids.max").read_text("ascii")))
+    return min(limits, default=None)
+
+
 def usable_cores() -> float:
     """Cores' worth of processor time that processes here may use together: this process's affinity,
     or a control group's quota, which need not be whole."""
-    return min([float(len(os.sched_getaffinity(0))), *_quotas()])
+    given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min([float(given or 1), *_quotas()])
+
+
+def cores_each(procs: int) -> int:
+    """Whole cores, and so threads that compute, for each of `procs` processes that share what is
+    usable here; at least one."""
+    return max(1, int(usable_cores()) // procs)
 
 
 def _left_in_groups() -> Iterator[int]:

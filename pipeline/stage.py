@@ -31,10 +31,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pipeline.errors import Problem
+from pipeline.errors import Problem, UsageError
 
 if TYPE_CHECKING:
     from pipeline.dist import Dist
@@ -113,8 +114,23 @@ class Trial:
     """Optimizer steps in all."""
     profile: tuple[int, ...] = ()
     """Those of them that torch.profiler is to record."""
-    growth: float = 1.0
+    growth: Fraction = Fraction(1)
     """Samples of one optimizer step, in multiples of the recipe's."""
+    procs: int = 1
+    """What the recipe leaves to follow from the number of processes, such as a micro-batch, is to
+    be what follows from this many: trials that are compared have it alike."""
+
+    def grown(self, samples: int) -> int:
+        """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
+        where they are no whole number."""
+        grown = samples * self.growth
+        if grown.denominator != 1:
+            raise UsageError(
+                f"samples per process cannot stay: {samples} samples a step x {self.growth} would "
+                f"be {float(grown):g}",
+                hint="--weak needs a global batch that divides evenly",
+            )
+        return int(grown)
 
 
 @dataclass(frozen=True, kw_only=True)

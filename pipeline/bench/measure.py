@@ -14,45 +14,84 @@ from pathlib import Path
 from pipeline import failure, metrics, rundir
 from pipeline.bench.results import Measured, Row, measured
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
+from pipeline.forecast import phases
 from pipeline.forecast.chain import forecast
 from pipeline.forecast.site import Site
 from pipeline.journal import Journal
+from pipeline.launch.children import none_left
 from pipeline.plan import Plan, plan_file
 from pipeline.registry import Registry
 
 STOP_SECONDS = 30
-"""How long a run gets to end its ranks when the benchmark is stopped."""
+"""How long a run that is asked to end gets to end its ranks."""
+AFTERWARDS = (phases.SAVE, phases.RESUME)
+"""Phases that measured memory does not hold."""
+RUN = "run"
+WORDS = ("logs", failure.FOLDER)
+"""Folders in that of a run that tell why it failed."""
 
 
 def measure(
-    row: Row, recipe: str, folder: Path, *, warmup: int, keep: bool, registry: Registry
+    row: Row,
+    recipe: str,
+    folder: Path,
+    *,
+    warmup: int,
+    minutes: int,
+    keep: bool,
+    registry: Registry,
 ) -> Row:
-    """The row with its numbers, or with its error. `folder` is for the run and what it prints; it
-    goes away when all went well, unless `keep`."""
+    """The row with its numbers, or with its error; a run that takes longer than `minutes` is ended.
+    `folder` is for all that it writes, and is removed, but for what tells why a run failed, unless
+    `keep`."""
+    done = row
+    try:
+        done = _done(row, recipe, folder, warmup=warmup, minutes=minutes, registry=registry)
+    finally:
+        if not keep:
+            _clear(folder, words=bool(done.error))
+    return done
+
+
+def _done(
+    row: Row, recipe: str, folder: Path, *, warmup: int, minutes: int, registry: Registry
+) -> Row:
     file = folder / "trial.yaml"
     try:
         with system_errors_as(StageError):
             folder.mkdir(parents=True)
             file.write_text(recipe, "utf-8")
-        plan = plan_file(file, registry=registry, here=True)
-        done = replace(row, measured=_run(plan, file, folder, warmup))
+            plan = plan_file(file, registry=registry, here=True)
+            return replace(row, measured=_run(plan, file, folder, warmup, minutes))
     except RecipeError as error:
         first = replace(error.problems[0], location=None)  # in a file that nobody wrote
         return replace(row, error=str(first))
     except PipeError as error:
         return replace(row, error=_first_line(str(error)))
-    if not keep:
-        shutil.rmtree(folder)
-    return done
 
 
-def _run(plan: Plan, file: Path, folder: Path, warmup: int) -> Measured:
+def _clear(folder: Path, *, words: bool) -> None:
+    """Remove what a run has written, or, to leave its words, what is large. What cannot be removed
+    costs no row."""
+    if not words:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in (folder / RUN).glob("*"):
+        if path.is_dir() and path.name not in WORDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _run(plan: Plan, file: Path, folder: Path, warmup: int, minutes: int) -> Measured:
     """Raises PipeError when the run fails."""
-    run_dir = folder / "run"
+    run_dir = folder / RUN
     command = ["run", str(file), "--run-dir", str(run_dir)]
     began = time.time()
     with (folder / "output.txt").open("wb") as output:
-        code = _call(command, output.fileno())
+        code = _call(command, output.fileno(), minutes * 60)
+    if code is None:
+        slot = Journal(run_dir / rundir.JOURNAL).running()
+        where = f" in slot `{slot}`" if slot else ""
+        raise StageError(f"ended after {minutes} min{where}", hint="--timeout gives it longer")
     if code:
         raise StageError(_reason(run_dir, folder / "output.txt", code))
     records = list(metrics.records(run_dir / rundir.METRICS))
@@ -62,30 +101,41 @@ def _run(plan: Plan, file: Path, folder: Path, warmup: int) -> Measured:
         raise StageError(str(error)) from error
 
 
-def _call(arguments: list[str], output: int) -> int:
-    """The exit code of `pipe ARGUMENTS` in a session of its own, as it ends its own ranks."""
-    command = [sys.executable, "-m", "pipeline.bench.child", str(os.getpid()), *arguments]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
-    try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
+def _call(arguments: list[str], output: int, seconds: float) -> int | None:
+    """The exit code of `pipe ARGUMENTS` in a session of its own, as it ends its own ranks; None if
+    it had to be ended after so many seconds. Nothing that it started outlives this call."""
+    # -P: what lies in the user's folder must not stand in for modules that it imports
+    command = [sys.executable, "-P", "-m", "pipeline.bench.child", str(os.getpid()), *arguments]
+    with none_left():
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for end in (process.terminate, process.kill):
+        end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        process.kill()
-        raise
 
 
 def _predicted(plan: Plan) -> int | None:
-    """Peak of device memory; None where a stage does not tell."""
+    """Peak of device memory until the end of the steps, as it is measured; None where a stage does
+    not tell."""
     procs = plan.view.procs
     site = Site(ranks=procs, local_ranks=procs, device=plan.view.device)
     try:
-        return forecast(plan, site).peak
+        peaks = forecast(plan, site).device
     except (UsageError, StageError):
         return None
+    of_steps = [peak.bytes for phase, peak in peaks.items() if phase not in AFTERWARDS]
+    return max(of_steps, default=None)
 
 
 def _reason(run_dir: Path, output: Path, code: int) -> str:

@@ -1,63 +1,57 @@
-"""What a benchmark leaves: a table and a verdict on screen, `bench.json`, `bench.svg`."""
+"""What a benchmark says: a table and a verdict on screen, or JSON, and a picture."""
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import click
 
-from pipeline import rundir
-from pipeline.bench import plot
+from pipeline.bench import plot, record
 from pipeline.bench.results import Row
-from pipeline.bench.session import Session
+from pipeline.bench.session import Outcome, Session
 from pipeline.bench.table import table
-from pipeline.bench.trials import threads
 from pipeline.bench.verdict import verdict
-from pipeline.errors import StageError
-from pipeline.files import replace_text
+from pipeline.errors import StageError, in_words, system_errors_as
 
-SCHEMA_VERSION = 1
-JSON = "bench.json"
 PLOT = "bench.svg"
 MEMORY = {
     "device": "most that torch held on one GPU (max_memory_allocated)",
-    "host": "most that a process held beyond what it held before the model (VmHWM - VmRSS)",
+    "host": "most that was resident of a process beyond what was before the model (VmHWM - VmRSS),"
+    " which is more than the tensors that are predicted, so there is no ratio",
 }
 """`Memory.kind` in words."""
 
 
-def report(session: Session, rows: Sequence[Row], *, as_json: bool) -> None:
-    """Write the files, and print the table and the verdict, or the JSON."""
-    said = verdict(rows)
-    content = {**_head(session), "rows": [row.dump() for row in rows], "verdict": said}
-    content["plot"] = _plot(session, rows)
-    text = json.dumps(content, indent=1, allow_nan=False)
-    replace_text(session.folder / JSON, text + "\n")
+def keep(session: Session, rows: Sequence[Row]) -> None:
+    """Save what there is by now. Where that fails, the rows are still here, and go on."""
+    try:
+        record.save(session, record.as_json(session, rows))
+    except OSError as error:
+        click.echo(f"  {record.FILE} cannot be written: {in_words(error)}", err=True)
+
+
+def report(session: Session, outcome: Outcome, *, as_json: bool) -> None:
+    """Print the table and the verdict, or the JSON, and write the files. Raises StageError for
+    files that cannot be written, when all has been told."""
+    rows = outcome.rows
+    if not as_json:
+        for line in _lines(session, outcome):
+            click.echo(line)
+    text = record.as_json(session, rows, _plot(session, rows))
     if as_json:
         click.echo(text)
-        return
-    for line in ("", *_conditions(session, rows), "", *table(rows), "", *said, ""):
-        click.echo(line)
-    click.echo(f"{session.folder / JSON}")
+    with system_errors_as(StageError):
+        record.save(session, text)
+    if not as_json:
+        click.echo(f"{session.folder / record.FILE}")
 
 
-def _head(session: Session) -> dict[str, Any]:
-    plan, length = session.plan, session.length
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "recipe": plan.recipe.name,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": plan.view.device,
-        "scaling": "weak" if length.weak else "strong",
-        "steps": length.steps,
-        "warmup": length.warmup,
-        "threads": threads(plan, session.most),
-        "packages": rundir.versions(),
-        "folder": str(session.folder),
-    }
+def _lines(session: Session, outcome: Outcome) -> Iterator[str]:
+    rows, missing = outcome.rows, session.missing(outcome.rows)
+    yield from ("", *_conditions(session, rows), "", *table(rows), "", *verdict(rows))
+    if outcome.stopped and missing:
+        yield f"stopped by {outcome.stopped.name} before the end of {', '.join(missing)}"
+    yield ""
 
 
 def _plot(session: Session, rows: Sequence[Row]) -> str | None:
@@ -65,7 +59,8 @@ def _plot(session: Session, rows: Sequence[Row]) -> str | None:
     if all(row.measured is None for row in rows):
         return None
     try:
-        plot.draw(rows, session.folder / PLOT, session.plan.recipe.name)
+        with system_errors_as(StageError):
+            plot.draw(rows, session.folder / PLOT, session.plan.recipe.name)
     except StageError as error:
         click.echo(f"no {PLOT}: {error}", err=True)
         return None
@@ -88,7 +83,11 @@ def _conditions(session: Session, rows: Sequence[Row]) -> Iterator[str]:
     if ran:
         kinds = {m.memory.kind for m in ran}
         yield "memory: " + " / ".join(MEMORY[kind] for kind in sorted(kinds))
-    yield from dict.fromkeys(f"{row.label}: {row.note}" for row in rows if row.note)
+    yield from (f"{row.label}: {row.note}" for row in rows if row.note)
+    for row in rows:
+        left_out = row.measured.steps_left_out if row.measured else 0
+        if left_out:
+            yield f"{row.label}: {left_out} of the steps are left out, as no update came of them"
 
 
 def _base(bases: set[int]) -> str:

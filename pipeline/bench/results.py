@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+SPREAD_STEPS = 3
+"""Fewest steps whose extremes say how far others would be from their median."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
@@ -16,17 +19,21 @@ class Speed:
     low: float
     """Of the steps."""
     high: float
+    steps: int
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Speed:
         """Of at least one value."""
-        ordered = sorted(values)
-        return cls(median=statistics.median(ordered), low=ordered[0], high=ordered[-1])
+        found = sorted(values)
+        return cls(median=statistics.median(found), low=found[0], high=found[-1], steps=len(found))
 
     @property
-    def spread(self) -> float:
-        """Half of the distance between the steps' extremes."""
-        return (self.high - self.low) / 2
+    def spread(self) -> float | None:
+        """Half of the distance between the steps' extremes, relative to the median; None where
+        there are too few steps to tell."""
+        if self.steps < SPREAD_STEPS:
+            return None
+        return (self.high - self.low) / 2 / self.median
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +45,14 @@ class Memory:
     before the model had memory."""
     measured: int | None = None
     predicted: int | None = None
+    """Of tensors."""
 
     @property
     def ratio(self) -> float | None:
-        """Measured to predicted."""
-        return self.measured / self.predicted if self.measured and self.predicted else None
+        """Measured to predicted; None for resident memory, which is not of tensors alone."""
+        if self.kind == "host" or not self.measured or not self.predicted:
+            return None
+        return self.measured / self.predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +62,8 @@ class Measured:
     tokens_per_second: Speed
     """Of all ranks, without padding."""
     step_seconds: Speed
+    steps_left_out: int
+    """Of those to be measured: no update came of them."""
     tokens_per_step: float
     """Median."""
     samples_per_step: int
@@ -92,52 +104,30 @@ class Row:
         """Tokens a second."""
         return None if self.measured is None else self.measured.tokens_per_second
 
-    def dump(self) -> dict[str, Any]:
-        """As JSON."""
-        m = self.measured
-        told: dict[str, Any] = {
-            "strategy": self.strategy, "use": self.use, "procs": self.procs,
-            "error": self.error or None, "note": self.note or None,
-        }  # fmt: skip
-        if m is None:
-            return told
-        return {
-            **told,
-            "tokens_per_second": vars(m.tokens_per_second),
-            "step_seconds": vars(m.step_seconds),
-            "tokens_per_step": m.tokens_per_step,
-            "samples_per_step": m.samples_per_step,
-            "efficiency": self.efficiency,
-            "efficiency_base": self.efficiency_base,
-            "memory": {**vars(m.memory), "ratio": m.memory.ratio},
-            "data_wait_share": m.data_wait_share,
-            "communication_share": m.communication_share,
-            "first_step_seconds": m.first_step_seconds,
-            "checkpoint_seconds": m.checkpoint_seconds,
-            "checkpoint_stall_seconds": m.checkpoint_stall_seconds,
-        }
-
 
 def measured(
     records: Sequence[Mapping[str, Any]], *, warmup: int, began: float, predicted: int | None
 ) -> Measured:
     """From a run's `metrics.jsonl`. `began` is when its command started, seconds since the epoch;
-    the first `warmup` steps and those that were profiled are left out. Raises ValueError when no
-    step is left."""
+    the first `warmup` steps are left out, those that were profiled, and those that no update came
+    of. Raises ValueError when no step is left."""
     steps = [record for record in records if "loss" in record]
     plain = [record for record in steps if not record.get("profiled")]
-    counted = plain[warmup:]
-    if not counted:
+    counted = [record for record in plain[warmup:] if _is_applied(record)]
+    if not plain[warmup:]:
         raise ValueError("the run has told of no step after its warm-up")
+    if not counted:
+        raise ValueError("no update came of any step after the warm-up: more --warmup may help")
     seconds = sum(record["step_seconds"] for record in counted)
     waited = sum(record["data_wait_share"] * record["step_seconds"] for record in counted)
-    profiled = next((record for record in steps if record.get("profiled")), {})
+    profiled = next((r for r in steps if r.get("profiled") and _is_applied(r)), {})
     saved = next((record for record in records if "checkpoint_seconds" in record), {})
     tokens = [record["tokens_per_second"] * record["step_seconds"] for record in counted]
     samples = [round(r["samples_per_second"] * r["step_seconds"]) for r in counted]
     return Measured(
         tokens_per_second=Speed.of(record["tokens_per_second"] for record in counted),
         step_seconds=Speed.of(record["step_seconds"] for record in counted),
+        steps_left_out=len(plain[warmup:]) - len(counted),
         tokens_per_step=statistics.median(tokens),
         samples_per_step=round(statistics.median(samples)),
         data_wait_share=waited / seconds,
@@ -147,6 +137,11 @@ def measured(
         checkpoint_stall_seconds=saved.get("checkpoint_stall_seconds"),
         memory=_memory(plain[-1], predicted),
     )
+
+
+def _is_applied(record: Mapping[str, Any]) -> bool:
+    """Train stages without loss scaling need not say so."""
+    return bool(record.get("applied", True))
 
 
 def _memory(record: Mapping[str, Any], predicted: int | None) -> Memory:
@@ -174,6 +169,10 @@ def _efficient(row: Row, base: Row | None) -> Row:
     return replace(row, efficiency=share, efficiency_base=base.procs)
 
 
-def distinguishable(one: Speed, other: Speed) -> bool:
-    """Whether two speeds are further apart than the wider of their spreads."""
-    return abs(one.median - other.median) > max(one.spread, other.spread)
+def distinguishable(one: Speed, other: Speed) -> bool | None:
+    """Whether two speeds are further apart than the wider of their spreads; None where these are
+    not known."""
+    if one.spread is None or other.spread is None:
+        return None
+    apart = abs(one.median - other.median)
+    return apart > max(one.spread * one.median, other.spread * other.median)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +12,25 @@ import click
 
 from pipeline.bench.measure import measure
 from pipeline.bench.results import Row, with_efficiency
-from pipeline.bench.trials import Length, write
-from pipeline.errors import RunStopped
+from pipeline.bench.trials import Length, Written
 from pipeline.launch.signals import Interrupted, interruptible
 from pipeline.plan import Plan
-from pipeline.presets import Strategy
 from pipeline.registry import Registry
 
 STOP_SECONDS = 60.0
 """How long this process may take to end when it is stopped; the run gets half of it."""
+TRIALS = "trials"
+"""Folder of the runs' own folders in that of the benchmark."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the runs came to."""
+
+    rows: Sequence[Row]
+    """Of those that ended, with their efficiency."""
+    stopped: signal.Signals | None
+    """What kept the others from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,48 +40,47 @@ class Session:
     plan: Plan
     """Of the recipe itself."""
     length: Length
+    trials: Sequence[Written]
     folder: Path
-    most: int
-    """Processes of the largest run."""
+    """Of the benchmark, with an empty one for its runs."""
+    threads: int | None
+    """Of every process; None where the launcher decides."""
+    minutes: int
+    """Longest time of a run."""
     keep: bool
     registry: Registry
 
-    def run(self, strategies: Sequence[Strategy], counts: Sequence[int]) -> list[Row]:
-        """A row for each strategy and number of processes; what goes on is told on standard error.
-        Raises RunStopped."""
+    def run(self, save: Callable[[Sequence[Row]], None]) -> Outcome:
+        """Measure each trial, and `save` the rows whenever there is one more; what goes on is told
+        on standard error. A signal ends it early, and loses the run that it interrupts alone."""
+        rows: list[Row] = []
+        stopped = None
         try:
             with interruptible(force_after=STOP_SECONDS):
-                rows = list(self._rows(strategies, counts))
+                for trial in self.trials:
+                    rows = with_efficiency([*rows, self._measured(trial)])
+                    save(rows)
         except Interrupted as interrupted:
-            number = interrupted.number
-            raise RunStopped(number, f"stopped by {number.name}") from None
+            stopped = interrupted.number
         with contextlib.suppress(OSError):  # runs that failed, and those to keep, are in it
-            self._runs.rmdir()
-        return with_efficiency(rows)
+            (self.folder / TRIALS).rmdir()
+        return Outcome(rows=rows, stopped=stopped)
 
-    @property
-    def _runs(self) -> Path:
-        return self.folder / "runs"
+    def missing(self, rows: Sequence[Row]) -> list[str]:
+        """Labels of the trials that are not among the rows."""
+        return [trial.row.label for trial in self.trials[len(rows) :]]
 
-    def _rows(self, strategies: Sequence[Strategy], counts: Sequence[int]) -> Iterator[Row]:
-        for strategy in strategies:
-            for count in counts:
-                row = self._row(strategy, count)
-                speed = row.speed and f"{row.speed.median:,.0f} tokens/s"
-                click.echo(f"  {speed or row.error}", err=True)
-                yield row
-
-    def _row(self, strategy: Strategy, procs: int) -> Row:
-        written = write(
-            self.plan, strategy, procs, self.length, most=self.most, registry=self.registry
-        )
-        row = Row(strategy=strategy.name, use=strategy.use, procs=procs, note=written.note)
-        click.echo(row.label, err=True)
-        return measure(
-            row,
-            written.text,
-            self._runs / f"{strategy.name}-{procs}",
+    def _measured(self, trial: Written) -> Row:
+        click.echo(trial.row.label, err=True)
+        row = measure(
+            trial.row,
+            trial.text,
+            self.folder / TRIALS / f"{trial.row.strategy}-{trial.row.procs}",
             warmup=self.length.warmup,
+            minutes=self.minutes,
             keep=self.keep,
             registry=self.registry,
         )
+        speed = row.speed and f"{row.speed.median:,.0f} tokens/s"
+        click.echo(f"  {speed or row.error}", err=True)
+        return row

@@ -43,7 +43,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.strategy,
         str(row.procs),
         f"{speed.median:,.0f}",
-        f"{speed.spread / speed.median:.0%}",
+        _share(speed.spread),
         f"{m.step_seconds.median:.3g}",
         _share(row.efficiency),
         _size(m.memory.measured),

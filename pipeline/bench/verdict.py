@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.bench.results import Row, Speed, distinguishable
+from pipeline.bench.results import SPREAD_STEPS, Row, Speed, distinguishable
 
 SLOW_DATA = 0.05
 """Share of a step that is waited for data from which on that is the bottleneck."""
@@ -35,9 +35,12 @@ def _fastest(ran: Sequence[Row]) -> str:
     text = f"fastest that fits: {best.label}, {speed.median:,.0f} tokens/s"
     if len(ran) == 1:
         return text
-    like = [row.label for row in ran if row is not best and not distinguishable(_speed(row), speed)]
+    others = {row: distinguishable(_speed(row), speed) for row in ran if row is not best}
+    like = [row.label for row, is_apart in others.items() if is_apart is False]
     if like:
         text += f"; indistinguishable from it within the steps' spread: {', '.join(like)}"
+    if None in others.values():
+        text += f"; whether others are as fast takes {SPREAD_STEPS} steps to tell"
     return text
 
 
@@ -51,25 +54,30 @@ def _scaling(ran: Sequence[Row]) -> Iterator[str]:
             continue
         told = True
         times = last.procs / first.procs
-        unsure = sum(_speed(row).spread / _speed(row).median for row in (first, last))
-        alike = not distinguishable(_speed(first), _speed(last))
+        spreads = [_speed(row).spread for row in (first, last)]
+        alike = distinguishable(_speed(first), _speed(last)) is False
         yield (
             f"{strategy}, from {first.procs} to {last.procs} processes: "
             f"{last.efficiency * times:.2f} times as fast"
             f"{', indistinguishable from no gain' if alike else ''}; "
-            f"{last.efficiency:.0%} of the ideal {times:g} (+- {unsure * last.efficiency:.0%})"
+            f"{last.efficiency:.0%} of the ideal {times:g}{_unsure(spreads, last.efficiency)}"
         )
     if not told:
         yield "scaling: not told, as no strategy ran on two numbers of processes"
+
+
+def _unsure(spreads: Sequence[float | None], efficiency: float) -> str:
+    known = [spread for spread in spreads if spread is not None]
+    return f" (+- {sum(known) * efficiency:.0%})" if len(known) == len(spreads) else ""
 
 
 def _bottleneck(row: Row) -> str:
     m = row.measured
     assert m is not None
     found = []
-    if m.data_wait_share > SLOW_DATA:
+    if m.data_wait_share >= SLOW_DATA:
         found.append(f"data, which {m.data_wait_share:.0%} of the step is waited for")
-    if m.communication_share is not None and m.communication_share > MUCH_COMMUNICATION:
+    if m.communication_share is not None and m.communication_share >= MUCH_COMMUNICATION:
         found.append(f"communication, {m.communication_share:.0%} of the step")
     if found:
         return f"bottleneck of {row.label}: {' and '.join(found)}"

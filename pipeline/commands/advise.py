@@ -28,13 +28,15 @@ EXAMPLE = [
 @machine_options
 @click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)
-@click.option("--global-batch", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    help="Samples of a step. Default: 64, or one for each GPU.",
+)
 @click.option(
     "--micro-batch",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Samples of a forward pass on one GPU, to begin with.",
+    help="Samples of a forward pass on one GPU, to begin with. Default: 32768 tokens.",
 )
 @click.option("--data", type=click.Path(path_type=Path, exists=True), help="Conversations, JSON.")
 @click.option("--revision", help="Commit of a hub model.")
@@ -50,24 +52,27 @@ def advise(
     nodes: int,
     full: bool,
     seq: int,
-    global_batch: int,
-    micro_batch: int,
+    global_batch: int | None,
+    micro_batch: int | None,
     data: Path | None,
     revision: str | None,
     out: Path | None,
     **machines: Any,
 ) -> None:
-    """Find the fastest way to train MODEL on given GPUs, and write its recipe.
+    """Find how to train MODEL on given GPUs, and write its recipe.
 
-    MODEL is a folder, a hub id, a GGUF file or a config.json. Every way that was rejected is shown
-    with what it would need. Exit code 3 when nothing fits.
+    MODEL is a folder, a hub id, a GGUF file or a config.json. Of the ways that fit, the one whose
+    step is estimated to be the shortest is taken, or, where rates are not known, the one that gives
+    up the least. Every other is shown with what it would need. Exit code 3 when nothing fits.
     """
     from pipeline.forecast.advising import Task
     from pipeline.forecast.advising import advise as walk
 
     asked, margins = asked_for(gpus, nodes, **machines)
-    if asked.gpu is None and asked.memory is None:
-        raise UsageError("say what GPUs these are", hint="--gpu H100, or --memory 80")
+    if asked.gpu is None and asked.memory is None and asked.machine is None:
+        raise UsageError(
+            "say what GPUs these are", hint="--gpu H100, or --memory 80, or --machine FILE"
+        )
     name = _name(model, lora=not full)
     target = out or Path(f"{name}.yaml")
     if target.exists():

@@ -27,10 +27,18 @@ from pipeline.registry import Registry
     help="Steps to measure.")  # fmt: skip
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
     help="Steps before them.")  # fmt: skip
+@click.option("--timeout", type=click.IntRange(min=1), default=30, show_default=True,
+    metavar="MINUTES", help="End a run that takes longer, and go on with the next.")  # fmt: skip
 @click.option("--weak", is_flag=True, help="Keep the samples per process, not the global batch.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--out", type=click.Path(path_type=Path),
-    help="Folder for bench.json and bench.svg (default: runs/bench-NAME-TIME).")  # fmt: skip
+@click.option("--run-dir", type=click.Path(path_type=Path), help="The benchmark's folder itself.")
+@click.option(
+    "--runs",
+    type=click.Path(path_type=Path),
+    default="runs",
+    show_default=True,
+    help="Where the benchmark's folder bench-NAME-TIME is made.",
+)
 @click.option("--keep", is_flag=True, help="Keep the folders of all runs.")
 @click.pass_obj
 def bench(
@@ -41,9 +49,11 @@ def bench(
     procs: str | None,
     steps: int,
     warmup: int,
+    timeout: int,
     weak: bool,
     as_json: bool,
-    out: Path | None,
+    run_dir: Path | None,
+    runs: Path,
     keep: bool,
 ) -> None:
     """Run RECIPE for a few steps under each strategy and number of processes, and compare.
@@ -52,10 +62,9 @@ def bench(
     one after another: the recipe's data, model and optimizer, one checkpoint at the end, nothing
     after it.
     """
-    from pipeline.bench.report import report
+    from pipeline.bench import report, trials
     from pipeline.bench.session import Session
-    from pipeline.bench.trials import Length, own_strategy, require_measurable
-    from pipeline.errors import UsageError
+    from pipeline.errors import RunStopped, UsageError
     from pipeline.launch.environment import is_worker
     from pipeline.plan import plan_file
     from pipeline.presets import chosen
@@ -64,21 +73,29 @@ def bench(
         raise UsageError("pipe bench starts its own processes", hint="run it without torchrun")
     registry = registry or Registry.installed()
     plan = plan_file(recipe, overrides, registry=registry)
-    require_measurable(plan)
+    trials.require_measurable(plan)
     names = _parts(strategies, "--strategies")
-    compared = chosen(names, registry) if names else [own_strategy(plan)]
-    counts = sorted(_count(text) for text in _parts(procs, "--procs")) or [plan.view.procs]
+    if names:
+        trials.require_unchanged(plan, overrides)
+    compared = chosen(names, registry) if names else [trials.own_strategy(plan)]
+    counts = _counts(procs) or [plan.view.procs]
+    length = trials.Length(steps=steps, warmup=warmup, weak=weak)
     session = Session(
         plan=plan,
-        length=Length(steps=steps, warmup=warmup, weak=weak),
-        folder=_folder(out, plan.recipe.name),
-        most=max(counts),
+        length=length,
+        trials=trials.write(plan, compared, counts, length, registry=registry),
+        folder=_folder(run_dir, runs, plan.recipe.name),
+        threads=trials.threads(plan, max(counts)),
+        minutes=timeout,
         keep=keep,
         registry=registry,
     )
-    rows = session.run(compared, counts)
-    report(session, rows, as_json=as_json)
-    if not any(row.measured for row in rows):
+    outcome = session.run(lambda rows: report.keep(session, rows))
+    if outcome.rows:
+        report.report(session, outcome, as_json=as_json)
+    if outcome.stopped:
+        raise RunStopped(outcome.stopped, f"stopped by {outcome.stopped.name}")
+    if not any(row.measured for row in outcome.rows):
         sys.exit(1)
 
 
@@ -94,6 +111,11 @@ def _parts(text: str | None, option: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
+def _counts(procs: str | None) -> list[int]:
+    """Each once, the smallest first."""
+    return sorted({_count(text) for text in _parts(procs, "--procs")})
+
+
 def _count(text: str) -> int:
     from pipeline.errors import UsageError
 
@@ -102,14 +124,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _folder(out: Path | None, name: str) -> Path:
+def _folder(run_dir: Path | None, runs: Path, name: str) -> Path:
+    """The benchmark's folder, in which files and folders can be made."""
     from pipeline import rundir
+    from pipeline.bench.record import FILE
+    from pipeline.bench.session import TRIALS
     from pipeline.errors import UsageError, system_errors_as
 
-    if out is None:
-        return rundir.create(Path("runs"), f"bench-{name}").resolve()
-    if (out / "bench.json").exists() or (out / "runs").exists():
-        raise UsageError(f"{out} already holds a benchmark")
+    folder = run_dir or rundir.create(runs, f"bench-{name}")
     with system_errors_as(UsageError):
-        out.mkdir(parents=True, exist_ok=True)
-    return out.resolve()
+        if (folder / FILE).exists() or (folder / TRIALS).exists():
+            raise UsageError(f"{folder} already holds a benchmark")
+        (folder / TRIALS).mkdir(parents=True)
+        return folder.resolve()

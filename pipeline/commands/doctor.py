@@ -40,18 +40,17 @@ def doctor(
     size, matrix products, copies and the disk, in under a minute on a small machine. Exit code 5 if
     training will fail here.
     """
+    from pipeline.commands.stopping import stoppable
     from pipeline.doctor.examine import examine
     from pipeline.doctor.rules import findings
-    from pipeline.errors import RunStopped, UsageError, system_errors_as
-    from pipeline.launch.signals import Interrupted, interruptible
+    from pipeline.errors import UsageError, system_errors_as
+    from pipeline.files import try_writing
 
     place = folder or (Path("runs") if Path("runs").is_dir() else Path())
-    with interruptible(force_after=10.0), system_errors_as(UsageError):
-        try:
-            machine = examine(place, procs=procs, quick=quick, say=_say)
-        except Interrupted as interrupted:
-            number = interrupted.number
-            raise RunStopped(number, f"stopped by {number.name}") from None
+    with stoppable(), system_errors_as(UsageError):
+        if out is not None:
+            try_writing(out)
+        machine = examine(place, procs=procs, quick=quick, say=_say)
         found = findings(machine)
         _show(machine, found, out, as_json=as_json)
     _judge(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,7 @@ def export(
     from pipeline.exporting import chosen, recipe_text
     from pipeline.launch.environment import worker_world_size
     from pipeline.launch.start import start
+    from pipeline.machine import cores_each
     from pipeline.plan import plan_file
 
     def prepare() -> tuple[Plan, Path]:
@@ -55,7 +55,7 @@ def export(
         choice = chosen(source, step=step, model=model, to=to)
         settings: Mapping[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
         given = {key: value for key, value in settings.items() if value is not None}
-        count = procs or min(4, os.cpu_count() or 1)
+        count = procs or min(4, cores_each(1))
         choice.job.mkdir(parents=True, exist_ok=True)
         # The stages look for themselves what is there already, and whether it is as it should be.
         (choice.job / rundir.JOURNAL).unlink(missing_ok=True)

@@ -13,12 +13,14 @@ import click
 
 from pipeline.commands.machines import asked_for, machine_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
+from pipeline.files import try_writing
 from pipeline.registry import Registry
 
 if TYPE_CHECKING:
     from pipeline.forecast.fit import Margins
     from pipeline.forecast.hardware import Asked
     from pipeline.forecast.planning import Drawn
+    from pipeline.forecast.sparing import Change
 
 
 @click.command()
@@ -61,16 +63,23 @@ def plan(
 
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
+    from pipeline.commands.stopping import stoppable
     from pipeline.forecast.planning import draw_up
 
     asked, margins = asked_for(gpus, nodes, **machines)
-    drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure)
+    if out is not None:
+        with system_errors_as(UsageError):
+            try_writing(out)
+    with stoppable():
+        drawn = draw_up(
+            Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure
+        )
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+            out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if as_json:
-        click.echo(json.dumps(record))
+        click.echo(json.dumps(record, allow_nan=False))
     else:
         click.echo("\n".join(drawn.lines(explain=explain)))
     if drawn.short:
@@ -91,9 +100,11 @@ def _tell_remedies(
     from pipeline.forecast.remedies import remedies
     from pipeline.presets import in_order
 
-    def draw(more: Sequence[str], times: int) -> Drawn:
-        there = replace(asked, nodes=drawn.site.nodes * times, gpus=drawn.site.local_ranks)
-        return draw_up(recipe, [*overrides, *more], there, margins, registry)
+    def draw(times: int, changes: Sequence[Change]) -> Drawn:
+        site = drawn.site
+        more = replace(asked, nodes=site.nodes * times, gpus=site.local_ranks)
+        changed = [*overrides, *(change.override for change in changes)]
+        return draw_up(recipe, changed, asked if times == 1 else more, margins, registry)
 
     known = in_order(registry or Registry.installed())
     try:

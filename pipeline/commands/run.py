@@ -41,14 +41,19 @@ def run(
     """
     from pipeline import rundir
     from pipeline.forecast.saved import require_planned
-    from pipeline.launch.environment import worker_world_size
+    from pipeline.launch.environment import (
+        is_worker,
+        worker_local_world_size,
+        worker_world_size,
+    )
     from pipeline.launch.start import start
     from pipeline.plan import plan_file
 
     def prepare() -> tuple[Plan, Path]:
         plan = plan_file(recipe, overrides, here=True, procs=worker_world_size())
         if planned is not None:
-            require_planned(plan, planned)
+            per_node = worker_local_world_size() if is_worker() else plan.view.procs
+            require_planned(plan, per_node, planned)
         folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, plan.recipe.name)
         click.echo(f"run folder: {folder}")
         return plan, folder.resolve()

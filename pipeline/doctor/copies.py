@@ -7,17 +7,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.doctor.timing import seconds_each
+from pipeline.doctor.together import Together
 
 
 def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     """Tell bytes copied per second, of `size` bytes at a time (`budget` seconds each): as the host
-    copies them, and with a GPU to it (h2d) and from it (d2h), page-locked or pageable."""
+    copies them, and with a GPU to it (h2d) and from it (d2h), page-locked or pageable. All ranks
+    copy at the same time, and tell what the slowest of them reaches."""
     import torch
 
     device, size = settings["device"], settings["size"]
+    together = Together(settings)
 
     def rate(name: str, into: torch.Tensor, source: torch.Tensor) -> None:
-        seconds = seconds_each(lambda: into.copy_(source), device=device, budget=settings["budget"])
+        seconds = seconds_each(
+            lambda: into.copy_(source),
+            device=device,
+            budget=settings["budget"],
+            agree=together.slowest,
+        )
         tell({f"{name}_bytes_per_s": size / seconds})
 
     host = torch.ones(size, dtype=torch.uint8)

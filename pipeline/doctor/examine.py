@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.devices import gpu_count
 from pipeline.doctor import bandwidth
 from pipeline.doctor.folders import folders
 from pipeline.doctor.host import host
 from pipeline.doctor.kernel import environment, kernel
 from pipeline.doctor.network import network
+from pipeline.doctor.numbers import seen
 from pipeline.doctor.pace import FULL, QUICK
-from pipeline.doctor.report import Collective, Device, Machine, Matmul
+from pipeline.doctor.report import Collective, Device, Folder, Machine, Matmul
 from pipeline.doctor.session import Session
-from pipeline.doctor.software import operators, software, topology
+from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
 from pipeline.machine import total_memory, usable_cores
 
@@ -26,13 +28,17 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
 
     `say` is told what is measured next. Raises UsageError if there are fewer GPUs than `procs`.
     """
-    session = Session(pace=QUICK if quick else FULL, say=say)
+    places = folders(runs)
+    session = Session(
+        pace=QUICK if quick else FULL, say=say, gpus=gpu_count() > 0, scratch=_scratch(places)
+    )
     torch = session.torch()
-    devices = tuple(Device.model_validate(each) for each in torch.get("devices", ()))
+    told = torch.get("devices", ())
+    numbers = seen(told, gpu_uuids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    devices = _devices(told, numbers)
     session.procs = _count(procs, len(devices))
     if devices:
         session.use_gpus()
-    places = folders(runs)
     disk = session.disk(places[0])
     matmul = session.matmul()
     copies = session.copies()
@@ -49,7 +55,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
         **_rates(("host_copy", "h2d", "d2h", "h2d_pageable", "d2h_pageable"), copies),
         **_rates(("disk_write", "disk_read"), disk),
         host=host(),
-        topology=topology(),
+        topology=topology(numbers),
         network=network(),
         software=software(torch),
         operators=operators(),
@@ -57,6 +63,21 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
         folders=places,
         environment=environment(os.environ),
         failures=tuple(session.failures),
+    )
+
+
+def _scratch(places: Iterable[Folder]) -> str | None:
+    """Without temporary files, what can be measured is measured where runs are written."""
+    usable = {place.use: place.path for place in places if place.writable}
+    return None if "temporary files" in usable else usable.get("runs")
+
+
+def _devices(told: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> tuple[Device, ...]:
+    """With nvidia-smi's numbers, where it has one for each."""
+    known = numbers if len(numbers) == len(told) else [None] * len(told)
+    return tuple(
+        Device.model_validate({**each, "number": number})
+        for each, number in zip(told, known, strict=True)
     )
 
 

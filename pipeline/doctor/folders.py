@@ -15,19 +15,44 @@ def folders(runs: Path) -> tuple[Folder, ...]:
     """The folder where runs go, and that of temporary files."""
     return (
         _folder("runs", runs.resolve()),
-        _folder("temporary files", Path(tempfile.gettempdir()).resolve()),
+        _folder("temporary files", _temporary().resolve()),
     )
 
 
+def _temporary() -> Path:
+    """Where Python puts temporary files, or would if it could write any."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")
+
+
 def _folder(use: str, path: Path) -> Folder:
-    figures = os.statvfs(path)
     return Folder(
         use=use,  # type: ignore[arg-type]
         path=str(path),
         filesystem=filesystem(path),
-        free_bytes=figures.f_bavail * figures.f_frsize,
-        writable=os.access(path, os.W_OK | os.X_OK),
+        free_bytes=_free(path),
+        writable=_takes_files(path),
     )
+
+
+def _free(path: Path) -> int | None:
+    try:
+        figures = os.statvfs(path)
+    except OSError:
+        return None
+    return figures.f_bavail * figures.f_frsize
+
+
+def _takes_files(path: Path) -> bool:
+    """By trial: permissions do not say that a file system is full or out of files."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"something")
+    except OSError:
+        return False
+    return True
 
 
 def filesystem(path: Path) -> str | None:

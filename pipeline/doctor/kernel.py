@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.doctor.report import Kernel, Limit
+from pipeline.machine import most_processes
 
 LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
@@ -39,6 +40,7 @@ def kernel() -> Kernel:
     overcommit = _text(Path("/proc/sys/vm/overcommit_memory"))
     return Kernel(
         limits={name: _limit(number) for name, number in LIMITS.items()},
+        processes_in_group=most_processes(),
         locks_freely=_locks_freely(Path("/proc/self/status")),
         shared_memory_bytes=total,
         shared_memory_free_bytes=free,

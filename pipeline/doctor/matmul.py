@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.doctor.timing import seconds_each
+from pipeline.doctor.together import Together
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +22,9 @@ BATCHES = 4
 def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     """Tell operations per second for each of `dtypes`, under torch's default settings (no TF32).
 
-    Of several batches within `budget` seconds the fastest counts: what else runs on the machine
-    only slows them down.
+    All ranks compute at the same time, and tell what the slowest of them reaches. Of several
+    batches within `budget` seconds the fastest counts: what else runs on the machine only slows
+    them down.
     """
     import torch
 
@@ -29,20 +32,20 @@ def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None])
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    timed = partial(seconds_each, device=device, agree=Together(settings).slowest)
     for name in settings["dtypes"]:
-        size = _large_enough(device, dtypes[name])
+        size = _large_enough(device, dtypes[name], timed)
         product = _product(size, device, dtypes[name])
         batch = settings["budget"] / BATCHES
-        fastest = min(seconds_each(product, device=device, budget=batch) for _ in range(BATCHES))
+        fastest = min(timed(product, budget=batch) for _ in range(BATCHES))
         tell({name: 2 * size**3 / fastest})
 
 
-def _large_enough(device: str, dtype: torch.dtype) -> int:
+def _large_enough(device: str, dtype: torch.dtype, timed: Callable[..., float]) -> int:
     """Rows of square matrices that keep the device busy for a while."""
     size = SMALLEST
     while size < LARGEST:
-        seconds = seconds_each(_product(size, device, dtype), device=device, budget=0)
-        if seconds > LONG_ENOUGH[device]:
+        if timed(_product(size, device, dtype), budget=0) > LONG_ENOUGH[device]:
             break
         size *= 2
     return size

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import jsonl
+from pipeline.errors import in_words
 from pipeline.launch.children import none_left
-from pipeline.machine import usable_cores
+from pipeline.machine import cores_each
 
 LOOK_SECONDS = 0.02
 LONGEST_REASON = 300
@@ -49,13 +50,26 @@ class _End:
     late: bool = False
 
 
-def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: float) -> Told:
-    """Call `target`, a `module:function(settings, tell)`, in `procs` processes at once.
+def measure(
+    target: str,
+    settings: Mapping[str, Any],
+    *,
+    procs: int,
+    seconds: float,
+    within: str | None = None,
+) -> Told:
+    """Call `target`, a `module:function(settings, tell)`, in `procs` processes at once. It is told
+    a file too, `store`, in which the processes can meet.
 
     Whatever they do, this returns after `seconds` (and what it takes to start and kill processes),
     with what was told until then. No process outlives the call, and none outlives this process.
+    Files of the measurement are in a folder of its own, that of temporary files or `within`.
     """
-    with tempfile.TemporaryDirectory(prefix="pipe-doctor-") as name, none_left():
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="pipe-doctor-", dir=within)
+    except OSError as error:
+        return Told(failure=f"it has no folder for its files: {in_words(error)}")
+    with scratch as name, none_left():
         folder = Path(name)
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -89,7 +103,7 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     # -P: what lies in the user's folder must not stand in for our modules
     command = [sys.executable, "-P", "-m", "pipeline.doctor.rank", target, str(folder)]
-    command += [str(os.getpid()), json.dumps(dict(settings))]
+    command += [str(os.getpid()), json.dumps({**settings, "store": str(folder / "store")})]
     for rank in range(procs):
         with _log(folder, rank).open("wb") as log:
             yield subprocess.Popen(
@@ -100,14 +114,13 @@ def _started(
 
 def _environment(rank: int, procs: int) -> dict[str, str]:
     """As the ranks of a run have it: the cores shared among them."""
-    threads = max(1, int(usable_cores()) // procs)
     place = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(procs),
         "LOCAL_WORLD_SIZE": str(procs),
     }
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **place}
+    return {"OMP_NUM_THREADS": str(cores_each(procs)), **os.environ, **place}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> _End:

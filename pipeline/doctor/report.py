@@ -24,12 +24,13 @@ class Record(BaseModel):
 
 
 class Device(Record):
-    """A GPU. `compute_capability` as in `9.0`."""
+    """A GPU. `compute_capability` as in `9.0`; `number` is nvidia-smi's."""
 
     name: str
     memory_bytes: Count
     compute_capability: str | None
     memory_free_bytes: Count | None = None
+    number: Count | None = None
 
 
 class Collective(Record):
@@ -52,8 +53,8 @@ class Matmul(Record):
 
 
 class Link(Record):
-    """How GPUs `a` and `b` reach each other, in nvidia-smi's words: NV18, PIX, PXB, PHB, NODE,
-    SYS."""
+    """How GPUs `a` and `b` reach each other, in nvidia-smi's words and with its numbers: NV18, PIX,
+    PXB, PHB, NODE, SYS."""
 
     a: str
     b: str
@@ -88,10 +89,12 @@ class Limit(Record):
 
 
 class Kernel(Record):
-    """`limits` by name (open_files, locked_memory, processes, core). `locks_freely`: the limit of
-    locked memory does not hold for this user."""
+    """`limits` by name (open_files, locked_memory, processes, core). `processes_in_group` is what a
+    control group (a container, a job) allows of processes and threads together. `locks_freely`: the
+    limit of locked memory does not hold for this user."""
 
     limits: dict[str, Limit] = {}
+    processes_in_group: Count | None = None
     locks_freely: bool | None = None
     shared_memory_bytes: Count | None = None
     shared_memory_free_bytes: Count | None = None
@@ -194,6 +197,13 @@ class Machine(Record):
     folders: tuple[Folder, ...] = ()
     environment: dict[str, str] = {}
     failures: tuple[Failure, ...] = ()
+
+    @property
+    def gpus(self) -> dict[str, Device]:
+        """The devices by name, as the topology has them: `GPU` and nvidia-smi's number; their place
+        where it has told none."""
+        places = enumerate(self.devices)
+        return {f"GPU{place if one.number is None else one.number}": one for place, one in places}
 
 
 def read_machine(path: Path) -> Machine:

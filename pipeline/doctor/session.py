@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.doctor.pace import CUDA_FACTOR, LIMITS, MIB, Pace
+from pipeline.doctor.pace import CUDA_FACTOR, LIMITS, MIB, TORCH_SECONDS, Pace
 from pipeline.doctor.ranks import Told, measure
 from pipeline.doctor.report import Failure, Folder
 from pipeline.machine import free_memory
@@ -22,24 +20,30 @@ SHARE_OF_MEMORY = 4
 
 @dataclass(kw_only=True)
 class Session:
-    """`procs` and `device` are to be known before all but `torch` and `disk`."""
+    """`procs` and `device` are to be known before all but `torch` and `disk`. Everything may take
+    longer where there are `gpus`."""
 
     pace: Pace
     say: Callable[[str], None]
+    gpus: bool
+    scratch: str | None
+    """Folder for measurements' files, if not that of temporary files."""
     procs: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     failures: list[Failure] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
 
     def use_gpus(self) -> None:
-        """Measure them from now on, and take longer."""
-        self.device = "cuda"
-        self.pace = dataclasses.replace(self.pace, total=self.pace.total * CUDA_FACTOR)
+        """Measure them from now on, also those that only torch knows of."""
+        self.device, self.gpus = "cuda", True
 
     def torch(self) -> dict[str, Any]:
-        """What torch says about itself (torch_facts.py), or as `problem` why it says nothing."""
-        told = self._measure("torch", {}, procs=1, module="torch_facts")
-        return told.all_records[0] if told.all_records else {"problem": told.failure}
+        """What torch says about itself (torch_facts.py); nothing if it failed or was late. The
+        time of the other measurements begins afterwards."""
+        seconds = TORCH_SECONDS * self._patience
+        told = self._run("torch", "torch_facts", {}, procs=1, seconds=seconds)
+        self._began = time.monotonic()
+        return told.all_records[0] if told.all_records else {}
 
     def disk(self, folder: Folder) -> dict[str, float]:
         """Rates by name, of one process."""
@@ -68,35 +72,35 @@ class Session:
             return ()
         room = self._room()
         sizes = [size for size in self.pace.sizes if size <= room]
-        with tempfile.TemporaryDirectory(prefix="pipe-doctor-") as folder:
-            settings = {
-                "store": f"{folder}/store",
-                "sizes": sizes,
-                "budget": self.pace.collective_seconds,
-            }
-            return self._measure("collectives", settings).all_records
+        settings = {"sizes": sizes, "budget": self.pace.collective_seconds}
+        return self._measure("collectives", settings).all_records
 
     def _room(self) -> int:
         """Bytes of a buffer that every process may have."""
         return free_memory() // self.procs // SHARE_OF_MEMORY
 
-    def _measure(
-        self,
-        name: str,
-        settings: Mapping[str, Any],
-        *,
-        procs: int | None = None,
-        module: str | None = None,
-    ) -> Told:
-        self.say(name)
-        left = self._began + self.pace.total - time.monotonic()
+    @property
+    def _patience(self) -> int:
+        return CUDA_FACTOR if self.gpus else 1
+
+    def _measure(self, name: str, settings: Mapping[str, Any], *, procs: int | None = None) -> Told:
+        total = self.pace.total * self._patience
+        left = self._began + total - time.monotonic()
         if left < 1:
             return self._failed(name, Told(failure="no time was left for it", late=True))
+        seconds = min(left, LIMITS[name] * total)
+        return self._run(name, name, settings, procs=procs or self.procs, seconds=seconds)
+
+    def _run(
+        self, name: str, module: str, settings: Mapping[str, Any], *, procs: int, seconds: float
+    ) -> Told:
+        self.say(name)
         told = measure(
-            f"pipeline.doctor.{module or name}:measure",
+            f"pipeline.doctor.{module}:measure",
             {"device": self.device, **settings},
-            procs=procs or self.procs,
-            seconds=min(left, LIMITS[name] * self.pace.total),
+            procs=procs,
+            seconds=seconds,
+            within=self.scratch,
         )
         return self._failed(name, told) if told.failure else told
 

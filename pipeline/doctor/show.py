@@ -61,13 +61,15 @@ def _machine(machine: Machine) -> Iterator[Row]:
 
 
 def _gpus(machine: Machine) -> Iterator[Row]:
-    if not machine.devices:
+    if not machine.devices and machine.software.gpus:
+        yield "of the driver", f"{machine.software.gpus}, none of torch"
+    elif not machine.devices:
         yield "none", "training runs on the processor"
-    for number, device in enumerate(machine.devices):
+    for name, device in machine.gpus.items():
         free = f", {human(device.memory_free_bytes)} free" if device.memory_free_bytes else ""
         capability = device.compute_capability or UNKNOWN
         memory = human(device.memory_bytes)
-        yield str(number), f"{device.name}, {memory}{free}, compute capability {capability}"
+        yield name, f"{device.name}, {memory}{free}, compute capability {capability}"
     for link in machine.topology.links:
         yield f"{link.a}-{link.b}", link.kind
     for gpu, node in machine.topology.numa.items():
@@ -99,6 +101,8 @@ def _limits(machine: Machine) -> Iterator[Row]:
     for name, limit in kernel.limits.items():
         size = name in ("locked_memory", "core")
         yield name.replace("_", " "), _limit(limit, size=size)
+    if kernel.processes_in_group is not None:
+        yield "processes of the group", str(kernel.processes_in_group)
     if kernel.shared_memory_bytes is not None:
         free = _bytes(kernel.shared_memory_free_bytes)
         yield "shared memory", f"{human(kernel.shared_memory_bytes)}, {free} free"

@@ -11,13 +11,13 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.devices import gpu_count
 from pipeline.doctor.report import Operators, Software, Topology
-from pipeline.doctor.topology import parse_topology, visible
+from pipeline.doctor.topology import among, parse_topology
 
 PACKAGES = (
     "pipetrain", "torch", "torchvision", "torchaudio", "triton", "transformers", "deepspeed",
@@ -70,10 +70,16 @@ def driver() -> str | None:
     return said.splitlines()[0].strip() if said else None
 
 
-def topology() -> Topology:
-    """How the GPUs that a process here would see reach each other; empty without nvidia-smi."""
-    whole = parse_topology(_ask("nvidia-smi", "topo", "-m") or "")
-    return visible(whole, os.environ.get("CUDA_VISIBLE_DEVICES"))
+def gpu_uuids() -> dict[int, str]:
+    """By nvidia-smi's number; empty without it."""
+    said = _ask("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader") or ""
+    rows = re.findall(r"^(\d+), *(\S+)$", said, re.MULTILINE)
+    return {int(number): uuid for number, uuid in rows}
+
+
+def topology(numbers: Collection[int]) -> Topology:
+    """How the GPUs of these numbers reach each other; empty without nvidia-smi."""
+    return among(parse_topology(_ask("nvidia-smi", "topo", "-m") or ""), numbers)
 
 
 def operators() -> Operators:

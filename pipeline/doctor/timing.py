@@ -26,7 +26,8 @@ def seconds_each(
 ) -> float:
     """Mean seconds of one `action`, over as many as fit in `budget` seconds.
 
-    `agree` makes one number of those of all ranks, which must repeat it equally often.
+    `agree` makes one number of those of all ranks, which must repeat it equally often, and has them
+    wait for each other.
     """
     _timed(action, 1, device)  # caches, connections, clocks
     once = agree(_timed(action, 1, device))

@@ -10,6 +10,7 @@ header with terminal codes.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from pipeline.doctor.report import Link, Topology
 
@@ -38,11 +39,8 @@ def parse_topology(text: str) -> Topology:
     return Topology(links=tuple(links), numa=numa)
 
 
-def visible(topology: Topology, chosen: str | None) -> Topology:
-    """What remains of it under CUDA_VISIBLE_DEVICES=`chosen`, if that gives numbers."""
-    numbers = [part.strip() for part in (chosen or "").split(",")]
-    if not all(number.isdecimal() for number in numbers):
-        return topology
+def among(topology: Topology, numbers: Collection[int]) -> Topology:
+    """What there is of it between the GPUs of these numbers."""
     names = {f"GPU{number}" for number in numbers}
     links = tuple(link for link in topology.links if {link.a, link.b} <= names)
     numa = {gpu: node for gpu, node in topology.numa.items() if gpu in names}

@@ -29,6 +29,7 @@ def _devices() -> Iterator[dict[str, Any]]:
         properties = torch.cuda.get_device_properties(index)
         yield {
             "name": properties.name,
+            "uuid": f"GPU-{properties.uuid}",
             "memory_bytes": properties.total_memory,
             "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
             "compute_capability": f"{properties.major}.{properties.minor}",

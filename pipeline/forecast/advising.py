@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UsageError
-from pipeline.forecast.advice import Tried, Walk, slot_override
+from pipeline.errors import RecipeError, UsageError
+from pipeline.forecast.advice import Tried, Walk, wrapped
 from pipeline.forecast.draft import Draft
 from pipeline.forecast.fit import Margins
 from pipeline.forecast.hardware import Asked
 from pipeline.forecast.options import Order
 from pipeline.forecast.planning import Drawn, draw_up
+from pipeline.forecast.sparing import Change, ways
 from pipeline.presets import in_order
 from pipeline.registry import Registry
 
 MOST_NODES = 512
 """How far `more GPUs` is looked for."""
+
+
+BATCH = 64
+"""Samples of a step, where nothing is said."""
+TOKENS = 32768
+"""Of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +40,10 @@ class Task:
     data: Path
     lora: bool
     sequence: int
-    global_batch: int
-    micro_batch: int
+    global_batch: int | None
+    """Samples of a step; None: BATCH, or one for each GPU."""
+    micro_batch: int | None
+    """Samples of a forward pass, to begin with; None: what makes TOKENS."""
     compute: str
 
 
@@ -43,6 +53,8 @@ def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
     ranks = (asked.gpus or 1) * (asked.nodes or 1)
+    batch = task.global_batch or max(BATCH, ranks)
+    most = task.micro_batch or max(TOKENS // task.sequence, 1)
     adapter = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}} if task.lora else {}
     slots: dict[str, dict[str, Any]] = {
         "model": {"use": "model.hf", **task.model},
@@ -65,8 +77,8 @@ def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
         "train": {
             "use": "train.causal_lm",
             "epochs": 1,
-            "global_batch_size": task.global_batch,
-            "micro_batch_size": min(task.micro_batch, -(-task.global_batch // ranks)),
+            "global_batch_size": batch,
+            "micro_batch_size": min(most, -(-batch // ranks)),
         },
         "consolidate": {"use": "consolidate.stream"},
         "export": {"use": "export.safetensors", "dtype": "bf16"},
@@ -96,7 +108,8 @@ class Advice:
     def lines(self) -> Iterator[str]:
         """For people."""
         for tried in self.tried:
-            mark = "chosen  " if tried is self.chosen else "fits    " if tried.fits else "too much"
+            fits = "fits    " if tried.way.fits else "too much"
+            mark = "chosen  " if tried is self.chosen else fits
             yield f"{mark}  {tried.what}"
             yield f"          {tried.told()}"
         for refused in self.refused:
@@ -108,27 +121,29 @@ class Advice:
 def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Advice:
     """Walk the decision order. Raises PipeError for what cannot be planned at all."""
     draft = draft_of(task, asked, registry)
+    nodes = asked.nodes or 1
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(draft.text(), "utf-8")
 
-        def draw(overrides: Sequence[str]) -> Drawn:
-            return draw_up(file, overrides, asked, margins, registry)
+        def draw(nodes: int, changes: Sequence[Change]) -> Drawn:
+            overrides = [change.override for change in changes]
+            return draw_up(file, overrides, replace(asked, nodes=nodes), margins, registry)
 
         walk = Walk(
-            draw=draw,
+            draw=partial(draw, nodes),
             strategies=in_order(registry),
-            few_trained=task.lora,
-            nodes=asked.nodes or 1,
+            nodes=nodes,
+            ranks=(asked.gpus or 1) * nodes,
         )
         chosen = walk.run()
         needed = None
-        if chosen is None or _offloads(chosen, walk):
-            needed = _nodes(file, walk, asked, margins, registry)
+        if chosen is None or chosen.strategy.order >= Order.OFFLOADED:
+            needed = _nodes(walk, draw)
     final = None
     if chosen is not None:
         head = _head(task, walk.tried, chosen)
-        final = replace(draft, head=head).changed(chosen.overrides, chosen.reasons)
+        final = replace(draft, head=head).changed(chosen.way.changes)
     return Advice(
         draft=final,
         chosen=chosen,
@@ -138,28 +153,21 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
     )
 
 
-def _offloads(chosen: Tried, walk: Walk) -> bool:
-    return any(
-        slot_override("wrap", named.slot) in chosen.overrides
-        for named in walk.strategies
-        if named.order >= Order.OFFLOADED
-    )
+DrawOn = Callable[[int, Sequence[Change]], Drawn]
+"""Nodes, changes -> the plan. Raises PipeError."""
 
 
-def _nodes(
-    file: Path, walk: Walk, asked: Asked, margins: Margins, registry: Registry
-) -> int | None:
-    """The fewest nodes, doubling, on which the most sparing way without offloading fits."""
+def _nodes(walk: Walk, draw: DrawOn) -> int | None:
+    """The fewest nodes, doubling, on which a strategy without offloading fits."""
     sharded = [named for named in walk.strategies if named.order == Order.SHARDED]
-    slots = {slot_override("wrap", named.slot) for named in sharded}
-    ways = [tried for tried in walk.tried if slots & set(tried.overrides)]
-    if not ways:
-        return None
-    nodes = (asked.nodes or 1) * 2
+    nodes = walk.nodes * 2
     while nodes <= MOST_NODES:
-        more = replace(asked, nodes=nodes)
-        if not draw_up(file, ways[-1].overrides, more, margins, registry).short:
-            return nodes
+        more = partial(draw, nodes)
+        try:
+            if any(way.fits for named in sharded for way in ways([wrapped(named)], more)):
+                return nodes
+        except RecipeError:  # such as a batch that is smaller than the ranks
+            return None
         nodes *= 2
     return None
 
@@ -168,8 +176,8 @@ def _head(task: Task, tried: Sequence[Tried], chosen: Tried) -> list[str]:
     what = "low-rank updates" if task.lora else "all weights"
     lines = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", ""]
     lines.append(f"Chosen: {chosen.what}: {chosen.told()}.")
-    rejected = [one for one in tried if one is not chosen and not one.fits]
-    if rejected:
-        lines += ["", "What came before it in the order and needs too much:"]
-        lines += [f"  {one.what}: {one.told()}" for one in rejected]
+    for title, fits in (("Needs too much:", False), ("Fits too, but not so well:", True)):
+        others = [one for one in tried if one is not chosen and one.way.fits is fits]
+        if others:
+            lines += ["", title, *(f"  {one.what}: {one.told()}" for one in others)]
     return lines

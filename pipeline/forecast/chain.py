@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pipeline.accelerators import GIB
 from pipeline.artifacts import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.forecast.ledger import Peak, Place
-from pipeline.forecast.placement import Placement
+from pipeline.forecast.phases import LOAD
+from pipeline.forecast.placement import Copies, Placement
 from pipeline.forecast.result import Device, Extras, Forecast, Host, Step
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import PROCESS, Site
@@ -43,10 +45,10 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
         device=_device(site, [need for extra in extras for need in extra.device]),
         host=_host(site, [need for extra in extras for need in extra.host]),
         disk={item: size * site.local_ranks for item, size in site.ledger.held("disk").items()},
-        storage=[file for extra in extras for file in extra.storage],
+        storage=[file for extra in extras for file in extra.files(step.length)],
         formulas=site.ledger.formulas,
         traffic=list(placement.traffic(step.microbatches)),
-        copies=placement.copies(step.microbatches),
+        copies=_copies(site, placement.copies(step.microbatches) + step.copies),
         step=step,
         caveats=tuple(_caveats(plan, told)),
     )
@@ -127,6 +129,11 @@ def _device(site: Site, extra: Sequence[Device]) -> dict[str, Peak]:
     return peaks
 
 
+def _copies(site: Site, copies: Copies) -> Copies:
+    """A CPU computes in its host's memory."""
+    return replace(copies, up=0, down=0) if site.device == "cpu" else copies
+
+
 def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:
     """Of one node: what its ranks hold, their libraries, and what stages take beside that."""
     ranks = min(site.local_ranks, site.ranks)
@@ -140,7 +147,7 @@ def _host(site: Site, extra: Sequence[Host]) -> dict[str, Peak]:
     }
     for need in extra:
         site.ledger.explain(need.what, need.formula)
-        for phase in [need.phase] if need.phase else list(held):
+        for phase in [need.phase] if need.phase else [each for each in held if each != LOAD]:
             items = phases.setdefault(phase, {PROCESSES: PROCESS * ranks})
             items[need.what] = items.get(need.what, 0) + need.bytes
     return {p: Peak(bytes=sum(items.values()), items=items) for p, items in phases.items()}

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.forecast.sparing import Change
+
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
@@ -21,20 +23,18 @@ class Draft:
     reasons: Mapping[str, str]
     """`slot` or `slot.field` -> comment."""
 
-    def changed(self, overrides: Sequence[str], reasons: Sequence[tuple[str, str]]) -> Draft:
-        """With overrides (values in JSON) laid over it, and why."""
+    def changed(self, changes: Sequence[Change]) -> Draft:
+        """With changes laid over it, and why."""
         slots: dict[str, dict[str, Any]] = {
             s: dict(copy.deepcopy(v)) for s, v in self.slots.items()
         }
-        for override in overrides:
-            path, _, text = override.partition("=")
-            slot, _, field = path.partition(".")
-            value = json.loads(text)
+        for change in changes:
+            slot, _, field = change.path.partition(".")
             if field:
-                slots[slot][field] = value
+                slots[slot][field] = change.value
             else:
-                slots[slot] = value
-        every = {**self.reasons, **dict(reasons)}
+                slots[slot] = change.value
+        every = {**self.reasons, **{change.path: change.why for change in changes}}
         return Draft(head=self.head, top=self.top, slots=slots, reasons=every)
 
     def text(self) -> str:

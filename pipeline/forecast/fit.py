@@ -16,7 +16,7 @@ class Shortage:
 
     place: Place
     what: str
-    """`memory of a GPU`, `host memory of a node`, `disk`."""
+    """`memory of a GPU`, `host memory of a node`."""
     phase: str
     needed: int
     """Bytes, everything counted."""
@@ -62,8 +62,3 @@ def shortages(
                 needed=peak.bytes,
                 there=hardware.host_memory,
             )
-    written = sum(file.bytes for file in forecast.storage)
-    if hardware.disk is not None and written > hardware.disk:
-        yield Shortage(
-            place="disk", what="disk", phase="checkpoint", needed=written, there=hardware.disk
-        )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.accelerators import ACCELERATORS, GB, GIB, NETWORKS, find_accelerator
+from pipeline.accelerators import ACCELERATORS, GB, GIB, Accelerator, find_accelerator
 from pipeline.errors import UsageError
 from pipeline.forecast.site import Hardware, Site
-from pipeline.suggest import did_you_mean
+from pipeline.suggest import closest
+
+if TYPE_CHECKING:
+    from pipeline.doctor.report import Machine
 
 PER_NODE = 8
 """GPUs of a node, where nothing else is said."""
@@ -28,22 +30,27 @@ class Asked:
     """GiB of one GPU."""
     host_memory: float | None = None
     """GiB of one node."""
-    interconnect: str | None = None
-    """Between nodes: a name, or GB/s of a node in one direction."""
+    interconnect: float | None = None
+    """GB/s that a node sends to others, in one direction, over all its links."""
     disk: float | None = None
     """GB/s of the disk that state is offloaded to."""
 
-    machine: Path | None = None
-    """What `pipe doctor --out` wrote."""
+    machine: Machine | None = None
+    """One like those that are meant, as `pipe doctor` has found it."""
+
+    @property
+    def procs(self) -> int | None:
+        """Over all nodes."""
+        if self.gpus is None and self.nodes is None:
+            return None
+        return (self.gpus or PER_NODE) * (self.nodes or 1)
 
     @property
     def overrides(self) -> Sequence[str]:
         """What it means for the recipe."""
-        named = self.gpu is not None or self.memory is not None
-        device = ["launch.device=cuda"] if named or self.gpus is not None else []
-        if self.gpus is None and self.nodes is None:
-            return device
-        return [f"launch.procs={(self.gpus or PER_NODE) * (self.nodes or 1)}", *device]
+        measured = self.machine is not None and self.machine.device != "cpu"
+        named = measured or any(said is not None for said in (self.gpu, self.memory, self.gpus))
+        return ["launch.device=cuda"] if named else []
 
 
 def site_of(asked: Asked, ranks: int, device: str) -> Site:
@@ -56,31 +63,30 @@ def site_of(asked: Asked, ranks: int, device: str) -> Site:
 
 def hardware_of(asked: Asked, site: Site, *, compute: str) -> Hardware:
     """What is known of the machines; on CPUs, of this one. What a measured machine says goes before
-    data sheets, what was asked for before both. Raises UsageError for names that nobody knows."""
-    known = _of_kind(asked, compute) if site.device != "cpu" else Hardware(host_memory=_here())
+    data sheets, what was asked for before both. Raises UsageError for a GPU that nobody knows, and
+    for a measured machine that is another than what was asked for."""
+    known = Hardware(host_memory=_here()) if site.device == "cpu" else _of_kind(asked, compute)
     if asked.machine is not None:
         known = _of_machine(asked.machine, known, site, compute)
     said: dict[str, Any] = {
         "device_memory": None if asked.memory is None else round(asked.memory * GIB),
         "host_memory": None if asked.host_memory is None else round(asked.host_memory * GIB),
-        "network": _network(asked.interconnect),
+        "network": None if asked.interconnect is None else asked.interconnect * GB,
         "disk_rate": None if asked.disk is None else asked.disk * GB,
     }
     if site.device == "cpu":
         del said["device_memory"]
-    return replace(known, **{name: value for name, value in said.items() if value is not None})
+    there = {name: value for name, value in said.items() if value is not None}
+    measured = tuple(name for name in known.measured if name not in there)
+    return replace(known, measured=measured, **there)
 
 
 def _of_kind(asked: Asked, compute: str) -> Hardware:
-    if asked.gpu is None:
-        return Hardware()
-    gpu = find_accelerator(asked.gpu)
+    gpu = _gpu(asked)
     if gpu is None:
-        names = [known.name for known in ACCELERATORS]
-        hint = did_you_mean(asked.gpu, names) or f"known: {', '.join(names)}"
-        raise UsageError(f"--gpu {asked.gpu}: nobody knows it here", hint=hint)
+        return Hardware()
     return Hardware(
-        accelerator=gpu,
+        kind=gpu.name,
         device_memory=gpu.memory,
         peers=gpu.peers,
         host_link=gpu.host,
@@ -89,46 +95,59 @@ def _of_kind(asked: Asked, compute: str) -> Hardware:
     )
 
 
-def _of_machine(file: Path, known: Hardware, site: Site, compute: str) -> Hardware:
-    """The rates of a machine of the same kind of device."""
-    from pipeline.doctor.report import read_machine
+def _gpu(asked: Asked) -> Accelerator | None:
+    """The kind that was named, or that the measured machine has."""
+    there = asked.machine.devices[0].name if asked.machine and asked.machine.devices else None
+    found = None if there is None else find_accelerator(there)
+    if asked.gpu is None:
+        return found
+    gpu = find_accelerator(asked.gpu)
+    if gpu is None:
+        names = [known.name for known in ACCELERATORS]
+        near = closest(asked.gpu, names)
+        meant = f"did you mean `{near}`? " if near else ""
+        raise UsageError(
+            f"--gpu {asked.gpu}: nobody knows it here",
+            hint=f"{meant}known: {', '.join(names)}; or say --memory",
+        )
+    if there is not None and found is not gpu:
+        raise UsageError(
+            f"--machine describes one with {there}, --gpu says {asked.gpu}",
+            hint="leave out one of them",
+        )
+    return gpu
 
-    machine = read_machine(file)
+
+def _of_machine(machine: Machine, known: Hardware, site: Site, compute: str) -> Hardware:
+    """The rates of a machine of the same kind of device."""
     if machine.device != site.device:
         raise UsageError(
-            f"{file} describes a machine that computes on {machine.device}, the recipe on "
+            f"--machine describes one that computes on {machine.device}, the recipe on "
             f"{site.device}",
             hint="take that of a machine like the one to be used",
         )
-    rates: dict[str, Any] = {
+    rates = {
         "flops": getattr(machine.matmul_flops, compute),
         "peers": machine.allreduce[-1].busbw if machine.allreduce else None,
         "host_link": machine.h2d_bytes_per_s,
         "disk_rate": machine.disk_read_bytes_per_s,
         "bandwidth": machine.host_copy_bytes_per_s if site.device == "cpu" else None,
-        "host_memory": machine.host_memory_bytes,
-        "device_memory": machine.devices[0].memory_bytes if machine.devices else None,
     }
-    there = {name: rate for name, rate in rates.items() if rate is not None}
-    return replace(known, measured=True, **there)
+    gpu = machine.devices[0] if machine.devices else None
+    facts = {
+        "kind": gpu and gpu.name,
+        "host_memory": machine.host_memory_bytes,
+        "device_memory": gpu and gpu.memory_bytes,
+    }
+    measured = {name: rate for name, rate in rates.items() if rate is not None}
+    for name, rate in measured.items():
+        if rate < 1:
+            raise UsageError(f"--machine says {name} is {rate} a second, which none can be")
+    there: dict[str, Any] = {name: fact for name, fact in facts.items() if fact is not None}
+    return replace(known, measured=tuple(measured), **measured, **there)
 
 
 def _here() -> int:
     from pipeline.machine import free_memory
 
     return free_memory()
-
-
-def _network(said: str | None) -> float | None:
-    if said is None:
-        return None
-    known = NETWORKS.get(said.lower())
-    if known is not None:
-        return known
-    try:
-        return float(said) * GB
-    except ValueError as error:
-        raise UsageError(
-            f"--interconnect {said}: neither a name nor a number of GB/s",
-            hint=f"names: {', '.join(NETWORKS)}",
-        ) from error

@@ -8,14 +8,15 @@ from typing import Any, Protocol
 
 
 class Order:
-    """Places in the order in which strategies are tried: the faster first."""
+    """Places in the order in which strategies are tried: the faster, which need more memory, first.
+    Those from OFFLOADED on are tried only when none before them fits, one after another."""
 
     REPLICATED = 10
-    PARTLY_SHARDED = 20
-    """Only where few weights are trained."""
-    SHARDED = 30
-    SHARDED_WITHIN_NODES = 40
-    """Only across nodes, in place of SHARDED: needs more memory, sends less between nodes."""
+    SHARDED_WITHIN_NODES = 20
+    """Only across nodes."""
+    PARTLY_SHARDED = 30
+    """Gathered once a step."""
+    SHARDED = 40
     OFFLOADED = 50
     MORE_OFFLOADED = 55
     OFFLOADED_TO_DISK = 60
@@ -23,10 +24,11 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A change of a stage's own fields that needs less memory: what its method `savings` tells."""
+    """A change of a stage's own fields with which a step needs less memory: what its method
+    `savings` tells."""
 
     order: int
-    """Cheaper ones first, over all stages."""
+    """Which is tried first, over all stages; those of one kind have the same."""
     what: str
     fields: Mapping[str, Any]
 

@@ -44,10 +44,17 @@ class Traffic:
 class Copies:
     """What one rank moves between places in an optimizer step, in bytes."""
 
-    host: int = 0
-    """Between the accelerator and its machine, both ways together."""
+    up: int = 0
+    """From the machine's memory to the accelerator."""
+    down: int = 0
+    """The other way."""
     disk: int = 0
     """Read and written."""
+
+    def __add__(self, other: Copies) -> Copies:
+        return Copies(
+            up=self.up + other.up, down=self.down + other.down, disk=self.disk + other.disk
+        )
 
 
 class Placement(ABC):
@@ -66,6 +73,12 @@ class Placement(ABC):
     @abstractmethod
     def masters(self) -> tuple[int, Place]:
         """Elements of the trained weights that this rank updates, and where they are."""
+
+    @property
+    def reach(self) -> int:
+        """For how many units ahead something may be held. A trace needs a model that is deeper by
+        them, because the last units have none ahead."""
+        return 1
 
     def begin(self, *, last: bool) -> None:
         """A micro-batch begins; `last` is that of an optimizer step."""

@@ -13,7 +13,7 @@ from pipeline.forecast.chain import ask, assemble, latest
 from pipeline.forecast.fit import Margins, Shortage, shortages
 from pipeline.forecast.hardware import Asked, hardware_of, site_of
 from pipeline.forecast.result import Forecast
-from pipeline.forecast.saved import identity
+from pipeline.forecast.saved import VERSION, identity
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Hardware, Site
 from pipeline.forecast.timing import StepTime, step_time
@@ -47,9 +47,18 @@ class Drawn:
 
     @property
     def fits(self) -> bool | None:
-        """None where the memory is not known."""
-        known = self.hardware.host_memory if self.site.device == "cpu" else None
-        return not self.short if known or self.hardware.device_memory else None
+        """False where anything is short; else None where the device's memory is not known."""
+        if self.short:
+            return False
+        on_cpu = self.site.device == "cpu"
+        known = self.hardware.host_memory if on_cpu else self.hardware.device_memory
+        return None if known is None else True
+
+    @property
+    def idle(self) -> int:
+        """Ranks without a sample in any step."""
+        step = self.forecast.step
+        return 0 if step is None else max(self.site.ranks - step.samples, 0)
 
     @property
     def time(self) -> StepTime | None:
@@ -74,10 +83,12 @@ class Drawn:
 
     def _head(self) -> Iterator[str]:
         site, step = self.site, self.forecast.step
-        gpu = self.hardware.accelerator
-        device = "CPU process" if site.device == "cpu" else gpu.name if gpu else "GPU"
+        device = "CPU process" if site.device == "cpu" else self.hardware.kind or "GPU"
         nodes = f"{site.nodes} node{'s' * (site.nodes > 1)}"
         yield f"{self.plan.recipe.name} on {nodes}, {site.ranks} x {device}"
+        written = self.plan.recipe.launch.procs
+        if written is not None and written != site.ranks:
+            yield f"the recipe says {written} processes; planned for {site.ranks}, as asked"
         if self.model is not None:
             parameters, trained = self.model.parameters, self.model.trained
             yield f"{parameters / 1e9:.3g} G parameters, {trained / 1e9:.3g} G of them trained"
@@ -86,16 +97,21 @@ class Drawn:
                 f"{step.samples} samples of {step.tokens // step.samples} tokens a step: "
                 f"{step.microbatches} micro-batch{'es' * (step.microbatches > 1)} on each rank"
             )
+        if self.idle:
+            yield (f"{self.idle} of {site.ranks} ranks idle: there is no sample for them in a step")
 
     def record(self) -> dict[str, Any]:
         """JSON. Bytes and seconds."""
         time = self.time
         return {
-            **identity(self.plan),
+            "schema_version": VERSION,
+            "name": self.plan.recipe.name,
+            "identity": identity(self.plan, self.site.local_ranks).model_dump(),
             "level": "arithmetic" if self.trace is None else "trace",
             "measured": None if self.measured is None else asdict(self.measured),
             "traced": None if self.trace is None else self.trace.how,
             "ranks": self.site.ranks,
+            "idle_ranks": self.idle,
             "nodes": self.site.nodes,
             "computes_on": self.site.device,
             "hardware": asdict(self.hardware),
@@ -127,7 +143,8 @@ def draw_up(
 ) -> Drawn:
     """Check the recipe, and ask its stages, or trace them; `measure` makes steps here too. Raises
     RecipeError, UsageError, StageError and RunFailed."""
-    plan = plan_file(recipe, [*overrides, *asked.overrides], registry=registry)
+    lines = [*overrides, *asked.overrides]
+    plan = plan_file(recipe, lines, registry=registry, procs=asked.procs)
     drawn = draw_up_plan(plan, asked, margins, trace=trace)
     if not measure:
         return drawn

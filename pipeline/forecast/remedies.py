@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pipeline.engine import Engine
 from pipeline.errors import PipeError
-from pipeline.forecast.advice import field_overrides, savings, slot_override
-from pipeline.forecast.options import Order
+from pipeline.forecast.advice import suited, wrapped
 from pipeline.forecast.planning import Drawn
+from pipeline.forecast.sparing import Change, Draw, Way, best, ways
 from pipeline.forecast.table import gib
 from pipeline.presets import Strategy
 
 MOST_TIMES = 64
 """How many times as many nodes are looked at."""
 
-Draw = Callable[[Sequence[str], int], Drawn]
-"""Further overrides, how many times the nodes -> the plan."""
+DrawOn = Callable[[int, Sequence[Change]], Drawn]
+"""How many times the nodes, changes -> the plan. Raises PipeError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Overrides or machines with which it would fit."""
+    """Changes of the recipe, or machines, with which it would fit."""
 
-    text: str
-    drawn: Drawn
+    options: Sequence[str]
+    way: Way
 
     def line(self) -> str:
-        """For people."""
-        drawn = self.drawn
-        return f"{self.text}  ({gib(drawn.margins.of(drawn.forecast.peak))} GiB a GPU)"
+        """For people, to be pasted behind the command."""
+        drawn = self.way.drawn
+        words = [*self.options, *(change.override for change in self.way.changes)]
+        return f"{shlex.join(words)}  ({_needs(drawn)})"
 
 
-def remedies(drawn: Drawn, draw: Draw, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
+def _needs(drawn: Drawn) -> str:
+    if drawn.site.device == "cpu":
+        return f"{gib(drawn.forecast.host_peak)} GiB a node"
+    return f"{gib(drawn.margins.of(drawn.forecast.peak))} GiB a GPU"
+
+
+def remedies(drawn: Drawn, draw: DrawOn, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
     """At most one of each kind: savings of the recipe's own stages, another strategy with them,
     more nodes."""
-    overrides, sparing = _spared(drawn, draw, [])
-    if not sparing.short:
-        yield Remedy(text=" ".join(overrides), drawn=sparing)
-    yield from _otherwise(drawn, draw, strategies)
+    same = partial(draw, 1)
+    own = best(list(ways([], same)))
+    if own is not None:
+        yield Remedy(options=(), way=own)
+    yield from _otherwise(drawn, same, strategies)
+    if drawn.site.device != "cpu":
+        yield from _more(drawn, draw)
+
+
+def _more(drawn: Drawn, draw: DrawOn) -> Iterator[Remedy]:
+    """The fewest nodes, doubling, on which it fits, with as little saved as is needed."""
     times = 2
     while times <= MOST_TIMES:
-        found = draw(overrides, times)
-        if not found.short:
-            text = " ".join([f"--nodes {drawn.site.nodes * times}", *overrides])
-            yield Remedy(text=text, drawn=found)
+        try:
+            found = best(list(ways([], partial(draw, times))))
+        except PipeError:  # such as a batch that is smaller than the ranks
+            return
+        if found is not None:
+            site = drawn.site
+            options = ["--gpus", str(site.local_ranks), "--nodes", str(site.nodes * times)]
+            yield Remedy(options=options, way=found)
             return
         times *= 2
 
@@ -53,35 +73,17 @@ def remedies(drawn: Drawn, draw: Draw, strategies: Sequence[Strategy]) -> Iterat
 def _otherwise(drawn: Drawn, draw: Draw, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
     """The first other strategy that fits."""
     slot = _wrap_slot(drawn)
-    for named in strategies if slot else ():
-        within = named.order in (Order.PARTLY_SHARDED, Order.SHARDED_WITHIN_NODES)
-        if within or _is_there(drawn, slot, named):
+    site = drawn.site
+    for named in suited(strategies, site.nodes, site.ranks) if slot else ():
+        if _is_there(drawn, slot, named):
             continue
-        start = [slot_override(slot, named.slot)]
         try:
-            overrides, found = _spared(draw(start, 1), draw, start)
+            found = best(list(ways([wrapped(named, slot)], draw)))
         except PipeError:  # it does not go with the rest of the recipe
             continue
-        if not found.short:
-            yield Remedy(text=" ".join(map(_quoted, overrides)), drawn=found)
+        if found is not None:
+            yield Remedy(options=(), way=found)
             return
-
-
-def _spared(drawn: Drawn, draw: Draw, overrides: list[str]) -> tuple[list[str], Drawn]:
-    """The recipe with one saving after another until it fits, or there is none left."""
-    while drawn.short:
-        found = savings(drawn)
-        if not found:
-            break
-        slot, saving = found[0]
-        changed = [*overrides, *field_overrides(slot, saving.fields)]
-        overrides = list({one.partition("=")[0]: one for one in changed}.values())
-        drawn = draw(overrides, 1)
-    return overrides, drawn
-
-
-def _quoted(override: str) -> str:
-    return f"'{override}'" if '"' in override else override
 
 
 def _wrap_slot(drawn: Drawn) -> str:

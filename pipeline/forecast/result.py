@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.forecast.ledger import Peak
 from pipeline.forecast.placement import Copies, Traffic
+from pipeline.length import Length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,10 @@ class Step:
     once each way, and what the optimizer updates. Products read more."""
     samples: int = 0
     """Over all ranks."""
+    copies: Copies = field(default_factory=Copies)
+    """Of activations, on one rank."""
+    length: Length = field(default_factory=Length)
+    """Of the training that it is a step of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,7 @@ class Host:
     """Host memory of one node that a stage takes at some time, beyond what the ledger says."""
 
     phase: str
+    """Empty: in all of them from when the model is loaded."""
     what: str
     bytes: int
     formula: str
@@ -76,10 +82,18 @@ class Extras:
     `Extras()` says that it needs nothing to speak of."""
 
     storage: Sequence[Storage] = ()
+    saved: Callable[[Length], Storage] | None = None
+    """Files of which a longer training leaves more."""
     host: Sequence[Host] = ()
     device: Sequence[Device] = ()
     caveats: Sequence[str] = ()
     """What this arithmetic leaves out of account."""
+
+    def files(self, length: Length) -> Iterator[Storage]:
+        """All that is written in a training of that length."""
+        yield from self.storage
+        if self.saved is not None:
+            yield self.saved(length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,11 @@ class BlockShape(ABC):
     def own(self) -> Sequence[Weight]:
         """Its weights, in module order, without updates."""
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token sees at most, itself counted; None: all before it."""
+        return None
+
     @functools.cached_property
     def weights(self) -> Sequence[Weight]:
         """Its weights and their updates, in module order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.accelerators import GIB, Accelerator
+from pipeline.accelerators import GIB
 from pipeline.forecast.ledger import Ledger
 
 
@@ -12,29 +12,27 @@ from pipeline.forecast.ledger import Ledger
 class Hardware:
     """Machines of one kind. None: not known, so nothing is said that depends on it."""
 
-    accelerator: Accelerator | None = None
-    """None on CPUs, and for a device of which only the memory is known."""
+    kind: str | None = None
+    """Name of a device; None on CPUs, and for a device of which only the memory is known."""
     device_memory: int | None = None
     """Bytes of one device; of a rank's share of host memory on CPUs."""
     host_memory: int | None = None
     """Bytes of one node."""
-    disk: int | None = None
-    """Free bytes where the run writes."""
     network: float | None = None
     """Bytes a second that a node sends to others, in one direction, over all its links."""
     peers: float | None = None
     """Bytes a second that a device sends to others in its node."""
     host_link: float | None = None
-    """Bytes a second between a device and its machine."""
+    """Bytes a second between a device and its machine, in each direction."""
     disk_rate: float | None = None
     """Bytes a second of the disk that state is offloaded to."""
     flops: float | None = None
     """Operations a second of one device in the compute dtype."""
     bandwidth: float | None = None
     """Bytes a second between a device and its own memory."""
-    measured: bool = False
-    """Whether rates are what programs reach, as `pipe doctor` measures them, not what data sheets
-    promise."""
+    measured: tuple[str, ...] = ()
+    """Those of the fields above that are rates which programs reach, as `pipe doctor` measures
+    them; the others are what data sheets promise, or what was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,17 @@ from pipeline.forecast.fit import Margins, Shortage
 from pipeline.forecast.ledger import Peak
 from pipeline.forecast.result import Forecast
 from pipeline.forecast.site import Hardware, Site
-from pipeline.forecast.timing import StepTime, crosses, sent
+from pipeline.forecast.timing import (
+    COMPUTE,
+    DISK,
+    DOWN,
+    MEMORY,
+    NETWORK,
+    UP,
+    StepTime,
+    crosses,
+    sent,
+)
 from pipeline.throughput import human
 
 if TYPE_CHECKING:
@@ -35,7 +45,7 @@ def lines(
     yield ""
     yield from _disk(forecast)
     yield from _network(forecast, site)
-    yield from _time(time, hardware)
+    yield from _time(time, site, hardware)
     for caveat in forecast.caveats:
         yield f"not counted: {caveat}"
 
@@ -115,28 +125,40 @@ def _network(forecast: Forecast, site: Site) -> Iterator[str]:
             f"a step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} among "
             f"{traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
         )
-    if forecast.copies.host:
-        yield f"a step: {human(forecast.copies.host)} between each GPU and its host"
-    if forecast.copies.disk:
-        yield f"a step: {human(forecast.copies.disk)} read and written by each rank on disk"
+    copies = forecast.copies
+    if copies.up or copies.down:
+        yield f"a step: {human(copies.up)} from its host to each GPU, {human(copies.down)} back"
+    if copies.disk:
+        yield f"a step: {human(copies.disk)} read and written by each rank on disk"
 
 
-def _time(time: StepTime | None, hardware: Hardware) -> Iterator[str]:
+def _time(time: StepTime | None, site: Site, hardware: Hardware) -> Iterator[str]:
     if time is None or not time.parts:
         return
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
-    if hardware.measured:
+    measured = [name for name in time.parts if _rate(name, site) in hardware.measured]
+    if len(measured) == len(time.parts):
         yield (
             f"a step: {time.most:.3g} s if nothing overlaps, {time.least:.3g} s, bound by "
             f"{time.bound}, if everything does ({parts}; at the rates that were measured)"
         )
     else:
+        rates = "at the rates of data sheets, which no program reaches"
+        if measured:
+            rates = f"{', '.join(measured)} at the rates that were measured, the rest {rates}"
         yield (
             f"a step: at least {time.least:.3g} s, bound by {time.bound}; {time.most:.3g} s if "
-            f"nothing overlapped ({parts}; at the rates of data sheets, which no program reaches)"
+            f"nothing overlapped ({parts}; {rates})"
         )
     if time.unknown:
         yield f"the step's time leaves out: {', '.join(time.unknown)}, whose rate is not given"
+
+
+def _rate(part: str, site: Site) -> str:
+    """The hardware's field that a part of a step is told by."""
+    network = "peers" if site.nodes == 1 else "network"
+    links = {NETWORK: network, UP: "host_link", DOWN: "host_link", DISK: "disk_rate"}
+    return {COMPUTE: "flops", MEMORY: "bandwidth", **links}[part]
 
 
 def verdict(

@@ -7,14 +7,17 @@ an all-gather or a reduce-scatter, and twice that for an all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.forecast.placement import Traffic
 from pipeline.forecast.result import Forecast
 from pipeline.forecast.site import Hardware, Site
 
-COMPUTE, MEMORY, NETWORK, LINK, DISK = "compute", "memory", "network", "PCIe", "NVMe"
+COMPUTE, MEMORY, NETWORK, DISK = "compute", "memory", "network", "NVMe"
+UP, DOWN = "PCIe to the GPU", "PCIe to the host"
+"""Directions that a link has at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,8 @@ def step_time(forecast: Forecast, site: Site, hardware: Hardware) -> StepTime | 
     needs: list[tuple[str, float, float | None]] = [
         (COMPUTE, step.work.total, hardware.flops),
         (MEMORY, float(step.moved), hardware.bandwidth),
-        (LINK, float(forecast.copies.host), hardware.host_link),
+        (UP, float(forecast.copies.up), hardware.host_link),
+        (DOWN, float(forecast.copies.down), hardware.host_link),
         (DISK, float(forecast.copies.disk * local), hardware.disk_rate),
     ]
     parts = {name: amount / rate for name, amount, rate in needs if amount and rate}
@@ -75,18 +79,35 @@ def sent(traffic: Traffic) -> float:
 
 
 def crosses(traffic: Traffic, site: Site) -> bool:
-    """Whether its ranks are on several nodes."""
-    return traffic.ranks * traffic.apart > site.local_ranks
+    """Whether some of its groups have ranks on several nodes."""
+    return _rings(traffic, site) > 0
+
+
+def _rings(traffic: Traffic, site: Site) -> int:
+    """Groups that have ranks on a node and on others too; of the node that has most of them."""
+    found = Counter[int]()
+    for group in _groups(traffic, site):
+        nodes = {rank // site.local_ranks for rank in group}
+        if len(nodes) > 1:
+            found.update(nodes)
+    return max(found.values(), default=0)
+
+
+def _groups(traffic: Traffic, site: Site) -> Iterator[range]:
+    """The ranks that take part in a collective together."""
+    span = traffic.ranks * traffic.apart
+    for first in range(0, site.ranks, span):
+        for rank in range(first, first + traffic.apart):
+            yield range(rank, rank + span, traffic.apart)
 
 
 def _rate(traffic: Traffic, site: Site, hardware: Hardware) -> float | None:
     """Bytes a second for each rank: its share of what its node sends, where nodes are crossed. Of a
     ring through several nodes only one rank of a node sends to the next."""
-    if not crosses(traffic, site):
+    rings = _rings(traffic, site)
+    if not rings:
         return hardware.peers
     if hardware.network is None:
         return None
-    inside = max(site.local_ranks // traffic.apart, 1)
-    rings = max(min(site.local_ranks, site.ranks) // inside, 1)
     across = hardware.network / rings
     return min(across, hardware.peers) if hardware.peers else across

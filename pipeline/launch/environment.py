@@ -20,3 +20,10 @@ def worker_rank() -> int:
 def worker_world_size() -> int | None:
     """Processes of the group that this rank belongs to; None outside of one."""
     return int(os.environ["WORLD_SIZE"]) if is_worker() else None
+
+
+def worker_local_world_size() -> int | None:
+    """Those of them on this machine; None outside of a group, and where the launcher does not
+    tell."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(told) if is_worker() and told else None

@@ -15,6 +15,7 @@ from pipeline import failure, rundir
 from pipeline.errors import RunFailed
 from pipeline.journal import Journal
 from pipeline.launch.children import none_left
+from pipeline.machine import cores_each
 from pipeline.plan import Plan
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def _set_threads(plan: Plan) -> None:
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // plan.view.procs))
+        os.environ["OMP_NUM_THREADS"] = str(cores_each(plan.view.procs))
 
 
 def _one(run_dir: Path, accept: Sequence[str]) -> None:
@@ -65,7 +65,8 @@ def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_agent()
-    command = ("-m", "pipeline.worker", str(run_dir), str(os.getpid()), *accept)
+    # -P: what lies in the user's folder must not stand in for modules that ranks import
+    command = ("-P", "-m", "pipeline.worker", str(run_dir), str(os.getpid()), *accept)
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
         try:
             elastic_launch(_config(procs, folder), sys.executable)(*command)

@@ -7,7 +7,7 @@ import ctypes
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from pipeline import rundir
 from pipeline.artifacts import Checkpoints, Progress, TrainedRun
 from pipeline.engine import Engine, EngineState
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
+from pipeline.length import Length
 from pipeline.room import require_room
 from pipeline.stage import Context, Room
 from pipeline.state import randomness, summary, whereabouts
 from pipeline.state.arena import Arena
+from pipeline.state.count import count, room
 from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import FILE, Group, Manifest, Scale, State
 from pipeline.state.own import own_state
@@ -61,7 +63,7 @@ class StateCheckpoints(Checkpoints):
         self._engine = engine
         self._borrowed = borrowed
         self._every = every
-        self._keeps_best = retention.best > 0
+        self._retention = retention
         self._asynchronous = asynchronous
         self._start_from = start_from
         self.address = address
@@ -94,9 +96,12 @@ class StateCheckpoints(Checkpoints):
         """Bytes of a checkpoint, on rank 0."""
         return sum(file.size for file in self._plan.files)
 
-    def count(self) -> int:
-        """Checkpoints that are there."""
-        return len(self._store.names())
+    def room(self, length: Length) -> Iterator[Room]:
+        """Disk for as many as there will be at once, less those that are there."""
+        if "://" in self.address:
+            return
+        number = count(self._retention, self._every, length).number
+        yield room(number, len(self._store.names()), self.size, Path(self.address))
 
     def discard(self) -> None:
         """Remove everything at the address, once nothing is being written (rank 0)."""
@@ -109,7 +114,7 @@ class StateCheckpoints(Checkpoints):
 
     def due(self, progress: Progress) -> bool:
         self._settle_if_done()
-        if self._keeps_best and progress.best.get("step") == progress.step:
+        if self._retention.best and progress.best.get("step") == progress.step:
             return True
         return self._every is not None and progress.step > 0 and progress.step % self._every == 0
 

@@ -3,9 +3,10 @@
     watch.py           what stages are told of a trace, and tell of it
     meter.py           who holds how much, and the peak of every moment
     group_compat.py    a process group of any size in which nothing is sent
-    autograd_compat.py, fake_compat.py
-                       what torch does otherwise when it is watched, and without values
+    watch_compat.py, autograd_compat.py, fake_compat.py
+                       what torch does when it is watched, what otherwise, and without values
     session.py         the surroundings: group, tensors without values, meter
+    training.py        which stages train
     structure.py       a model's blocks, and the shallower model that stands for it
     run.py             a recipe's stages, run as far as training steps
     alone.py           the model without a strategy, for those that cannot be traced

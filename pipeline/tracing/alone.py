@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pipeline.artifacts import ModelSource, Precision, torch_dtype
 from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
 from pipeline.forecast.site import Site
+from pipeline.tracing.fake_compat import with_values
 from pipeline.tracing.session import Owners
 
 
@@ -23,7 +23,7 @@ class Alone(Engine):
     def __init__(
         self, source: ModelSource, precision: Precision, site: Site, watch: Owners
     ) -> None:
-        with unset_fake_temporarily():
+        with with_values():
             with torch.device("meta"):
                 model = source.build()
             source.tie(model)

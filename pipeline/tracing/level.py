@@ -22,6 +22,7 @@ from pipeline.tracing.outlined import outlined
 from pipeline.tracing.replay import Replay, kinds
 from pipeline.tracing.run import Traced, run, samples_of, sources
 from pipeline.tracing.structure import Structure, depths, structure
+from pipeline.tracing.training import training
 
 CPU_KERNELS = (
     "kernels of GPUs that keep or take other tensors than those of CPUs, which were traced"
@@ -44,18 +45,23 @@ class TracedForecast:
 def traced_forecast(plan: Plan, site: Site) -> TracedForecast:
     """What the recipe needs at that site, its device memory by a trace. Raises what stages raise,
     and UsageError for a recipe that trains nothing."""
+    training(plan)  # before anything is built
     samples = samples_of(plan, site)
     models = sources(plan, site, samples)
     if not models:
         raise UsageError("nothing can be traced: no slot of the recipe gives a model")
     built = structure([*models.values()][-1])
     arithmetic, told = _arithmetic(plan, site, models, built)
-    found = _run(plan, site, samples, built)
+    placement = latest(told, Placement)
+    pair = depths(built.signatures, placement.reach if placement else 1)
+    found = _run(plan, site, samples, pair)
     if found[-1].alone is None:
         forecast = _of_peaks(plan, site, told, _peaks(found, len(built.blocks)))
         how = f"model and strategy were traced, {_depth(found, built)}"
     else:
-        forecast, told = _of_replay(plan, site, told, _shapes(models, built), built, found[0])
+        shapes = _shapes(models, built)
+        period = pair[1] - pair[0] if pair else 1
+        forecast, told = _of_replay(plan, site, told, shapes, built, found[0], period)
         how = f"activations and logits were traced, {_depth(found, built)}; what the strategy "
         how += "holds was computed"
     caveats = forecast.caveats if site.device == "cpu" else (*forecast.caveats, CPU_KERNELS)
@@ -85,6 +91,7 @@ def _of_replay(
     shapes: Mapping[str, ModelShape],
     built: Structure,
     found: Traced,
+    period: int,
 ) -> tuple[Forecast, dict[str, Any]]:
     """By the placement's arithmetic. Raises UsageError for a strategy without."""
     step, precision = latest(told, Step), latest(told, Precision)
@@ -95,17 +102,16 @@ def _of_replay(
     if step is None or precision is None or model is None or placement is None:
         return assemble(plan, fresh, told), told  # which says what is missing
     assert found.alone is not None
-    pair = depths(built.signatures)
-    period = pair[1] - pair[0] if pair else 1
     alike = list(kinds(len(built.blocks), found.trace.blocks, period))
     replay = Replay(model, placement, found.alone, found.built, alike, BYTES[precision.compute])
     replay.tell(min(step.microbatches, 3))
     return assemble(plan, fresh, told), told
 
 
-def _run(plan: Plan, site: Site, samples: SampleShape, built: Structure) -> list[Traced]:
+def _run(
+    plan: Plan, site: Site, samples: SampleShape, pair: tuple[int, int] | None
+) -> list[Traced]:
     """Of two depths from which the whole follows, or of the whole model."""
-    pair = depths(built.signatures)
     if pair is not None:
         shallow = run(plan, site, samples, blocks=pair[0])
         if shallow.alone:

@@ -15,7 +15,7 @@ from pipeline.forecast.site import PROCESS
 from pipeline.machine import free_memory
 from pipeline.plan import Plan
 from pipeline.throughput import human
-from pipeline.tracing.engines import require_engine
+from pipeline.tracing.training import training
 
 SECONDS = 1800
 """After which a measurement is given up."""
@@ -36,8 +36,9 @@ class Measured:
 
 def measure_here(plan: Plan, forecast: Forecast) -> Measured:
     """On this machine's GPUs if there is one for each rank, or else as CPU processes. Raises
-    UsageError where the forecast has no room here or nothing can be measured, and RunFailed."""
-    require_engine(plan)
+    UsageError where the forecast has no room here or the recipe's training cannot be watched, and
+    RunFailed."""
+    training(plan)
     ranks = plan.view.procs
     device = "cuda" if plan.view.device == "cuda" and gpu_count() >= ranks else "cpu"
     if device == "cpu":

@@ -4,19 +4,17 @@ moment."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from pipeline.forecast.ledger import Peak
 from pipeline.forecast.phases import LOAD
 from pipeline.tracing.autograd_compat import adds_gradients
+from pipeline.tracing.fake_compat import has_values
+from pipeline.tracing.watch_compat import Watcher, asks_for_number, local, storage_key, tensors_in
 
 REST = "activations and temporaries"
 """Item of what has no owner."""
@@ -28,15 +26,15 @@ Moment = tuple[str, int, Unit]
 Resize = Any
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Meter(Watcher):  # type: ignore[no-untyped-call]
     """Inside, every storage that an operation makes counts until it is freed or resized.
 
-    Tensors on the meta device have no memory. With `fake`, neither has anything but FakeTensors,
-    and where the program asks for a number, it gets one: there are no values.
+    Tensors on the meta device have no memory. With `fake`, neither have those with values, and
+    where the program asks for a number, it gets one.
     """
 
     def __init__(self, *, fake: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = 0
         self.moments: dict[Moment, Peak] = {}
         self.levels: dict[Moment, int] = {}
@@ -72,7 +70,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def own(self, item: str, tensors: Iterable[Tensor], *, replace: bool = True) -> None:
         """The memory of these tensors is an item; without `replace`, unless it is one already."""
         for tensor in tensors:
-            key = _local(tensor).untyped_storage()._cdata
+            key = storage_key(local(tensor).untyped_storage())
             size = self._sizes.get(key)
             if size is None or not (replace or self._items[key] == REST):
                 continue
@@ -83,35 +81,33 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Meter:
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self.leave()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if self._fake and function is torch.ops.aten._local_scalar_dense.default:
+    def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """The same, but that gradients are added as they are unwatched, and numbers are known."""
+        if self._fake and asks_for_number(function):
             return 1.0
-        if adds_gradients(function, args):
-            return args[0].add_(args[1])
-        out = function(*args, **(kwargs or {}))
+        if adds_gradients(function, arguments):
+            return arguments[0].add_(arguments[1])
+        out = function(*arguments, **named)
         # Its memory is its argument's, which may be none's that counts.
         if function is not torch.ops.aten.detach.default:
-            for tensor in tree_iter(out):
-                if isinstance(tensor, Tensor):
-                    self._add(tensor)
+            for tensor in tensors_in(out):
+                self._add(tensor)
         return out
 
     def _add(self, tensor: Tensor) -> None:
-        here = _local(tensor)
-        if here.device.type == "meta" or (self._fake and not isinstance(here, FakeTensor)):
+        here = local(tensor)
+        if here.device.type == "meta" or (self._fake and has_values(here)):
             return
         storage = here.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._sizes:
             self._sizes[key], self._items[key] = 0, REST
             weakref.finalize(storage, self._free, key)
@@ -138,12 +134,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             done = original(storage, size)
-            if storage._cdata in self._sizes:
-                self._change(storage._cdata, size)
+            key = storage_key(storage)
+            if key in self._sizes:
+                self._change(key, size)
             return done
 
         return resize_
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

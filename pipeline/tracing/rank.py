@@ -18,9 +18,9 @@ from pipeline.tracing.run import measure, samples_of
 def steps(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     """Tell the peak of every phase, in bytes."""
     ranks, device, folder = settings["ranks"], settings["device"], Path(settings["folder"])
-    store = torch.distributed.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
+    store = torch.distributed.FileStore(settings["store"], ranks)  # type: ignore[attr-defined]
     here = environment_dist(store, device=device)
-    plan = plan_file(settings["recipe"], [f"launch.device={device}"])
+    plan = plan_file(settings["recipe"], [f"launch.device={device}"], procs=ranks)
     site = Site(ranks=ranks, local_ranks=ranks, device=device)
     own = folder / f"rank-{here.rank}"
     own.mkdir()

@@ -21,17 +21,16 @@ from pipeline.forecast.site import Site
 from pipeline.plan import Plan
 from pipeline.signature import needs
 from pipeline.tracing.alone import Alone
-from pipeline.tracing.engines import require_engine
 from pipeline.tracing.extrapolate import Trace, highest
 from pipeline.tracing.fake_compat import told_apart
 from pipeline.tracing.gpu import GpuSession
 from pipeline.tracing.replay import Pieces, pieces
 from pipeline.tracing.session import Owners, Session, context, session
 from pipeline.tracing.structure import Structure, structure
+from pipeline.tracing.training import METHOD, training
 from pipeline.tracing.unread import unread
-from pipeline.tracing.watch import Depth, Watch
+from pipeline.tracing.watch import Depth
 
-METHOD = "trace"
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 
 
@@ -66,7 +65,6 @@ def run(
     """Two training steps of rank 0, on a model of its first so many blocks. Without `fake`, on real
     tensors, by the engines that train; with `alone`, without the strategy. Raises UsageError where
     nothing is trained, and StageError where values are needed."""
-    require_engine(plan)
     with session(site, seed=plan.view.seed, fake=fake) as here:
         told = _Told(plan, site, samples, Depth(blocks=blocks), here)
         source = told.declare()
@@ -145,7 +143,7 @@ class _Told(dict[str, Any]):
         return source
 
     def wrap(self, method: str | None) -> None:
-        """Stages that give an engine, by this method."""
+        """Stages that give an engine, by this method. Raises UsageError where none does."""
         for step in self._plan.steps:
             if not issubclass(step.gives or object, Engine):
                 continue
@@ -153,6 +151,8 @@ class _Told(dict[str, Any]):
             if method is not None and hasattr(step.stage, method):
                 engine = self._call(step.stage, method)
             self[step.slot] = engine or latest(self, Engine) or self._bare()
+        if latest(self, Engine) is None:
+            raise UsageError("nothing can be traced: no slot of the recipe gives an engine")
 
     def _bare(self) -> Alone:
         source, precision = latest(self, ModelSource), latest(self, Precision)
@@ -170,11 +170,8 @@ class _Told(dict[str, Any]):
         blocks = [_within(engine.model, name) for name in names]
         self._watch.loaded(engine.model)
         with self._watch.watching(blocks):
-            trained = [s for s in self._plan.steps if Watch in _asked(type(s.stage))]
-            for step in trained:
+            for step in training(self._plan):
                 self._call(step.stage, METHOD)
-        if not trained:
-            raise UsageError("nothing can be traced: no slot of the recipe trains and has a trace")
 
     def _call(self, stage: Any, method: str) -> Any:
         kind: type = type(stage)
@@ -190,7 +187,3 @@ def _within(model: nn.Module, name: str) -> nn.Module:
     """The module of that name in a model, which a strategy may have put into another one."""
     named: dict[str, nn.Module] = dict(model.named_modules())
     return next(one for found, one in named.items() if f".{found}".endswith(f".{name}"))
-
-
-def _asked(stage: type) -> list[type]:
-    return [need.type for need in needs(stage, METHOD)] if hasattr(stage, METHOD) else []

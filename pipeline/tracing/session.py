@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -21,6 +20,7 @@ from pipeline.forecast.placement import GATHERED, GRADIENTS, OPTIMIZER, PARAMETE
 from pipeline.forecast.site import Site
 from pipeline.metrics import Metrics
 from pipeline.stage import Context
+from pipeline.tracing.fake_compat import without_values
 from pipeline.tracing.group_compat import silent_group, single_group
 from pipeline.tracing.meter import Meter, Unit
 from pipeline.tracing.watch import Watch
@@ -36,7 +36,7 @@ class Session:
         self.ctx = ctx
         self.meter = Meter(fake=fake)
         self.watch = Owners(self.meter)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+        self._mode = without_values() if fake else None
 
     @contextlib.contextmanager
     def metering(self) -> Iterator[None]:

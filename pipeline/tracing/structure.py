@@ -72,20 +72,22 @@ def _traits(module: nn.Module) -> tuple[Any, ...]:
         for key, value in vars(module).items()
         if isinstance(value, bool | int | float | str) and key != "layer_idx"
     }
-    shapes = tuple(
-        (name, tuple(one.shape)) for name, one in module._parameters.items() if one is not None
-    )
+    own = module.named_parameters(recurse=False)
+    shapes = tuple((name, tuple(one.shape)) for name, one in own)
     replaced = getattr(vars(module).get("forward"), "__qualname__", "")
     return type(module).__name__, tuple(sorted(plain.items())), shapes, replaced
 
 
-def depths(signatures: Sequence[Signature]) -> tuple[int, int] | None:
+def depths(signatures: Sequence[Signature], reach: int = 1) -> tuple[int, int] | None:
     """Two numbers of blocks, the larger less than all, between which a model grows as it does
-    beyond: by whole periods of kinds of blocks. None where there are none."""
+    beyond: by whole periods of kinds of blocks. None where there are none.
+
+    Something may be held for `reach` blocks ahead: each half has one of every kind that has those.
+    """
     count = len(signatures)
     for period in range(1, count // 2):
         first = _irregular(signatures, period)
-        least = max(4, 2 * (first + period) + 1)
+        least = max(2 * (reach + period), 2 * (first + period) + 1)
         shallow = least + (count - least) % period
         if shallow + period < count:
             return shallow, shallow + period

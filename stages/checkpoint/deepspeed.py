@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Self
 
 from annotated_types import Gt
@@ -14,7 +13,8 @@ from pipeline.errors import Problem
 from pipeline.forecast.result import Extras
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView, Room, Trial
+from pipeline.stage import Context, PlanView, Trial
+from pipeline.state.retention import Retention
 from stages.wrap.zero import Zero
 from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.placement import ZeroPlacement
@@ -33,6 +33,11 @@ class DeepSpeedCheckpoint:
 
     keep: Annotated[int, Gt(0)] | None = 2
     """Newest checkpoints to keep; null keeps all."""
+
+    @property
+    def retention(self) -> Retention:
+        """What is kept."""
+        return Retention(last=self.keep)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         zero = plan.find(Zero)
@@ -67,19 +72,6 @@ class DeepSpeedCheckpoint:
         from stages.checkpoint.deepspeed_forecast import extras
 
         return extras(self, site, model, optimizer, placement)
-
-    def foresee(
-        self, ctx: Context, engine: ZeroEngine, model: ModelSource | None = None
-    ) -> Iterator[Room]:
-        from pipeline.state import whereabouts
-        from stages.checkpoint.deepspeed_state import size
-
-        count = (self.keep or 1) + 1 if self.every else 1
-        yield Room(
-            what=f"{count} checkpoint{'s' * (count > 1)}",
-            disk=count * size(engine, frozenset(model.borrowed if model else ())),
-            folder=Path(whereabouts.default(ctx.run_dir)),
-        )
 
     def rehearse(
         self, ctx: Context, engine: ZeroEngine, model: ModelSource | None = None

@@ -14,6 +14,8 @@ from pipeline.forecast.phases import RESUME, SAVE
 from pipeline.forecast.result import Device, Extras, Host, Storage
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
+from pipeline.length import Length
+from pipeline.state.count import count
 from pipeline.throughput import human
 from stages.wrap.zero.memory.sharded import Sharded
 from stages.wrap.zero.placement import ZeroPlacement
@@ -29,21 +31,19 @@ def extras(
     optimizer: OptimizerShape,
     placement: ZeroPlacement,
 ) -> Extras:
-    """Disk for what is kept and for the one that is written meanwhile; memory for what is copied to
-    the host to be written, and for files that are read."""
+    """Disk for as many as there will be at once; memory for what is copied to the host to be
+    written, and for files that are read."""
     files = _Files(site, model, optimizer, placement)
-    kept = (stage.keep or 1) + 1 if stage.every else 1
-    return Extras(
-        storage=[
-            Storage(
-                what=f"{kept} checkpoint{'s' * (kept > 1)}",
-                bytes=kept * files.size,
-                formula=f"{kept} x ({files.formula})",
-            )
-        ],
-        host=list(files.host()),
-        device=list(files.device()),
-    )
+
+    def saved(length: Length) -> Storage:
+        found = count(stage.retention, stage.every, length)
+        return Storage(
+            what=str(found),
+            bytes=found.number * files.size,
+            formula=f"{found.number} x ({files.formula})",
+        )
+
+    return Extras(host=list(files.host()), device=list(files.device()), saved=saved)
 
 
 class _Files:

@@ -35,8 +35,16 @@ class DeepSpeedCheckpoints(StepCheckpoints):
     ) -> None:
         super().__init__(ctx, every=every, keep=keep)
         self._engine = engine
+        self._borrowed = borrowed
         # DeepSpeed leaves out all that is frozen, or nothing.
         self._trained_only = bool(borrowed) and borrowed >= set(engine.state().frozen)
+
+    @property
+    def size(self) -> int:
+        """Of fp32 masters and moments, and the compute weights."""
+        state = own_state(self._engine, self._borrowed)
+        elements = sum(math.prod(shape) for shape in state.shapes.values())
+        return elements * 4 * (2 + len(state.moments))
 
     def write(self, folder: Path) -> None:
         with compat.quiet(self._ctx.log):
@@ -58,13 +66,6 @@ class DeepSpeedCheckpoints(StepCheckpoints):
         # Rates and decays are the recipe's to say, also when they were others at the save.
         for group, setting in zip(compat.update_groups(live), settings, strict=True):
             group.update(setting)
-
-
-def size(engine: ZeroEngine, borrowed: Set[str]) -> int:
-    """Bytes of a checkpoint, at most: fp32 masters and moments, and the compute weights."""
-    state = own_state(engine, borrowed)
-    elements = sum(math.prod(shape) for shape in state.shapes.values())
-    return elements * 4 * (2 + len(state.moments))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

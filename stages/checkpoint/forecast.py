@@ -9,6 +9,8 @@ from pipeline.forecast.result import Extras, Host, Storage
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
+from pipeline.length import Length
+from pipeline.state.count import count
 from pipeline.throughput import human
 
 if TYPE_CHECKING:
@@ -25,11 +27,19 @@ def extras(
     precision: Precision,
     optimizer: OptimizerShape,
 ) -> Extras:
-    """Host memory for the copy that is written while training goes on, each rank its share; disk
-    for what is kept, and for the one that is written meanwhile."""
+    """Host memory for the copy that is written, each rank its share; disk for as many as there will
+    be at once."""
     size = state_bytes(model, precision, optimizer)
     local = min(site.local_ranks, site.ranks)
-    kept = (stage.keep or 1) + stage.keep_best + 1 if stage.every else 1
+
+    def saved(length: Length) -> Storage:
+        found = count(stage.retention, stage.every, length)
+        return Storage(
+            what=str(found),
+            bytes=found.number * size,
+            formula=f"{found.number} x {human(size)}",
+        )
+
     return Extras(
         host=[
             Host(
@@ -39,13 +49,7 @@ def extras(
                 formula=f"state / {site.ranks} ranks x {local} of a node",
             )
         ],
-        storage=[
-            Storage(
-                what=f"{kept} checkpoint{'s' * (kept > 1)}",
-                bytes=kept * size,
-                formula=f"{kept} x {human(size)}",
-            )
-        ],
+        saved=saved,
     )
 
 

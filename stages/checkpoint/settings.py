@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge, Gt
@@ -16,12 +15,13 @@ from pipeline.errors import Problem
 from pipeline.forecast.result import Extras
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView, Room, Trial
+from pipeline.stage import Context, PlanView, Trial
 from stages.checkpoint.addresses import unknown_address
 
 if TYPE_CHECKING:
     from pipeline.state.checkpoints import StateCheckpoints
     from pipeline.state.planning import Arrangement
+    from pipeline.state.retention import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +49,15 @@ class CheckpointSettings(ABC):
     """A checkpoint (folder or address), or a run, whose newest it is, to start a new run from;
     ignored once the run has its own."""
 
+    @property
+    def retention(self) -> Retention:
+        """What is kept."""
+        from pipeline.state.retention import Retention
+
+        return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)
+
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from unknown_address("start_from", self.start_from)
-
-    def foresee(self, ctx: Context, checkpoints: Checkpoints) -> Iterator[Room]:
-        """Disk for the checkpoints that will be kept, and the one that is written meanwhile."""
-        from pipeline.state.checkpoints import StateCheckpoints
-
-        assert isinstance(checkpoints, StateCheckpoints)
-        if "://" in checkpoints.address:
-            return
-        count = (self.keep or 1) + self.keep_best + 1 if self.every else 1
-        missing = max(count - checkpoints.count(), 1)
-        yield Room(
-            what=f"{missing} checkpoint{'s' * (missing > 1)}",
-            disk=missing * checkpoints.size,
-            folder=Path(checkpoints.address),
-        )
 
     def forecast(
         self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
@@ -107,7 +99,6 @@ class CheckpointSettings(ABC):
     ) -> StateCheckpoints:
         """The artifact, in files of that arrangement, below `folder` (null: the run's own)."""
         from pipeline.state.checkpoints import StateCheckpoints, address
-        from pipeline.state.retention import Retention
 
         return StateCheckpoints(
             ctx,
@@ -116,7 +107,7 @@ class CheckpointSettings(ABC):
             address=address(ctx.run_dir, folder),
             arrangement=arrangement,
             every=self.every,
-            retention=Retention(last=self.keep, every=self.keep_every, best=self.keep_best),
+            retention=self.retention,
             asynchronous=self.asynchronous,
             start_from=self.start_from,
         )

@@ -10,15 +10,18 @@ import json
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts import Checkpoints, Progress
 from pipeline.errors import CheckpointError
 from pipeline.files import sync, sync_tree
-from pipeline.stage import Context
+from pipeline.length import Length
+from pipeline.stage import Context, Room
 from pipeline.state import randomness, whereabouts
+from pipeline.state.count import count, room
+from pipeline.state.retention import Retention
 from pipeline.state.store import step_name, step_number
 from pipeline.state.visibility import HINT
 
@@ -54,6 +57,16 @@ class StepCheckpoints(Checkpoints):
     @abstractmethod
     def read(self, folder: Path) -> None:
         """Load the engine's state from `folder` (collective)."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Bytes of a checkpoint, at most."""
+
+    def room(self, length: Length) -> Iterator[Room]:
+        """Disk for as many as there will be at once, less those that are there."""
+        number = count(Retention(last=self._keep), self._every, length).number
+        yield room(number, len(step_folders(self._root)), self.size, self._root)
 
     def due(self, progress: Progress) -> bool:
         return self._every is not None and progress.step > 0 and progress.step % self._every == 0

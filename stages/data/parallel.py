@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pipeline.errors import StageError
 from pipeline.launch.children import die_with
+from pipeline.machine import cores_each
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,11 +22,6 @@ _AHEAD = 3
 """Batches under way for each process."""
 _function: Callable[[Any], Any]
 """What this process, forked for it, computes."""
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def each(
@@ -41,7 +37,7 @@ def each(
     for first in rest:  # here, because most mistakes show at once, and little data needs no help
         yield first, function(first)
         break
-    count = workers or cores()
+    count = workers or cores_each(1)
     if count == 1:
         yield from ((batch, function(batch)) for batch in rest)
         return

@@ -164,6 +164,6 @@ def _tokenizer(stage: HfModel, path: str) -> Iterator[Problem]:
 def _read_json(file: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -10,6 +10,7 @@ from stages.model.config import config_of_files, config_of_recipe
 from stages.model.fit import Allowed
 from stages.model.open import local_files
 from stages.model.paths import is_local
+from stages.model.shapes.declared import require_possible
 from stages.model.shapes.read import read_config
 from stages.model.source import HfSource, Training
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 def traced_source(stage: HfModel, ctx: Context, depth: Depth) -> ModelSource:
     """The declared model without compiled blocks, 8 bits and fused kernels, which need values or a
     GPU. Raises StageError for a config that cannot be had or used."""
+    require_possible(stage)
     config = _config(stage)
     if stage.vocab_size is not None:
         config.get_text_config().vocab_size = stage.vocab_size

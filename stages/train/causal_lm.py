@@ -23,7 +23,8 @@ from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
 from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView, Trial
+from pipeline.length import Length
+from pipeline.stage import Context, PlanView, Room, Trial
 from pipeline.tracing.watch import Watch
 from stages.train.policies import Anomalies, Count, EarlyStopping
 
@@ -125,14 +126,15 @@ class TrainCausalLm:
             )
 
     def shortened(self, trial: Trial) -> TrainCausalLm:
-        """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays;
-        accumulation follows from it."""
+        """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays, or
+        is what it would be on the trial's `procs`; accumulation follows from it."""
         return replace(
             self,
             steps=trial.steps,
             epochs=None,
-            global_batch_size=max(1, round(self.global_batch_size * trial.growth)),
-            accumulation=self.accumulation if self.micro_batch_size is None else None,
+            global_batch_size=trial.grown(self.global_batch_size),
+            micro_batch_size=self.microbatch_size(trial.procs),
+            accumulation=None,
             eval_every=None,
             eval_first=False,
             eval_last=False,
@@ -147,6 +149,21 @@ class TrainCausalLm:
         if self.micro_batch_size is not None:
             return self.micro_batch_size
         return -(-self.global_batch_size // (ranks * (self.accumulation or 1)))
+
+    def length(self, samples: int | None = None) -> Length:
+        """Of the training; epochs have steps where the number of `samples` is known."""
+        steps = self.steps
+        if self.epochs is not None and samples is not None:
+            steps = -(-round(self.epochs * samples) // self.global_batch_size)
+        return Length(
+            steps=steps,
+            eval_every=self.eval_every,
+            saves_first=self.eval_first or self.anomalies.rolls_back,
+        )
+
+    def foresee(self, ctx: Context, data: Data, checkpoints: Checkpoints) -> Iterator[Room]:
+        samples = None if self.epochs is None else len(data.train)
+        return checkpoints.room(self.length(samples))
 
     def forecast(
         self,

@@ -12,6 +12,9 @@ from pipeline.forecast.result import Extras, Host, Step, Storage
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, Recomputed, SampleShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import Sizes
+from pipeline.length import Length
+from pipeline.state.count import count
+from pipeline.state.retention import Retention
 from pipeline.throughput import human
 from stages.train.story import tell
 from stages.wrap.accelerate_placement import replicated
@@ -54,19 +57,21 @@ def _extras(
     for moments that are read, which the Trainer has in host memory where there is one process."""
     own = sum(weight.elements for weight in model.weights() if not weight.borrowed)
     weights, moments = own * Sizes.of(precision).master, optimizer.state(model.trained)
-    kept = (config.keep or 1) + 1 if config.save_every else 1
     copied = Host(phase=SAVE, what="copy of what is saved", bytes=weights, formula="all weights")
     read = Host(phase=RESUME, what="file that is read", bytes=moments, formula="all moments")
     host = [] if site.device == "cpu" else [copied] if site.ranks > 1 else [copied, read]
     size = f"{human(weights)} of weights + {human(moments)} of moments"
+
+    def saved(length: Length) -> Storage:
+        found = count(Retention(last=config.keep), config.save_every, length)
+        return Storage(
+            what=str(found),
+            bytes=found.number * (weights + moments),
+            formula=f"{found.number} x ({size})",
+        )
+
     return Extras(
-        storage=[
-            Storage(
-                what=f"{kept} checkpoint{'s' * (kept > 1)}",
-                bytes=kept * (weights + moments),
-                formula=f"{kept} x ({size})",
-            )
-        ],
+        saved=saved,
         host=host,
         caveats=[what for name, what in FEWER.items() if config.arguments.get(name)],
     )

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from pipeline.artifacts import Precision
 from pipeline.forecast.net import WIDE, Batch, Kept, Net
 from pipeline.forecast.phases import BACKWARD, FORWARD, LOAD, RESUME, SAVE, UPDATE
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Step, Work
+from pipeline.forecast.placement import Copies, Placement
+from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, Recomputed, SampleShape
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
 from pipeline.forecast.tape import ACTIVATIONS, GRADIENTS, Tape, Value
+from stages.train.work import work
 
 if TYPE_CHECKING:
     from stages.train.causal_lm import TrainCausalLm
@@ -48,13 +49,13 @@ def tell(
     ledger.phase(LOAD)
     placement.load()
     story = Story(model, placement, batch, BYTES[precision.compute], config.loss_chunk_size)
-    made = 0
+    made = offloaded = 0
     for _ in range(2):
         # Further micro-batches are like the last but one.
         for number in range(min(count, 3)):
-            before = ledger.taken
+            before = ledger.taken, story.offloaded
             story.microbatch(last=number == min(count, 3) - 1)
-            made = ledger.taken - before
+            made, offloaded = ledger.taken - before[0], story.offloaded - before[1]
         ledger.phase(UPDATE)
         placement.step()
     story.explain()
@@ -64,23 +65,11 @@ def tell(
         microbatches=count,
         samples=config.global_batch_size,
         tokens=config.global_batch_size * data.length,
-        work=_work(model, most * data.length, data.length),
+        length=config.length(),
+        work=work(model, data, most),
         moved=2 * made * count + placement.updated,
+        copies=Copies(up=offloaded * most // batch.samples, down=offloaded * most // batch.samples),
     )
-
-
-def _work(model: ModelShape, tokens: int, length: int) -> Work:
-    """6 N and 12 L H Q T for a token, as `flops.py` counts; 4 N for what is not trained."""
-    table = model.root[0].elements if model.output is not model.root[0] else 0
-    frozen = model.parameters - model.trained
-    multiplied = 6 * (model.parameters - table) - 2 * frozen
-    attention = 12 * len(model.blocks) * model.attention * length
-    again = 0.0
-    if model.recomputed is not None:
-        some = model.blocks[:: model.recomputed.every]
-        inside = 2 * sum(weight.elements for block in some for weight in block.weights)
-        again = inside + 4 * len(some) * model.attention * length
-    return Work(useful=float(tokens * (multiplied + attention)), again=float(tokens * again))
 
 
 class Story:
@@ -101,6 +90,8 @@ class Story:
         self._chunk = chunk
         self._kept = 0
         """Bytes that a block's forward leaves."""
+        self.offloaded = 0
+        """Bytes of activations that went to host memory, and back."""
 
     def explain(self) -> None:
         """Say how what it takes comes about."""
@@ -168,6 +159,7 @@ class Story:
         net.kept = Kept()
         if how.offload:
             tape.ledger.change(OFFLOADED, x.bytes, "host")
+            self.offloaded += x.bytes
 
         def back(upstream: Value) -> list[tuple[Value, Value | None]]:
             if how.offload:

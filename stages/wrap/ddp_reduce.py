@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.distributed
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 

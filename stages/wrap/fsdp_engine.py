@@ -21,6 +21,7 @@ from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtyp
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.stage import Context
+from pipeline.tracing.fake_compat import with_values
 from stages.wrap.birth import (
     build_empty,
     cast_buffers,
@@ -32,7 +33,6 @@ from stages.wrap.fill import fill
 from stages.wrap.fsdp_compat import reshard, sharding_facts
 from stages.wrap.fsdp_units import choose_units
 from stages.wrap.gradients import make_optimizer, make_scaler
-from stages.wrap.outside import with_values
 from stages.wrap.torch_engine import TorchEngine, local_parts
 from stages.wrap.witness import attest
 

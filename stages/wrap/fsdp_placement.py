@@ -265,12 +265,16 @@ class FsdpPlacement(Placement):
         elements, place = self.masters
         return self._optimizer.touched(elements, self._sizes.master) if place == "device" else 0
 
+    @property
+    def reach(self) -> int:
+        return max(1, self._forward_ahead, self._backward_ahead)
+
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         every = [weight for weights in self._units.values() for weight in weights]
         root = self._shard(self._units[None], self._sizes.compute) * self._shards
         gathered = self._shard(every, self._sizes.compute) * self._shards
         trained = self._shard([w for w in every if w.trained], self._sizes.reduce) * self._shards
-        reductions = microbatches if self._reduce_always else 1
+        reductions = self._reductions(microbatches)
         if self._shards > 1:
             # What is not given up after forward is not gathered again.
             again = gathered - root if self._reshard else 0
@@ -298,7 +302,15 @@ class FsdpPlacement(Placement):
     def copies(self, microbatches: int) -> Copies:
         if self._home == "device":
             return Copies()
-        every = [weight for weights in self._units.values() for weight in weights]
-        down = self._shard([w for w in every if w.trained], self._sizes.master)
-        up = self._shard(every, self._sizes.compute) * (2 if self._reshard else 1)
-        return Copies(host=(down + up) * microbatches)
+        units = sum(map(self._parameters, self._units))
+        again = units - self._parameters(None) if self._reshard else 0
+        every = (weight for weights in self._units.values() for weight in weights)
+        trained = [weight for weight in every if weight.trained]
+        return Copies(
+            # Shards are cast when they are there, gradients before.
+            up=(units + again) * microbatches,
+            down=self._shard(trained, self._sizes.master) * self._reductions(microbatches),
+        )
+
+    def _reductions(self, microbatches: int) -> int:
+        return microbatches if self._reduce_always else 1

@@ -1,13 +1,15 @@
-"""Memory to read files into."""
+"""Memory to read files into, and files to write."""
 
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
-from pipeline.files import page_aligned
+from pipeline.files import page_aligned, try_writing
 
 
 def test_memory_begins_with_a_page() -> None:
@@ -21,6 +23,20 @@ def test_memory_is_not_shared_with_forked_processes() -> None:
     """Two readers of one buffer would each find the other's bytes in it."""
     memory = page_aligned(100_001)
     assert permissions(torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) == "rw-p"
+
+
+def test_trying_to_write_leaves_nothing_and_what_there_is(tmp_path: Path) -> None:
+    try_writing(tmp_path / "new")
+    (tmp_path / "link").symlink_to("new")
+    try_writing(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+    (tmp_path / "old").write_text("kept")
+    try_writing(tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "kept"
+    os.mkfifo(tmp_path / "pipe")
+    try_writing(tmp_path / "pipe")  # waits for no reader
+    with pytest.raises(FileNotFoundError):
+        try_writing(tmp_path / "none/new")
 
 
 def permissions(address: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipeline.doctor.report import Machine
 from pipeline.doctor.rules.finding import Finding
@@ -15,7 +15,8 @@ SLOW = {
     "NCCL_IB_DISABLE": "machines exchange over TCP instead of InfiniBand or RoCE",
     "CUDA_LAUNCH_BLOCKING": "the program waits for every kernel",
 }
-INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+LOOPBACK = "lo"
+"""Is up everywhere, and enough within a machine."""
 
 
 def slow_switches(machine: Machine) -> Iterator[Finding]:
@@ -41,21 +42,41 @@ def slow_switches(machine: Machine) -> Iterator[Finding]:
 
 
 def no_such_interface(machine: Machine) -> Iterator[Finding]:
-    """Names, or beginnings of names for NCCL; `=` before one means exactly it, `^` all others."""
-    known = [interface.name for interface in machine.network.interfaces]
-    for variable in INTERFACES:
-        text = machine.environment.get(variable, "")
-        wanted = [name.lstrip("=") for name in text.split(",") if name]
-        if not known or not wanted or text.startswith("^") or "lo" in wanted:
-            continue
-        if not any(name.startswith(each) for name in known for each in wanted):
-            yield Finding(
-                severity="error",
-                name="interface",
-                seen=f"{variable}={text}, but the interfaces that are up are {', '.join(known)}",
-                why="processes cannot find each other",
-                do=f"unset {variable}, or name one of those",
-            )
+    """NCCL uses what remains of a choice, gloo all that it names."""
+    if not machine.network.interfaces:
+        return
+    up = [*(interface.name for interface in machine.network.interfaces), LOOPBACK]
+    nccl = machine.environment.get("NCCL_SOCKET_IFNAME", "")
+    if not _nccl_uses(nccl, up):
+        yield _no_interface("NCCL_SOCKET_IFNAME", nccl, "that leaves none of the interfaces", up)
+    gloo = machine.environment.get("GLOO_SOCKET_IFNAME", "")
+    missing = [name for name in gloo.split(",") if name and name not in up]
+    if missing:
+        reason = f"{missing[0]} is none of the interfaces"
+        yield _no_interface("GLOO_SOCKET_IFNAME", gloo, reason, up)
+
+
+def _nccl_uses(choice: str, interfaces: Sequence[str]) -> list[str]:
+    """Those whose names begin like one in the list, or behind `=` are in it; behind `^` all others.
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
+    exactly = choice.removeprefix("^").startswith("=")
+    names = tuple(filter(None, choice.removeprefix("^").removeprefix("=").split(",")))
+    if not names:
+        return list(interfaces)
+    named = [one for one in interfaces if (one in names if exactly else one.startswith(names))]
+    return [one for one in interfaces if one not in named] if choice.startswith("^") else named
+
+
+def _no_interface(variable: str, choice: str, reason: str, up: Sequence[str]) -> Finding:
+    return Finding(
+        severity="error",
+        name="interface",
+        seen=f"{variable}={choice}, but {reason} that are up: {', '.join(up)}",
+        why="processes cannot find each other",
+        do=f"unset {variable}, or name one of those",
+    )
 
 
 def public_address(machine: Machine) -> Iterator[Finding]:

@@ -54,13 +54,13 @@ def unlike(machine: Machine) -> Iterator[Finding]:
 
 def in_use(machine: Machine) -> Iterator[Finding]:
     """Another process computes there, or did and still holds memory."""
-    for number, device in enumerate(machine.devices):
+    for name, device in machine.gpus.items():
         free = device.memory_free_bytes
         if free is not None and free < MOSTLY_FREE * device.memory_bytes:
             yield Finding(
                 severity="warning",
                 name="gpu-in-use",
-                seen=f"GPU {number} has {human(free)} of {human(device.memory_bytes)} free",
+                seen=f"{name} has {human(free)} of {human(device.memory_bytes)} free",
                 why="another process holds the rest: training may run out of memory",
                 do="nvidia-smi shows whose it is; end that process or choose other GPUs",
             )

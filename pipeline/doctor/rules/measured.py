@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import Failure, Machine
 from pipeline.doctor.rules.finding import Finding
 from pipeline.doctor.topology import is_nvlink
 from pipeline.throughput import human
 
 LARGE = 64 << 20
+"""Bytes: smaller exchanges take their time for other things than the links."""
 NVLINK_BUSBW = 20e9
 """Bytes per second: what one link of the first NVLink carries in a direction, and more than PCIe
 3.0 does."""
@@ -30,6 +31,8 @@ FATAL = {
 def failed(machine: Machine) -> Iterator[Finding]:
     """A measurement that gave no result."""
     for failure in machine.failures:
+        if _is_slow_import(failure):
+            continue
         fatal = None if failure.late else FATAL.get(failure.measurement)
         nccl = failure.measurement == "collectives" and machine.device == "cuda"
         log = "NCCL_DEBUG=INFO " if nccl else ""
@@ -41,6 +44,24 @@ def failed(machine: Machine) -> Iterator[Finding]:
             do=f"{log}pipe doctor --json, when the machine is idle: `failures` has what the "
             "process printed",
         )
+
+
+def slow_import(machine: Machine) -> Iterator[Finding]:
+    """What takes long is no fault of the driver's, and of GPUs nothing is known then."""
+    for failure in filter(_is_slow_import, machine.failures):
+        gpus = "; GPUs were not looked at, and what was measured is the processor"
+        yield Finding(
+            severity="warning",
+            name="slow-import",
+            seen=f"importing torch was {failure.reason}",
+            why="every process of a run does it first" + (gpus if machine.software.gpus else ""),
+            do="run pipe doctor again, as files that were read are in memory now; if it stays so, "
+            "move the Python environment to a faster, local disk, and see whether nvidia-smi hangs",
+        )
+
+
+def _is_slow_import(failure: Failure) -> bool:
+    return failure.measurement == "torch" and failure.late
 
 
 def nvlink_unused(machine: Machine) -> Iterator[Finding]:
@@ -77,4 +98,4 @@ def slow_disk(machine: Machine) -> Iterator[Finding]:
     )
 
 
-RULES = (failed, nvlink_unused, slow_disk)
+RULES = (failed, slow_import, nvlink_unused, slow_disk)

@@ -56,16 +56,24 @@ def few_files(machine: Machine) -> Iterator[Finding]:
 
 
 def few_processes(machine: Machine) -> Iterator[Finding]:
-    """Threads count too."""
+    """Threads count too. The user's limit and that of a control group hold both."""
     limit = machine.kernel.limits.get("processes")
+    group = machine.kernel.processes_in_group
     if limit is not None and limit.soft is not None and limit.soft < PROCESSES:
-        yield Finding(
-            severity="warning",
-            name="processes",
-            seen=f"{limit.soft} processes and threads are allowed (ulimit -u)",
-            why="a rank has dozens of threads, and one that cannot be started ends the run",
-            do="ulimit -u 65536, or raise the container's limit (docker run --pids-limit)",
-        )
+        yield _processes(limit.soft, "ulimit -u", "ulimit -u 65536")
+    if group is not None and group < PROCESSES:
+        do = "docker run --pids-limit 65536; in a systemd unit or slice, TasksMax=infinity"
+        yield _processes(group, "pids.max of the control group", do)
+
+
+def _processes(limit: int, of: str, do: str) -> Finding:
+    return Finding(
+        severity="warning",
+        name="processes",
+        seen=f"{limit} processes and threads are allowed ({of})",
+        why="a rank has dozens of threads, and one that cannot be started ends the run",
+        do=do,
+    )
 
 
 def core_dumps(machine: Machine) -> Iterator[Finding]:

@@ -12,7 +12,8 @@ def torch_cannot_use_gpus(machine: Machine) -> Iterator[Finding]:
     """The driver has GPUs that torch has not: it has no CUDA, or one newer than the driver."""
     software = machine.software
     gpus, usable = software.gpus or 0, len(machine.devices)
-    if usable >= gpus or "torch" not in software.packages:
+    silent = any(failure.measurement == "torch" for failure in machine.failures)
+    if silent or usable >= gpus or "torch" not in software.packages:
         return
     torch = f"torch {software.packages['torch']}"
     driver = f"driver {software.driver}" if software.driver else "the driver"

@@ -20,13 +20,14 @@ SLOW_NETWORK = 10e9
 def not_writable(machine: Machine) -> Iterator[Finding]:
     """Nor could a run be."""
     for folder in machine.folders:
+        runs = folder.use == "runs"
         if not folder.writable:
             yield Finding(
                 severity="error",
                 name="not-writable",
                 seen=f"{folder.path}, for {folder.use}, cannot be written to",
-                why="a run cannot be written",
-                do="--runs FOLDER" if folder.use == "runs" else "set TMPDIR to another folder",
+                why="a run cannot be written" if runs else "a run cannot start without them",
+                do="--runs FOLDER" if runs else "make room there, or set TMPDIR to another folder",
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.forecast.shapes import ModelShape, Recomputed
-from stages.model.shapes.families import shape_of
+from stages.model.shapes.families import DEFAULTS, shape_of
 from stages.model.shapes.read import read_config
 
 if TYPE_CHECKING:
@@ -21,6 +21,14 @@ def declared_shape(stage: HfModel) -> ModelShape:
     if asked is not None:
         again = Recomputed(every=asked.every, keep=asked.keep, offload=asked.offload)
     return shape_of(read_config(stage), again, tuple(_caveats(stage)))
+
+
+def require_possible(stage: HfModel) -> None:
+    """Raise StageError for a config that cannot be read, or that no model of a known family can
+    have: what is built of it would fail anywhere, or never end."""
+    config = read_config(stage)
+    if str(config.get("model_type")) in DEFAULTS:
+        shape_of(config, None, ())
 
 
 def _caveats(stage: HfModel) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.shapes import Weight as Declared
 from pipeline.forecast.tape import Tape, Value
 from stages.wrap.zero import memory
+from stages.wrap.zero.copies import copies
 from stages.wrap.zero.kernels import uses_deepspeed_kernel
 from stages.wrap.zero.memory import Gradients, Item, Moment, Setting, Weight, Weights
 
@@ -190,18 +191,7 @@ class ZeroPlacement(Placement):
         )
 
     def copies(self, microbatches: int) -> Copies:
-        s, stage = self._setting, self._stage
-        part, host, disk = s.share(self._trained), 0, 0
-        if stage.offload_optimizer is not None:
-            host += part * (memory.ACCUMULATED * microbatches + s.compute_bytes)
-            if stage.offload_optimizer.device == "nvme":
-                disk += 2 * part * (2 * s.master_bytes + s.moment_bytes)
-        if stage.offload_param is not None:
-            parts = s.share(self._all) * s.compute_bytes
-            host += 2 * microbatches * parts
-            if stage.offload_param.device == "nvme":
-                disk += 2 * microbatches * parts
-        return Copies(host=host, disk=disk)
+        return copies(self._setting, self._weights, microbatches)
 
 
 def _weights(model: ModelShape, precision: Precision) -> Weights:

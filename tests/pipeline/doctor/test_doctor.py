@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from pipeline.cli import main
 from pipeline.doctor import examine as module
 from pipeline.doctor import session
+from pipeline.doctor.folders import folders
 from pipeline.doctor.pace import QUICK
 from pipeline.doctor.ranks import Told
 from pipeline.doctor.report import Machine, read_machine
@@ -156,7 +157,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     asked: dict[str, tuple[int, float, Any]] = {}
 
-    def measure(target: str, settings: Any, *, procs: int, seconds: float) -> Told:
+    def measure(target: str, settings: Any, *, procs: int, seconds: float, within: Any) -> Told:
         name = target.removeprefix("pipeline.doctor.").removesuffix(":measure")
         asked[name] = (procs, round(seconds), settings["device"])
         return Told(records=(tuple(answers[name]),))
@@ -164,13 +165,13 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "measure", measure)
     lines = doctor("--folder", str(tmp_path), "--out", "machine.json").stdout.splitlines()
     assert asked == {
-        "torch_facts": (1, 33, "cpu"),
+        "torch_facts": (1, 40, "cpu"),
         "disk": (1, 33, "cuda"),
         "matmul": (2, 44, "cuda"),
         "copies": (2, 33, "cuda"),
         "collectives": (2, 77, "cuda"),
     }
-    assert "  1  H100, 80.0 GB, compute capability 9.0" in lines
+    assert "  GPU1  H100, 80.0 GB, compute capability 9.0" in lines
     assert "  matrix products, fp16      600.000 TFLOP/s" in lines
     assert "  host to GPU, page-locked         50.0 GB/s" in lines
     assert "  GPU to host, pageable                    -" in lines
@@ -184,7 +185,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_hangs_is_reported_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(target: str, settings: Any, *, procs: int, seconds: float) -> Told:
+    def measure(target: str, settings: Any, *, procs: int, seconds: float, within: Any) -> Told:
         if target == "pipeline.doctor.matmul:measure":
             reason = f"given up after {seconds:.0f} s"
             return Told(records=(({"fp32": 2e9},), ()), failure=reason, late=True, printed="a log")
@@ -208,6 +209,54 @@ def test_what_hangs_is_reported_and_the_rest_goes_on(
     assert told["allreduce"] == []
     severities = {each["seen"]: each["severity"] for each in told["findings"]}
     assert severities["matmul: given up after 7 s"] == "warning"
+
+
+def test_a_late_import_is_no_fault_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver has two GPUs; torch has twice the time, is late all the same, and the rest is
+    measured in its own time."""
+    now, given = [0.0], {}
+
+    def measure(target: str, settings: Any, *, procs: int, seconds: float, within: Any) -> Told:
+        given[target] = round(seconds)
+        if "torch_facts" not in target:
+            return Told()
+        now[0] += seconds
+        return Told(records=((),), failure=f"given up after {seconds:.0f} s", late=True)
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "gpu_count", lambda: 2)
+    monkeypatch.setattr("pipeline.doctor.software.gpu_count", lambda: 2)
+    monkeypatch.setattr(session, "measure", measure)
+    result = doctor("--quick", "--procs", "2", "--folder", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "warning: slow-import: importing torch was given up after 80 s" in result.stdout
+    assert "driver:" not in result.stdout
+    assert "  of the driver  2, none of torch" in result.stdout.splitlines()
+    assert list(given.values()) == [80, 11, 14, 11, 25]
+
+
+@pytest.mark.parametrize("runs", ["", "none"])
+def test_no_room_for_temporary_files_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: str
+) -> None:
+    """The rest is measured where runs are written, or else told as not measured."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr(session, "LIMITS", dict.fromkeys(session.LIMITS, 0.0))
+    monkeypatch.setattr(module, "folders", lambda _: folders(tmp_path / runs))
+    result = doctor("--json", "--quick", "--procs", "1", "--folder", str(tmp_path))
+    assert result.exit_code == 5
+    told = json.loads(result.stdout)
+    seen = f"{tmp_path}/none, for temporary files, cannot be written to"
+    assert seen in [each["seen"] for each in told["findings"]]
+    assert [each["free_bytes"] is None for each in told["folders"]] == [bool(runs), True]
+    assert list(tmp_path.iterdir()) == []
+    reasons = {each["measurement"]: each["reason"] for each in told["failures"]}
+    if runs:
+        assert reasons["torch"].startswith("it has no folder for its files: No such file")
+    else:
+        assert "torch" not in reasons
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
@@ -236,8 +285,9 @@ def test_signals_are_as_before(found: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_file_that_cannot_be_written(found: Any) -> None:
-    found()
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told before anything is measured."""
+    monkeypatch.setattr(module, "examine", lambda *_, **__: pytest.fail("measured first"))
     result = doctor("--out", "no/such/folder/machine.json")
     assert result.exit_code == 2
     assert result.stderr == ("error: No such file or directory: no/such/folder/machine.json\n")

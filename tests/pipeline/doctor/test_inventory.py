@@ -41,6 +41,21 @@ def test_cores_and_memory_of_control_groups(
     assert machine.usable_cores() == 3
 
 
+def test_processes_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/job/step\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    (tmp_path / "job/step/pids.max").write_text("max\n")
+    assert kernel.kernel().processes_in_group is None
+    (tmp_path / "job/pids.max").write_text("512\n")
+    assert kernel.kernel().processes_in_group == 512
+    (tmp_path / "own").write_text("7:pids:/old\n0::/\n")
+    (tmp_path / "pids/old").mkdir(parents=True)
+    (tmp_path / "pids/old/pids.max").write_text("100\n")
+    assert kernel.kernel().processes_in_group == 100
+
+
 def test_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\n")
     assert host._processor(tmp_path / "cpuinfo") == "AMD EPYC 9654"
@@ -120,17 +135,21 @@ def test_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     command = tmp_path / "nvidia-smi"
     recorded = Path(__file__).parent / "topologies/nvlink_pairs.txt"
     command.write_text(
-        f'#!/bin/sh\nif [ "$1" = topo ]; then cat {recorded}; else echo 580.95.05; fi\n'
+        f"""#!/bin/sh
+        case "$1" in
+            topo) cat {recorded} ;;
+            --query-gpu=index,uuid) echo "0, GPU-12ab"; echo "1, GPU-12cd" ;;
+            *) echo 580.95.05 ;;
+        esac"""
     )
     command.chmod(0o755)
     assert software.driver() == "580.95.05"
-    assert len(software.topology().links) == 6
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert len(software.topology().links) == 1
+    assert software.gpu_uuids() == {0: "GPU-12ab", 1: "GPU-12cd"}
+    assert len(software.topology([0, 1, 2, 3]).links) == 6
+    assert len(software.topology([0, 1]).links) == 1
     command.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(software, "ANSWER_SECONDS", 0.2)
     assert software.driver() is None

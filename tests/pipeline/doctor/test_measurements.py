@@ -16,13 +16,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
 
 
-def test_two_processes_exchange(tmp_path: Path) -> None:
-    settings = {
-        "device": "cpu",
-        "store": str(tmp_path / "store"),
-        "sizes": [1000, 4096],
-        "budget": 0.01,
-    }
+def test_two_processes_exchange() -> None:
+    settings = {"device": "cpu", "sizes": [1000, 4096], "budget": 0.01}
     told = measure("pipeline.doctor.collectives:measure", settings, procs=2, seconds=60)
     assert told.failure == ""
     first, second = told.records
@@ -66,15 +61,33 @@ def test_a_slow_disk_is_left_after_its_time(
     assert sum(written) == done
 
 
-def test_copies_and_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_and_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(matmul, "SMALLEST", 32)
     monkeypatch.setattr(matmul, "LARGEST", 64)
     records: list[dict[str, float]] = []
-    settings = {"device": "cpu", "size": 1 << 16, "dtypes": ["fp32", "bf16"], "budget": 0.01}
+    settings = {
+        "device": "cpu",
+        "store": str(tmp_path / "store"),
+        "size": 1 << 16,
+        "dtypes": ["fp32", "bf16"],
+        "budget": 0.01,
+    }
     copies.measure(settings, records.append)
     matmul.measure(settings, records.append)
     assert [list(record) for record in records] == [["host_copy_bytes_per_s"], ["fp32"], ["bf16"]]
     assert all(rate > 0 for record in records for rate in record.values())
+
+
+@pytest.mark.parametrize("name", ["copies", "matmul"])
+def test_all_processes_measure_at_once(name: str) -> None:
+    """Which tells that they met: all tell the rate of the slowest."""
+    settings = {"device": "cpu", "size": 1 << 16, "dtypes": ["fp32"], "budget": 0.01}
+    told = measure(f"pipeline.doctor.{name}:measure", settings, procs=2, seconds=60)
+    assert told.failure == ""
+    first, second = told.records
+    assert first == second != ()
 
 
 def test_repetitions_follow_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,15 @@ import os, subprocess, sys, time
 
 def rates(settings, tell):
     print("noise of a library")
-    tell({"rank": int(os.environ["RANK"]), "threads": os.environ["OMP_NUM_THREADS"], **settings})
+    threads = os.environ["OMP_NUM_THREADS"]
+    tell({"rank": int(os.environ["RANK"]), "threads": threads, "size": settings["size"]})
+
+def meet(settings, tell):
+    from pipeline.doctor.together import Together
+    rank, together = int(os.environ["RANK"]), Together(settings)
+    for late in (0, 1):
+        time.sleep(0.5 * (rank == late))
+        tell({"slowest": together.slowest(rank + 2.0 * late), "left": time.monotonic()})
 
 def hang(settings, tell):
     tell({"pid": os.getpid()})
@@ -58,9 +66,17 @@ def test_what_every_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("pipeline.doctor.ranks.usable_cores", lambda: 7.5)
-    told = measure("own_measurements:rates", {}, procs=2, seconds=30)
+    monkeypatch.setattr("pipeline.machine.usable_cores", lambda: 7.5)
+    told = measure("own_measurements:rates", {"size": 1}, procs=2, seconds=30)
     assert [record["threads"] for record in told.all_records] == ["3", "3"]
+
+
+def test_ranks_wait_for_the_last_and_leave_at_one_moment() -> None:
+    told = measure("own_measurements:meet", {}, procs=2, seconds=60)
+    assert told.failure == ""
+    for here, there, longest in zip(*told.records, (1.0, 3.0), strict=True):
+        assert (here["slowest"], there["slowest"]) == (longest, longest)
+        assert abs(here["left"] - there["left"]) < 0.25
 
 
 def test_a_measurement_that_hangs_is_given_up_with_all_it_started() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.doctor import bandwidth
+from pipeline.doctor.pace import FULL, QUICK
 from pipeline.doctor.report import (
     Device,
     Failure,
@@ -20,6 +21,7 @@ from pipeline.doctor.report import (
 )
 from pipeline.doctor.rules import findings
 from pipeline.doctor.rules.finding import Finding
+from pipeline.doctor.rules.measured import LARGE
 from pipeline.doctor.topology import parse_topology
 
 GB = 10**9
@@ -185,6 +187,7 @@ def test_nvlink_that_is_not_used(gpus: Machine) -> None:
         "nvlink-unused",
         "all-reduce has a bus bandwidth of 5.4 GB/s, though NVLink connects all GPUs",
     )
+    assert all(max(pace.sizes) >= LARGE for pace in (FULL, QUICK))  # which it goes by
     fast = (bandwidth.allreduce(256 << 20, 0.001, 2),)
     assert findings(changed(machine, allreduce=fast)) == []
 
@@ -201,8 +204,10 @@ def test_old_unlike_and_busy_gpus(gpus: Machine) -> None:
     assert told(changed(gpus, devices=(H100, busy))) == (
         "warning",
         "gpu-in-use",
-        "GPU 1 has 20.0 GB of 80.0 GB free",
+        "GPU1 has 20.0 GB of 80.0 GB free",
     )
+    numbered = busy.model_copy(update={"number": 6})
+    assert told(changed(gpus, devices=(H100, numbered)))[2].startswith("GPU6 has")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +224,18 @@ def test_failed_measurements(healthy: Machine, measurement: str, late: bool, sev
     failures = (Failure(measurement=measurement, reason="why", late=late),)
     expected = (severity, "failed", f"{measurement}: why")
     assert told(changed(healthy, failures=failures)) == expected
+
+
+def test_a_torch_that_told_nothing_is_one_finding(healthy: Machine) -> None:
+    machine = changed(healthy, "software", gpus=8)
+    late = Failure(measurement="torch", reason="given up after 80 s", late=True)
+    assert told(changed(machine, failures=(late,))) == (
+        "warning",
+        "slow-import",
+        "importing torch was given up after 80 s",
+    )
+    killed = Failure(measurement="torch", reason="its process was killed (SIGSEGV)")
+    assert told(changed(machine, failures=(killed,)))[:2] == ("error", "failed")
 
 
 def test_a_slow_disk_in_minutes(healthy: Machine) -> None:
@@ -273,7 +290,16 @@ def test_processes(healthy: Machine) -> None:
         "open-files",
         "a process may open 1024 files (ulimit -n)",
     )
-    assert told(limited(healthy, "processes", 512))[:2] == ("warning", "processes")
+    assert told(limited(healthy, "processes", 512)) == (
+        "warning",
+        "processes",
+        "512 processes and threads are allowed (ulimit -u)",
+    )
+    assert told(changed(healthy, "kernel", processes_in_group=1024)) == (
+        "warning",
+        "processes",
+        "1024 processes and threads are allowed (pids.max of the control group)",
+    )
     assert told(limited(healthy, "core", None))[:2] == ("note", "core-dumps")
 
 
@@ -293,9 +319,20 @@ def test_threads(healthy: Machine, threads: str, hurts: bool) -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow-switch"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO", None),
         ("GLOO_SOCKET_IFNAME", "ib0", "interface"),
+        ("GLOO_SOCKET_IFNAME", "eth", "interface"),
+        ("GLOO_SOCKET_IFNAME", "=eth0", "interface"),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", "interface"),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", None),
         ("NCCL_SOCKET_IFNAME", "eth", None),
+        ("NCCL_SOCKET_IFNAME", "ib,eth", None),
+        ("NCCL_SOCKET_IFNAME", "th0", "interface"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "interface"),
+        ("NCCL_SOCKET_IFNAME", "=ib0,eth0", None),
         ("NCCL_SOCKET_IFNAME", "^docker", None),
-        ("NCCL_SOCKET_IFNAME", "=eth0", None),
+        ("NCCL_SOCKET_IFNAME", "^eth", None),  # loopback remains
+        ("NCCL_SOCKET_IFNAME", "^eth,lo", "interface"),
+        ("NCCL_SOCKET_IFNAME", "^=eth,lo", None),
+        ("NCCL_SOCKET_IFNAME", "lo", None),
         ("MASTER_ADDR", "8.8.8.8", "public-address"),
         ("MASTER_ADDR", "10.0.0.1", None),
         ("MASTER_ADDR", "node-0", None),
@@ -307,6 +344,16 @@ def test_environment(healthy: Machine, variable: str, value: str, expected: str 
     assert [finding.name for finding in findings(machine)] == ([expected] if expected else [])
     if expected:
         assert only(machine).seen.startswith(f"{variable}={value}")
+
+
+def test_interfaces_are_named(healthy: Machine) -> None:
+    network = Network(interfaces=(Interface(name="eth0", bits_per_s=None),))
+    set_so = {"NCCL_SOCKET_IFNAME": "=eth", "GLOO_SOCKET_IFNAME": "eth0,ib0"}
+    found = findings(changed(healthy, environment=set_so, network=network))
+    assert [finding.seen for finding in found] == [
+        "NCCL_SOCKET_IFNAME==eth, but that leaves none of the interfaces that are up: eth0, lo",
+        "GLOO_SOCKET_IFNAME=eth0,ib0, but ib0 is none of the interfaces that are up: eth0, lo",
+    ]
 
 
 def test_infiniband_that_is_switched_off(healthy: Machine) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,12 @@ import pytest
 
 from pipeline.errors import RecipeError
 from pipeline.launch.children import none_left
-from pipeline.launch.local import _set_threads
+from pipeline.launch.local import _many, _set_threads
 from pipeline.launch.signals import Interrupted, default_signals, interruptible
 from pipeline.plan import make_plan
 from pipeline.recipe import load_recipe
 from pipeline.registry import Registry
+from tests.support.pipe import REPOSITORY
 
 STUCK = """
 import ctypes, os, signal, threading
@@ -76,6 +78,21 @@ def test_a_rank_whose_launcher_is_dead_already_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_of_the_user_stand_in_for_no_module_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command: list[str] = []
+
+    def elastic(config: object, python: str) -> Callable[..., None]:
+        return lambda *arguments: command.extend([python, *arguments])
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic)
+    _many(2, tmp_path / "no run", ())
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    (tmp_path / "random.py").write_text("raise SystemExit(9)")
+    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 1
+
+
 def test_no_descendant_is_left(tmp_path: Path) -> None:
     """A process in a session of its own starts another and dies."""
     file = tmp_path / "pid"
@@ -98,7 +115,7 @@ def test_no_descendant_is_left(tmp_path: Path) -> None:
 def test_threads(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, set_before: str | None, expected: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.setattr("pipeline.machine.usable_cores", lambda: 7.5)
     monkeypatch.setenv("OMP_NUM_THREADS", set_before or "")
     if set_before is None:
         monkeypatch.delenv("OMP_NUM_THREADS")

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.doctor.ranks import Told
+from pipeline.errors import UsageError
+from pipeline.forecast import planning
+from pipeline.plan import plan_file
+from pipeline.tracing import measured
+from pipeline.tracing.training import training
 from stages.train.causal_lm import TrainCausalLm
+from tests.pipeline import fake_stages
+
+ROOT = Path(__file__).parents[3]
 
 LLAMA = {
     "model_type": "llama",
@@ -124,27 +140,94 @@ def test_a_measurement_without_room_is_refused(
     assert "1.0 KB are free" in said.output
 
 
+def test_a_plan_that_cannot_be_saved_is_told_first(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "draw_up", lambda *_, **__: pytest.fail("measured first"))
+    said = plan(recipe, tmp_path, "--measure", "--out", "no/such/folder/plan.json")
+    assert said.exit_code == 2
+    assert "error: No such file or directory: " in said.output
+    assert "no/such/folder/plan.json" in said.output
+
+
 @pytest.mark.parametrize("option", ["--trace", "--measure"])
-def test_a_stage_that_wraps_the_model_itself_is_refused(
+def test_what_trains_has_to_have_a_trace(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.delattr(TrainCausalLm, "trace")
+    said = plan(recipe, tmp_path, option)
+    assert said.exit_code == 2, said.output
+    assert (
+        "cannot be traced or measured: train: train.causal_lm (what trains there has no trace)"
+    ) in said.output
+
+
+@pytest.mark.parametrize("option", ["--trace", "--measure"])
+def test_a_stage_that_wraps_the_model_itself_is_planned_by_arithmetic_alone(
     recipe: dict[str, Any], tmp_path: Path, option: str
 ) -> None:
-    recipe["launch"] = {"procs": 2, "device": "cpu"}
     stages = recipe["stages"]
     del stages["wrap"], stages["checkpoint"]
     stages["train"]["use"] = "train.hf_trainer"
     assert plan(recipe, tmp_path).exit_code == 0
     said = plan(recipe, tmp_path, option)
     assert said.exit_code == 2
-    assert said.output.endswith(
-        "nothing can be traced or measured: no slot of the recipe gives an engine "
-        "(plan it by arithmetic, without --trace and --measure)\n"
-    )
+    assert (
+        "cannot be traced or measured: train: train.hf_trainer (what trains there has no trace)"
+    ) in said.output
 
 
-def test_what_trains_has_to_have_a_trace(
+def test_one_training_without_a_trace_is_one_too_many(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
+    known = plan_file(file, [])
+    (own,) = training(known)
+    plugin = replace(own, slot="more", use="plugin.train", stage=fake_stages.Train(steps=1))
+    with pytest.raises(UsageError, match=r"measured: more: plugin\.train \(what trains"):
+        training(replace(known, steps=(*known.steps, plugin)))
+    with pytest.raises(UsageError, match="measured: nothing is trained"):
+        training(replace(known, steps=()))
+
+
+def test_a_measurement_is_on_the_device_that_the_recipe_names(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(TrainCausalLm, "trace")
-    said = plan(recipe, tmp_path, "--trace")
-    assert said.exit_code == 2, said.output
-    assert "no slot of the recipe trains and has a trace" in said.output
+    devices: list[str] = []
+
+    def measure(target: str, settings: Any, *, procs: int, seconds: float) -> Told:
+        devices.append(settings["device"])
+        return Told()
+
+    monkeypatch.setattr(measured, "gpu_count", lambda: 8)
+    monkeypatch.setattr(measured, "measure", measure)
+    for device in ("cpu", "cuda"):
+        recipe["launch"] = {"procs": 2, "device": device}
+        assert plan(recipe, tmp_path, "--measure").exit_code == 0
+    assert devices == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_measurement_leaves_nothing(
+    recipe: dict[str, Any], tmp_path: Path, number: signal.Signals
+) -> None:
+    recipe["launch"] = {"procs": 2, "device": "cpu"}
+    file, temporary = tmp_path / "recipe.yaml", tmp_path / "temporary"
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "plan", str(file), "--measure"],
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    parent, deadline = psutil.Process(process.pid), time.monotonic() + 60
+    while not (ranks := parent.children()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (128 + number, f"error: stopped by {number.name}\n")
+    assert ranks
+    assert not any(rank.is_running() for rank in ranks)
+    assert list(temporary.iterdir()) == []

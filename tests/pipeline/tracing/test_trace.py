@@ -146,3 +146,26 @@ def test_packed_samples_have_a_mask(small: dict[str, Any], tmp_path: Path) -> No
 )
 def test_depths_are_whole_periods_apart(kinds: str, expected: tuple[int, int] | None) -> None:
     assert depths(kinds) == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reach", "expected"),
+    [("a" * 80, 3, (8, 9)), ("ab" * 20, 2, (8, 10)), ("a" * 8, 3, None)],
+)
+def test_depths_have_room_for_what_is_gathered_ahead(
+    kinds: str, reach: int, expected: tuple[int, int] | None
+) -> None:
+    assert depths(kinds, reach) == expected
+
+
+@pytest.mark.parametrize("ahead", [{"forward_prefetch": 3}, {"backward_prefetch": 3}])
+def test_units_gathered_ahead_are_traced_from_two_depths(
+    small: dict[str, Any], ahead: dict[str, Any], tmp_path: Path
+) -> None:
+    case = small["FSDP"]
+    model = {"config": {**case.model["config"], "num_hidden_layers": 12}}
+    case = replace(case, model=model, strategy=ahead, compute="fp32", length=64)
+    traced = level.traced_forecast(case.plan(tmp_path), case.site())
+    assert "with 8 and 9 of 12 blocks" in traced.how
+    assert traced.arithmetic is not None
+    assert apart(traced.arithmetic.device, traced.forecast.device) < 0.002

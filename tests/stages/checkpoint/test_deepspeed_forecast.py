@@ -11,6 +11,7 @@ import pytest
 from pipeline.forecast.result import Extras
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Site
+from pipeline.length import Length
 from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 from stages.checkpoint.deepspeed_state import TAG
 from stages.model.hf import HfModel
@@ -76,7 +77,7 @@ def test_files_are_as_large_as_was_said(
     if zero.pop("nvme", False):
         swap = OptimizerOffload(device="nvme", path=str(tmp_path / "swap"))
         zero |= {"offload_optimizer": swap, "sub_group_size": 300_000}
-    (told,) = forecast(zero, shape(frozen=frozen), compute=compute).storage
+    (told,) = forecast(zero, shape(frozen=frozen), compute=compute).files(Length(steps=1))
     assert (told.what, told.bytes) == ("1 checkpoint", size)
     case = Case(zero=zero, compute=compute, frozen=frozen, model=MODEL, last=1, save=True)
     run_ranks(run_case, 2, str(tmp_path), case)
@@ -88,13 +89,18 @@ def test_files_are_as_large_as_was_said(
 def test_what_is_borrowed_is_in_no_file() -> None:
     frozen = shape(frozen="layers.0", borrowed=True)
     for stage, each in ((2, 14), (3, 12)):
-        (told,) = forecast({"stage": stage}, frozen).storage
+        (told,) = forecast({"stage": stage}, frozen).files(Length(steps=1))
         assert told.bytes == each * (N - BLOCK)
 
 
 def test_one_more_is_there_while_it_is_written() -> None:
-    (told,) = forecast({"stage": 3}, shape(), every=5, keep=3).storage
+    (told,) = forecast({"stage": 3}, shape(), every=5, keep=3).files(Length(steps=50))
     assert (told.what, told.bytes) == ("4 checkpoints", 4 * 12 * N)
+
+
+def test_all_are_counted_where_all_are_kept() -> None:
+    (told,) = forecast({"stage": 3}, shape(), every=5, keep=None).files(Length(steps=48))
+    assert (told.what, told.bytes) == ("10 checkpoints", 10 * 12 * N)
 
 
 def memory(zero: dict[str, Any], **fields: Any) -> tuple[dict[str, int], dict[str, int]]:

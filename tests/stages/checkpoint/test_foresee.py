@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,33 +12,66 @@ from torch import Tensor
 from pipeline.artifacts import Progress
 from pipeline.dist import Dist
 from pipeline.errors import StageError
+from pipeline.length import Length
+from pipeline.state.store import step_name
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.checkpoint.steps import StepCheckpoints
 from stages.export.safetensors import ExportSafetensors
+from stages.train.causal_lm import TrainCausalLm
 from tests.support.exports import Run, run_of
 from tests.support.models import FAMILIES, context
 from tests.support.processes import run_ranks
 from tests.support.runs import context as run_context
+from tests.support.runs import toy_data
 from tests.support.state import Setting, make_engine
 
 
 def sizes(dist: Dist, folder: str) -> list[int]:
-    """What is asked for: at first, with one checkpoint there; and the bytes of that one."""
+    """What is asked for: at first, with one checkpoint there, where all are kept; and the bytes of
+    that one."""
     ctx = run_context(dist, folder)
     engine = make_engine(ctx, Setting(wrap="ddp"))
     stage = ShardedCheckpoint(every=1, keep=2, keep_best=1, asynchronous=False)
     checkpoints = stage.run(ctx, engine)
-    asked = [sum(room.disk for room in stage.foresee(ctx, checkpoints))]
+    train = TrainCausalLm(global_batch_size=4, epochs=0.5, eval_every=2)  # 5 steps
+    data = toy_data(40)
+    asked = [sum(room.disk for room in train.foresee(ctx, data, checkpoints))]
     checkpoints.save(Progress(step=1))
     place = Path(checkpoints.finish())
-    asked.append(sum(room.disk for room in stage.foresee(ctx, checkpoints)))
+    asked.append(sum(room.disk for room in train.foresee(ctx, data, checkpoints)))
     checkpoints.close()  # type: ignore[attr-defined]
+    keeps_all = replace(stage, keep=None, keep_best=0).run(ctx, engine)
+    asked.append(sum(room.disk for room in train.foresee(ctx, data, keeps_all)))
+    keeps_all.close()  # type: ignore[attr-defined]
     return [*asked, sum(file.stat().st_size for file in place.glob("*.safetensors"))]
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    ((first, second, real),) = run_ranks(sizes, 1, str(tmp_path))
+    ((first, second, all_five, real),) = run_ranks(sizes, 1, str(tmp_path))
     assert first == 4 * real  # two, the best, and the one that is being written
     assert second == 3 * real
+    assert all_five == 4 * real  # without the one that is there
+
+
+class Small(StepCheckpoints):
+    """Of seven bytes."""
+
+    format = "small"
+    size = 7
+
+    def write(self, folder: Path) -> None: ...
+
+    def read(self, folder: Path) -> None: ...
+
+
+@pytest.mark.parametrize(("keep", "there", "number"), [(None, 0, 5), (None, 2, 3), (2, 0, 3)])
+def test_checkpoints_of_steps(keep: int | None, there: int, number: int, tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    for step in range(there):
+        (ctx.run_dir / "checkpoints" / step_name(step)).mkdir(parents=True)
+    (room,) = Small(ctx, every=4, keep=keep).room(Length(steps=18))
+    assert (room.what, room.disk) == (f"{number} checkpoints", number * 7)
+    assert room.folder == ctx.run_dir / "checkpoints"
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "mixtral"])

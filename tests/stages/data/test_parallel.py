@@ -35,6 +35,12 @@ def test_results_come_in_order_from_other_processes() -> None:
     assert len(set(pids[1:])) <= 3
 
 
+def test_workers_are_as_many_as_cores_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.machine.usable_cores", lambda: 1.5)
+    found = list(parallel.each(lambda batch: os.getpid(), [7, 8, 9], None))
+    assert {pid for _, pid in found} == {os.getpid()}
+
+
 def test_one_batch_or_one_worker_needs_no_process() -> None:
     for batches, workers in (([7], 4), ([7, 8, 9], 1), ([], 4)):
         found = list(parallel.each(lambda batch: os.getpid(), batches, workers))

@@ -95,14 +95,14 @@ CASES = [
 def test_tensors_and_files_are_as_large_as_was_said(
     ranks: int, compute: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    site, (_, _, extras) = told(fields, compute, ranks)
+    site, (_, step, extras) = told(fields, compute, ranks)
     peaks = {phase: peak.bytes for phase, peak in site.ledger.peaks("device").items()}
     for found in run_ranks(metered, ranks, str(tmp_path), fields, compute):
         for phase in (FORWARD, BACKWARD, UPDATE):
             assert found[phase] == pytest.approx(peaks[phase], rel=0.02), phase
         # random weights are made a tensor at a time, and gloo lets go late of what it has sent
         assert 0.98 * peaks[LOAD] < found[LOAD] < peaks[LOAD] + 4 * N
-    (checkpoint,) = extras.storage
+    (checkpoint,) = extras.files(step.length)
     assert (checkpoint.what, checkpoint.bytes) == ("1 checkpoint", 12 * N)
     written = sum(file.stat().st_size for file in (tmp_path / "checkpoints/checkpoint-2").iterdir())
     assert written == pytest.approx(checkpoint.bytes, rel=0.02)
@@ -156,6 +156,14 @@ def test_arguments_that_change_what_it_takes() -> None:
         "compiled models, which keep less",
         "liger's kernels, which keep less",
     ]
+
+
+def test_checkpoints_that_are_there_at_once() -> None:
+    for keep, number in ((1, 2), (2, 2), (None, 2)):  # of two steps
+        fields = {"global_batch_size": 8, "save_every": 1, "keep": keep}
+        _, (_, step, extras) = told(fields, "bf16", 1)
+        (checkpoint,) = extras.files(step.length)
+        assert checkpoint.bytes == number * 12 * N, keep
 
 
 def test_smaller_micro_batches_are_its_only_saving() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.dist import Dist
+from pipeline.errors import UsageError
 from pipeline.metrics import records
 from pipeline.stage import Trial
 from stages.checkpoint.sharded import ShardedCheckpoint
@@ -112,7 +114,7 @@ def test_a_trial_of_a_training() -> None:
         early_stopping=EarlyStopping(patience=1),
         anomalies=Anomalies(non_finite="rollback", spike="rollback", spike_factor=2.0),
     )
-    short = stage.shortened(Trial(steps=7, profile=(7,), growth=0.5))
+    short = stage.shortened(Trial(steps=7, profile=(7,), growth=Fraction(1, 2)))
     assert short == TrainCausalLm(
         global_batch_size=6,
         steps=7,
@@ -121,8 +123,28 @@ def test_a_trial_of_a_training() -> None:
         profile_steps=(7,),
         anomalies=Anomalies(non_finite="skip", spike="skip", spike_factor=2.0),
     )
-    accumulates = TrainCausalLm(global_batch_size=12, steps=9, accumulation=3)
-    assert accumulates.shortened(Trial(steps=7)).accumulation == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, 6), ({"accumulation": 3}, 2), ({"accumulation": 4}, 2), ({"micro_batch_size": 5}, 5)],
+)
+def test_the_micro_batch_of_a_trial_is_frozen(fields: dict[str, int], expected: int) -> None:
+    stage = TrainCausalLm(global_batch_size=12, steps=9, **fields)
+    short = stage.shortened(Trial(steps=7, growth=Fraction(3, 2), procs=2))
+    assert (short.global_batch_size, short.micro_batch_size) == (18, expected)
+    assert short.accumulation is None
+
+
+def test_a_global_batch_that_is_no_whole_number() -> None:
+    stage = TrainCausalLm(global_batch_size=10, steps=9)
+    assert stage.shortened(Trial(steps=7, growth=Fraction(1, 2))).global_batch_size == 5
+    with pytest.raises(UsageError) as caught:
+        stage.shortened(Trial(steps=7, growth=Fraction(3, 4)))
+    assert str(caught.value) == (
+        "samples per process cannot stay: 10 samples a step x 3/4 would be 7.5 "
+        "(--weak needs a global batch that divides evenly)"
+    )
 
 
 def test_a_trial_of_checkpoints_leaves_nothing_elsewhere() -> None:

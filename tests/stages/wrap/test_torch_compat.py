@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from stages.wrap.witness import attest
 from tests.parity.body import tiny_source
 from tests.support.processes import run_ranks
 from tests.support.runs import context
+
+ROOT = Path(__file__).parents[3]
 
 
 def facts_of(dist: Dist, folder: str, wrap: Any, reduce: Any) -> dict[str, Any]:
@@ -60,3 +64,17 @@ def test_another_engine_than_asked_for_is_refused(tmp_path: Any) -> None:
     said = run_ranks(refuse, 1, str(tmp_path))[0]
     assert "engine: asked for 'DistributedDataParallel', found 'fully_shard'" in said
     assert "world_size: asked for 2, found 1" in said
+
+
+PRIVATE = re.compile(r"torch[.\w]*\._[a-z]\w*|\._(cdata|local_tensor)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("place", ["pipeline/tracing", "stages/wrap"])
+def test_what_torch_keeps_private_is_used_in_compat_files_alone(place: str) -> None:
+    used = {
+        (file.name, found[0])
+        for file in (ROOT / place).glob("*.py")
+        if not file.stem.endswith("compat")
+        for found in PRIVATE.finditer(file.read_text("utf-8"))
+    }
+    assert used == set()

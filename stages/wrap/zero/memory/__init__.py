@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stages.wrap.zero.memory.replicated import Accumulated, Replicated
+from stages.wrap.zero.memory.gathering import gathers
+from stages.wrap.zero.memory.replicated import Accumulated, Replicated, in_part
 from stages.wrap.zero.memory.sharded import Sharded
 from stages.wrap.zero.memory.terms import (
     ACCUMULATED,
@@ -36,8 +37,10 @@ __all__ = [
     "Weight",
     "Weights",
     "Where",
+    "gathers",
     "gradients",
     "held",
+    "in_part",
     "peak",
 ]
 

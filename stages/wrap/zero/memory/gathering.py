@@ -59,15 +59,17 @@ class Gathering:
     fetched_for: dict[int, int] = field(default_factory=dict)
     counted: int = 0
     most: dict[Spot, int] = field(default_factory=dict)
+    """That are whole at most, in buffers and parameters."""
+    moved: int = 0
+    """That were gathered, with padding."""
 
-    def run(self) -> dict[Spot, int]:
-        """Elements that are whole at most, in buffers and parameters, by spot."""
+    def run(self) -> None:
+        """Forward and backward."""
         self.whole = {n for n, size in enumerate(self.sizes) if size <= self.persist}
         queue = deque((p, n) for n, call in enumerate(self.calls) for p in sorted(call.parameters))
         for step, call in enumerate(self.calls):
             self._fetch(step, call, queue)
             self._release(step + 1, call)
-        return self.most
 
     def _fetch(self, step: int, call: _Call, queue: deque[tuple[int, int]]) -> None:
         self._gather([p for p in call.parameters if not self._has(p)], call.spot)
@@ -99,6 +101,7 @@ class Gathering:
             return
         gather = _Gather(tuple(parameters), set(parameters))
         self.counted += sum(self.sizes[p] for p in parameters)
+        self.moved += sum(map(self._padded, parameters))
         self.flights |= dict.fromkeys(parameters, gather)
         self.buffers.append(gather)
         if self.staged:
@@ -145,10 +148,23 @@ class Gathering:
 
 def gathered(setting: Setting, weights: Weights) -> Mapping[Spot, int]:
     """Elements held whole at most, by spot; with one rank a parameter is its own part."""
-    stage = setting.stage
-    if setting.world == 1 and stage.offload_param is None:
+    if setting.world == 1 and setting.stage.offload_param is None:
         return {}
-    return _gathered(
+    return _run(setting, weights).most
+
+
+def gathers(setting: Setting, weights: Weights, microbatches: int) -> int:
+    """Elements that an optimizer step of so many micro-batches gathers, with padding: small ones,
+    which stay whole, after the update alone."""
+    limit, world = persistence(setting), setting.world
+    small = (one.elements for one in weights.all if one.elements <= limit)
+    updated = sum(setting.share(elements) * world for elements in small)
+    return _run(setting, weights).moved * microbatches + updated
+
+
+def _run(setting: Setting, weights: Weights) -> Gathering:
+    stage = setting.stage
+    return _gathering(
         weights,
         PREFETCH if stage.prefetch_bucket_size is None else stage.prefetch_bucket_size,
         LIVE if stage.max_live_parameters is None else stage.max_live_parameters,
@@ -160,13 +176,15 @@ def gathered(setting: Setting, weights: Weights) -> Mapping[Spot, int]:
 
 
 @functools.cache
-def _gathered(
+def _gathering(
     weights: Weights, prefetch: int, live: int, reuse: int, persist: int, world: int, staged: bool
-) -> Mapping[Spot, int]:
+) -> Gathering:
     calls = _forward(weights)
     backward = [_Call((False, call.spot[1]), call.parameters) for call in reversed(calls)]
     sizes = [weight.elements for weight in weights.all]
-    return Gathering(sizes, calls + backward, prefetch, live, reuse, persist, world, staged).run()
+    done = Gathering(sizes, calls + backward, prefetch, live, reuse, persist, world, staged)
+    done.run()
+    return done
 
 
 def persistence(setting: Setting) -> int:

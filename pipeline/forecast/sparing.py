@@ -1,0 +1,139 @@
+"""Ways of a recipe that need less memory, by what its stages say that they can do without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.forecast.options import Saving
+from pipeline.forecast.phases import LOAD
+from pipeline.forecast.planning import Drawn
+
+TELLING = 1.1
+"""How many times as long as another a step has to be estimated to count as longer: less is within
+what estimates were off on real steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Of a recipe."""
+
+    path: str
+    """`slot`, or `slot.field`."""
+    value: Any
+    why: str
+
+    @property
+    def override(self) -> str:
+        """As an argument of commands."""
+        return f"{self.path}={json.dumps(self.value)}"
+
+
+Draw = Callable[[Sequence[Change]], Drawn]
+"""Changes -> the plan of the recipe with them. Raises PipeError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A recipe with changes, and what it would need."""
+
+    changes: Sequence[Change]
+    saved: Sequence[Saving]
+    """By what, of the changes, in the order in which they were made."""
+    drawn: Drawn
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is short."""
+        return not self.drawn.short
+
+    def and_(self, slot: str, saving: Saving, draw: Draw) -> Way:
+        """With one saving more; of two that set the same field, the later."""
+        new = [
+            Change(path=f"{slot}.{field}", value=value, why=saving.what)
+            for field, value in saving.fields.items()
+        ]
+        made: Mapping[str, Change] = {one.path: one for one in [*self.changes, *new]}
+        changes = list(made.values())
+        return Way(changes=changes, saved=[*self.saved, saving], drawn=draw(changes))
+
+
+def ways(changes: Sequence[Change], draw: Draw) -> Iterator[Way]:
+    """The recipe with these changes, with one saving after another until it fits, and then without
+    each kind of saving: a later one may have made an earlier one needless, and may cost less time.
+    Each is drawn once. Raises PipeError."""
+    drawn: dict[tuple[str, ...], Drawn] = {}
+
+    def once(changes: Sequence[Change]) -> Drawn:
+        key = tuple(change.override for change in changes)
+        return drawn[key] if key in drawn else drawn.setdefault(key, draw(changes))
+
+    start = Way(changes=changes, saved=(), drawn=once(changes))
+    chain = [start, *_spared(start, once, ())]
+    yield from chain
+    kinds = list(dict.fromkeys(saving.order for saving in chain[-1].saved))
+    if chain[-1].fits and len(kinds) > 1:
+        shown = {id(way.drawn) for way in chain}
+        for kind in kinds:
+            rest = [way for way in _spared(start, once, [kind]) if id(way.drawn) not in shown]
+            shown |= {id(way.drawn) for way in rest}
+            yield from rest
+
+
+def _spared(start: Way, draw: Draw, without: Collection[int]) -> Iterator[Way]:
+    """One saving after another, each beside those before it, until it fits or none is left."""
+    way = start
+    while _short(way.drawn):
+        left = (one for one in savings(way.drawn) if one[1].order not in without)
+        found = next(left, None)
+        if found is None:
+            return
+        way = way.and_(*found, draw)
+        yield way
+
+
+def _short(drawn: Drawn) -> bool:
+    """Whether there is too little memory for what a model computes, which savings make less; what
+    is loaded before stays."""
+    on_cpu = drawn.site.device == "cpu"
+    there = drawn.hardware.host_memory if on_cpu else drawn.hardware.device_memory
+    peaks = drawn.forecast.host if on_cpu else drawn.forecast.device
+    if there is None or LOAD not in peaks:
+        return False
+    needs = {
+        phase: peak.bytes if on_cpu else drawn.margins.of(peak.bytes)
+        for phase, peak in peaks.items()
+    }
+    return needs[LOAD] <= there < max(needs.values())
+
+
+def savings(drawn: Drawn) -> list[tuple[str, Saving]]:
+    """Slot and change, of all stages that can do with less, the first to be tried first."""
+    found = [
+        (step.slot, saving)
+        for step in drawn.plan.steps
+        if hasattr(step.stage, "savings")
+        for saving in step.stage.savings(drawn.site.ranks)
+    ]
+    return sorted(found, key=lambda one: one[1].order)
+
+
+def best(found: Sequence[Way]) -> Way | None:
+    """Of those that fit, the first whose step is not longer than the shortest by what the estimate
+    can tell; where the estimate is not known of all of them, the first of those with the fewest
+    savings. None if none fits."""
+    fitting = [way for way in found if way.fits]
+    times = [way.drawn.time for way in fitting]
+    if not fitting:
+        return None
+    if all(time is not None and not time.unknown for time in times):
+        longest = TELLING * min(_seconds(way.drawn) for way in fitting)
+        return next(way for way in fitting if _seconds(way.drawn) <= longest)
+    return min(fitting, key=lambda way: len(way.saved))
+
+
+def _seconds(drawn: Drawn) -> float:
+    """Of a step in which nothing overlaps, which is nearer to what is measured."""
+    return drawn.time.most if drawn.time is not None else 0.0

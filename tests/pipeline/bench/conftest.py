@@ -1,0 +1,89 @@
+"""A recipe of real stages, and `pipe bench` with made-up ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+
+from pipeline import jsonl
+from pipeline.bench import measure as measuring
+from tests.stages.data.fakes import PLAIN, FakeSource
+from tests.support.runs import TINY
+
+RECIPE = """\
+name: small
+launch: {procs: 2, device: cpu}
+stages:
+  model: {use: model.fake}
+  data: {use: data.text, files: [./a.txt]}
+  optimizer: {use: optimizer.adam, lr: 1e-4}
+  wrap: {use: wrap.red, stage: 3}
+  train: {use: train.lm, steps: 4000}
+"""
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A recipe of real stages, whose model has no weights anywhere, and its content."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    FakeSource(PLAIN).fast.save_pretrained("tokenizer")
+    Path("text.txt").write_text("It is a truth universally acknowledged. " * 40)
+    model = {"config": {**TINY, "vocab_size": 259}, "tokenizer": "./tokenizer", "init": "random"}
+    stages = {
+        "model": {"use": "model.hf", **model},
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {
+            "use": "data.text", "files": "./text.txt", "sequence_length": 16,
+            "heldout_fraction": 0.2,
+        },
+        "optimizer": {"use": "optimizer.adamw", "lr": 1e-3},
+        "wrap": {"use": "wrap.zero", "stage": 3},
+        "checkpoint": {"use": "checkpoint.deepspeed", "every": 5},
+        "train": {
+            "use": "train.causal_lm", "epochs": 2.0, "global_batch_size": 8,
+            "micro_batch_size": 2, "accumulation": 2, "eval_every": 5,
+        },
+        "consolidate": {"use": "consolidate.stream"},
+        "export": {"use": "export.safetensors"},
+    }  # fmt: skip
+    content = {"name": "r", "launch": {"procs": 2, "device": "cpu"}, "stages": stages}
+    Path("r.yaml").write_text(json.dumps(content))
+    return content
+
+
+@pytest.fixture
+def bench(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs the command on the fake recipe; runs are made up: those in red fail, one on two
+    processes is 1.5 times as fast."""
+
+    def call(arguments: list[str], output: int, seconds: float) -> int:
+        content = yaml.safe_load(Path(arguments[1]).read_text())
+        run_dir = Path(arguments[3])
+        run_dir.mkdir()
+        if content["stages"]["wrap"]["use"] == "wrap.red":
+            problem = "rank 0 failed in slot `train`: out of memory\n  at somewhere"
+            jsonl.append(run_dir / "journal.jsonl", {"event": "run failed", "problem": problem})
+            for name in ("checkpoints", "logs", "profile"):
+                (run_dir / name).mkdir()
+            return 1
+        seconds = 2.0 if content["launch"]["procs"] == 1 else 4 / 3
+        for number in range(content["stages"]["train"]["steps"]):
+            record = {
+                "step": number + 1, "loss": 1.0, "time": 2e9, "step_seconds": seconds,
+                "tokens_per_second": 64 / seconds, "samples_per_second": 8 / seconds,
+                "data_wait_share": 0.0,
+            }  # fmt: skip
+            jsonl.append(run_dir / "metrics.jsonl", record)
+        return 0
+
+    Path("a.txt").touch()
+    Path("r.yaml").write_text(RECIPE)
+    monkeypatch.setattr(measuring, "_call", call)
+    return lambda *arguments: pipe("bench", "r.yaml", *arguments)

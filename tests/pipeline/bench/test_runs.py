@@ -1,0 +1,114 @@
+"""One run of a benchmark, and a whole one in earnest."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline import cli
+from pipeline.bench import measure as measuring
+from pipeline.bench.results import Row
+from pipeline.forecast import phases
+from pipeline.forecast.ledger import Peak
+from pipeline.plan import make_plan
+from pipeline.recipe import load_recipe
+from pipeline.registry import Registry
+from tests.support.pipe import REPOSITORY
+
+
+def test_a_recipe_that_is_wrong_under_a_strategy_is_a_row(tmp_path: Path) -> None:
+    one = Row(strategy="s", use="wrap.zero", procs=2)
+    recipe = "name: x\nstages: {wrap: {use: wrap.zeero}}\n"
+    done = measuring.measure(
+        one, recipe, tmp_path / "s", warmup=0, minutes=1, keep=False, registry=Registry.installed()
+    )
+    assert done.error.startswith("wrap.use: there is no stage `wrap.zeero` (did you mean")
+
+
+def called(arguments: list[str], seconds: float) -> int | None:
+    with Path("output.txt").open("wb") as output:
+        return measuring._call(arguments, output.fileno(), seconds)
+
+
+def test_a_run_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    os.mkfifo("r.yaml")  # nobody writes to it
+    assert called(["check", "r.yaml"], 0.5) is None
+
+
+def test_nothing_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = Path("script")
+    script.write_text("#!/bin/sh\nsetsid sleep 600 & echo $! > pid\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script.absolute()))
+    assert called([], 60) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+
+
+def test_files_of_the_user_stand_in_for_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    Path("click.py").write_text("raise SystemExit(9)")
+    assert called(["stages", "train.causal_lm"], 60) == 0
+
+
+def test_memory_is_predicted_for_what_is_measured(
+    real: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(load_recipe("r.yaml"))
+    held = {phases.LOAD: 5, phases.BACKWARD: 7, phases.SAVE: 9, phases.RESUME: 11}
+    peaks = {phase: Peak(bytes=held[phase], items={}) for phase in held}
+    monkeypatch.setattr(measuring, "forecast", lambda *_: SimpleNamespace(device=peaks))
+    assert measuring._predicted(plan) == 7
+
+
+def test_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    output.write_text("step 3\n")
+    reason = measuring._reason(tmp_path, output, -signal.SIGKILL)
+    assert reason.startswith("the run was killed by SIGKILL (the system does this when memory")
+    assert measuring._reason(tmp_path, output, 1) == "step 3"
+
+
+def test_a_real_benchmark(real: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    options = ["--procs", "1,2", "--steps", "2", "--warmup", "1", "--json", "--run-dir", "here"]
+    result = CliRunner().invoke(
+        cli.main, ["bench", "r.yaml", "--strategies", "ddp,fsdp", *options], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    rows = {(r["strategy"], r["procs"]): r for r in told["rows"]}
+    assert list(rows) == [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
+    assert all(r["error"] is None for r in rows.values())
+    for (strategy, procs), one in rows.items():
+        assert one["tokens_per_step"] == pytest.approx(8 * 16)
+        assert one["samples_per_step"] == 8
+        speed = one["tokens_per_second"]
+        assert 0 < speed["low"] <= speed["median"] <= speed["high"]
+        base = rows[strategy, 1]["tokens_per_second"]["median"]
+        assert one["efficiency"] == pytest.approx(speed["median"] / procs / base)
+        assert one["memory"]["kind"] == "host"
+        assert one["memory"]["measured"] > 0
+        assert one["memory"]["predicted"] > 0
+        assert one["memory"]["ratio"] is None
+        assert one["first_step_seconds"] > one["step_seconds"]["low"]
+        assert one["checkpoint_seconds"] >= one["checkpoint_stall_seconds"] > 0
+        assert 0 <= one["data_wait_share"] <= 1
+        assert 0 <= one["communication_share"] <= 1
+    assert rows["ddp", 1]["efficiency"] == 1
+    assert rows["fsdp", 2]["communication_share"] > 0
+    assert not Path("here/trials").exists()

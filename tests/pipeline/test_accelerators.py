@@ -1,0 +1,70 @@
+"""Accelerators by the names that people and drivers give them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.accelerators import ACCELERATORS, GIB, find_accelerator
+
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100 40GB",
+    "NVIDIA A100-PCIE-40GB": "A100 40GB PCIe",
+    "A100 40GB": "A100 40GB",
+    "a100 40 GB": "A100 40GB",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA A100 80GB PCIe": "A100 PCIe",
+    "A100": "A100",
+    "NVIDIA A800-SXM4-80GB": "A800",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H100 NVL": "H100 NVL",
+    "H100 SXM": "H100",
+    "NVIDIA H200": "H200",
+    "H200 141GB": "H200",
+    "h200": "H200",
+    "NVIDIA B200": "B200",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA GeForce RTX 3090": "RTX 3090",
+    "Tesla V100-SXM2-32GB": "V100",
+    "Tesla V100-PCIE-32GB": "V100 PCIe",
+    "V100 32GB": "V100",
+    "NVIDIA L4": "L4",
+    "l4 24gb": "L4",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA A10G": "A10G",
+    "AMD Instinct MI300X": "MI300X",
+    "MI300X 192GB": "MI300X",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_devices_are_found_by_their_own_names(name: str) -> None:
+    found = find_accelerator(name)
+    assert found is not None
+    assert found.name == NAMES[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "V100 16GB", "Tesla V100-SXM2-16GB", "NVIDIA A100-SXM-64GB", "H100 96GB", "H100 64GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb",
+        "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA L40", "NVIDIA A10", "H100 PCIe 40GB",
+        "A100 40GB 80GB", "", "GPU", "80GB",
+    ],
+)  # fmt: skip
+def test_no_device_stands_for_another(name: str) -> None:
+    assert find_accelerator(name) is None
+
+
+def test_each_known_device_is_found_by_its_name() -> None:
+    for device in ACCELERATORS:
+        assert find_accelerator(device.name) is device
+
+
+@pytest.mark.parametrize(("name", "memory"), [("H100", 79.2), ("A100 40GB", 39.4), ("L4", 22.0)])
+def test_memory_is_what_drivers_tell(name: str, memory: float) -> None:
+    found = find_accelerator(name)
+    assert found is not None
+    assert found.memory == round(memory * GIB)
