@@ -58,11 +58,17 @@ ACCELERATORS = (
     _device("A100", 79.2, 312, 19.5, 2039, 300, 32),
     _device("A800", 79.2, 312, 19.5, 2039, 200, 32),
     _device("L40S", 44.4, 362, 91.6, 864, 32, 32),
+    _device("L40", 44.4, 181, 90.5, 864, 32, 32),
     _device("L4", 22.0, 121, 30.3, 300, 32, 32),
     _device("A10G", 22.0, 70, 35, 600, 32, 32),
+    _device("A10", 22.0, 125, 31.2, 600, 32, 32),
+    _device("V100 16GB PCIe", 15.7, 112, 14, 900, 16, 16),
+    _device("V100 16GB", 15.7, 125, 15.7, 900, 150, 16),
     _device("V100 PCIe", 31.7, 112, 14, 900, 16, 16),
     _device("V100", 31.7, 125, 15.7, 900, 150, 16),
     _device("RTX 4090", 23.6, 165.2, 82.6, 1008, 32, 32),
+    _device("RTX 6000 Ada", 47.5, 364.2, 91.1, 960, 32, 32),
+    _device("RTX A6000", 47.5, 154.8, 38.7, 768, 32, 32),
     _device("RTX 3090", 23.6, 71, 35.6, 936, 32, 32),
     _device("MI300X", 191.5, 1307.4, 163.4, 5300, 448, 64),
     _device("MI250X", 63.9, 191.5, 47.9, 1638, 250, 36),
@@ -72,7 +78,7 @@ Memory is a little less than what is printed on the box: the driver takes some."
 
 
 COMMON = {
-    "nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "tensor", "core",
+    "nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "tensor", "core", "generation",
     "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam", "pcie",
     "hbm2", "hbm2e", "hbm3", "hbm3e",
 }  # fmt: skip
@@ -100,7 +106,8 @@ def _of_its_memory(device: Accelerator, word: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
-    joined = re.sub(r"([0-9])\s+(gi?b)\b", r"\1\2", name.lower())
+    apart = re.sub(r"\brtx(?=[0-9a])", "rtx ", name.lower())
+    joined = re.sub(r"([0-9])\s+(gi?b)\b", r"\1\2", apart)
     return set(re.split(r"[-_\s]+", joined.strip()))
 
 

@@ -13,5 +13,7 @@ class Length:
     """Optimizer steps; None: not known."""
     eval_every: int | None = None
     """Steps between evaluations; None: at the end only."""
+    eval_first: bool = False
+    """Whether there is one before the first step."""
     saves_first: bool = False
-    """Whether the state before the first step may be saved too."""
+    """Whether the state before the first step is saved."""

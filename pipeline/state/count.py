@@ -48,7 +48,7 @@ def _saved(retention: Retention, every: int | None, length: Length, steps: int) 
     saved = {steps}
     if every:
         saved.update(range(every, steps, every))
-    if length.saves_first:
+    if length.saves_first or (retention.best and length.eval_first):
         saved.add(0)
     if retention.best and length.eval_every:
         saved.update(range(length.eval_every, steps, length.eval_every))

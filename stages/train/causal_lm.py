@@ -158,7 +158,8 @@ class TrainCausalLm:
         return Length(
             steps=steps,
             eval_every=self.eval_every,
-            saves_first=self.eval_first or self.anomalies.rolls_back,
+            eval_first=self.eval_first,
+            saves_first=self.anomalies.rolls_back,
         )
 
     def foresee(self, ctx: Context, data: Data, checkpoints: Checkpoints) -> Iterator[Room]:

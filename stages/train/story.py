@@ -67,7 +67,7 @@ def tell(
         tokens=config.global_batch_size * data.length,
         length=config.length(),
         work=work(model, data, most),
-        moved=2 * made * count + placement.updated,
+        moved=2 * made * most // batch.samples + placement.updated,
         copies=Copies(up=offloaded * most // batch.samples, down=offloaded * most // batch.samples),
     )
 

@@ -28,6 +28,14 @@ NAMES = {
     "Tesla V100-SXM2-32GB": "V100",
     "Tesla V100-PCIE-32GB": "V100 PCIe",
     "V100 32GB": "V100",
+    "RTX4090": "RTX 4090",
+    "NVIDIA RTX A6000": "RTX A6000",
+    "RTXA6000": "RTX A6000",
+    "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "Tesla V100-SXM2-16GB": "V100 16GB",
+    "Tesla V100-PCIE-16GB": "V100 16GB PCIe",
+    "NVIDIA L40": "L40",
+    "NVIDIA A10": "A10",
     "NVIDIA L4": "L4",
     "l4 24gb": "L4",
     "NVIDIA L40S": "L40S",
@@ -47,10 +55,11 @@ def test_devices_are_found_by_their_own_names(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "V100 16GB", "Tesla V100-SXM2-16GB", "NVIDIA A100-SXM-64GB", "H100 96GB", "H100 64GB",
+        "V100 12GB", "RTX 6000", "Quadro RTX 6000", "NVIDIA A100-SXM-64GB",
+        "H100 96GB", "H100 64GB",
         "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb",
-        "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA L40", "NVIDIA A10", "H100 PCIe 40GB",
+        "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA A16", "H100 PCIe 40GB",
         "A100 40GB 80GB", "", "GPU", "80GB",
     ],
 )  # fmt: skip

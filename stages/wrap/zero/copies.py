@@ -25,7 +25,7 @@ def _replicated(setting: Setting, weights: Weights, microbatches: int) -> Copies
     up, down = c * part, setting.master_bytes * part
     if c == ACCUMULATED and microbatches > 1:
         # Gradients are summed in host memory: whole ones of parameters of which there is a part.
-        whole, reductions = c * in_part(weights, part), _reductions(setting, microbatches)
+        whole, reductions = c * in_part(weights.trained, part), _reductions(setting, microbatches)
         down += whole * reductions
         up += whole * max(reductions - 1, 1)
     return Copies(up=up, down=down)
@@ -38,24 +38,35 @@ def _reductions(setting: Setting, microbatches: int) -> int:
 
 def _sharded(setting: Setting, weights: Weights, microbatches: int) -> Copies:
     """Stage 3."""
-    c, m = setting.compute_bytes, setting.master_bytes
-    params, optimizer = setting.stage.offload_param, setting.stage.offload_optimizer
-    part, frozen = setting.shares(weights.trained), setting.shares(weights.frozen)
-    up = down = disk = 0
-    if optimizer is not None:
-        # partition_grads: summed on the device all the same, each micro-batch there and back.
-        up += ACCUMULATED * part * microbatches
-        down += (ACCUMULATED * microbatches + m) * part
-    if optimizer is not None and optimizer.device == "nvme":
-        # Masters, their gradients and moments are read and written.
-        disk += 2 * part * (2 * m + setting.moment_bytes)
-    if params is not None:
-        read = c * gathers(setting, weights, microbatches) // setting.world
-        up += read
-        down += 0 if optimizer is not None else m * part
-        near = min(part, params.max_in_cpu) if params.device == "nvme" else part + frozen
-        far = part + frozen - near
-        disk += read * far // (part + frozen) + c * (part - min(part, near))
-    elif optimizer is not None:
-        up += c * part
-    return Copies(up=up, down=down, disk=disk)
+    gradients = _gradients(setting, weights, microbatches)
+    return gradients + _parameters(setting, weights, microbatches)
+
+
+def _gradients(setting: Setting, weights: Weights, microbatches: int) -> Copies:
+    """Those in host memory are summed on the device, each micro-batch there and back; then they go
+    down to the masters (partition_grads)."""
+    offload = setting.stage.offload_optimizer
+    if offload is None:
+        return Copies()
+    part, m = setting.shares(weights.trained), setting.master_bytes
+    # Masters, their gradients and moments are read and written.
+    disk = 2 * part * (2 * m + setting.moment_bytes) if offload.device == "nvme" else 0
+    return Copies(
+        up=ACCUMULATED * part * microbatches,
+        down=(ACCUMULATED * microbatches + m) * part,
+        disk=disk,
+    )
+
+
+def _parameters(setting: Setting, weights: Weights, microbatches: int) -> Copies:
+    """Read whenever they are gathered, and updated once."""
+    params, on_host = setting.stage.offload_param, setting.stage.offload_optimizer is not None
+    part, c = setting.shares(weights.trained), setting.compute_bytes
+    if params is None:
+        return Copies(up=c * part if on_host else 0)
+    read, disk = c * gathers(setting, weights, microbatches) // setting.world, 0
+    if params.device == "nvme":
+        every = part + setting.shares(weights.frozen)
+        near = min(part, params.max_in_cpu)
+        disk = read * (every - near) // every + c * (part - near)
+    return Copies(up=read, down=0 if on_host else setting.master_bytes * part, disk=disk)

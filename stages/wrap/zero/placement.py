@@ -167,25 +167,24 @@ class ZeroPlacement(Placement):
     def _trained(self) -> int:
         return sum(self._weights.trained)
 
-    @property
-    def _all(self) -> int:
-        return sum(weight.elements for weight in self._weights.all)
-
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         if self.ranks == 1:
             return
-        s, stage = self._setting, self._stage.stage
-        gathers = 2 * microbatches * self._all if stage == 3 else self._trained
-        reductions = microbatches if stage > 1 else 1
+        s, sharded = self._setting, self._stage.stage == 3
+        gathered = self._trained
+        if sharded:
+            gathered = memory.gathers(s, self._weights, microbatches)
+        reductions = microbatches if self._stage.stage > 1 else 1
         yield Traffic(
-            collective="reduce-scatter",
+            # Stages 1 and 2 give all ranks all of it (use_multi_rank_bucket_allreduce).
+            collective="reduce-scatter" if sharded else "all-reduce",
             bytes=s.reduce_bytes * self._trained * reductions,
             ranks=self.ranks,
             what="gradients",
         )
         yield Traffic(
             collective="all-gather",
-            bytes=s.compute_bytes * gathers,
+            bytes=s.compute_bytes * gathered,
             ranks=self.ranks,
             what="parameters",
         )

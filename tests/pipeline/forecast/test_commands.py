@@ -197,6 +197,17 @@ def test_the_copy_for_checkpoints_is_there_once_the_model_is_loaded() -> None:
         assert [(s["place"], s["phase"]) for s in record["short"]] == [("host", "forward and loss")]
 
 
+def test_a_last_micro_batch_with_fewer_samples_moves_less() -> None:
+    def moved(samples: int) -> int:
+        """Of 8 ranks, three samples at a time."""
+        batch = (f"train.global_batch_size={8 * samples}", "train.micro_batch_size=3")
+        size: int = planned(RECIPES / "llama8b_fsdp.yaml", *batch)["step"]["moved"]
+        return size
+
+    one = (moved(9) - moved(3)) // 2
+    assert moved(8) - moved(3) == one * 5 // 3
+
+
 def test_more_room_is_taken_into_account() -> None:
     recipe = RECIPES / "llama8b_fsdp.yaml"
     assert planned(recipe, "--memory", "60")["fits"] is True

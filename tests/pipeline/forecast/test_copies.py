@@ -18,6 +18,7 @@ from tests.support.forecasts import LLAMA, Told, declared
 ROOT = 2 * 8000 * 512 + 512
 BLOCKS = 4 * (2 * 512 * 512 + 2 * 128 * 512 + 3 * 1408 * 512 + 2 * 512)
 ALL = ROOT + BLOCKS
+WHOLE = 8000 * 512 + BLOCKS // 2 + 512 * 512
 
 
 def copies(wrap: Any, accumulation: int, **fields: Any) -> Copies:
@@ -58,6 +59,13 @@ CPU, DISK = OptimizerOffload(), OptimizerOffload(device="nvme", path="/nvme")
         # Each of two ranks has a half. Gradients are summed on the device, in fp32; updated weights
         # go up in bf16.
         ({"stage": 2, "offload_optimizer": CPU}, "bf16", Copies(up=ALL, down=2 * ALL)),
+        # In fp32 they are summed in host memory: three times whole ones down, twice up. The first
+        # rank has the embedding, two blocks, and a part of the next one's first matrix.
+        (
+            {"stage": 2, "offload_optimizer": CPU},
+            "fp32",
+            Copies(up=2 * ALL + 2 * 4 * WHOLE, down=2 * ALL + 3 * 4 * WHOLE),
+        ),
         # Stage 3 sums in host memory: up for each of three micro-batches, and down; then down to
         # the masters.
         (

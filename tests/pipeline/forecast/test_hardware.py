@@ -97,7 +97,7 @@ def test_a_measured_machine_names_its_gpus() -> None:
     ("asked", "message"),
     [
         (Asked(gpu="H10"), "--gpu H10: nobody knows it here.*did you mean `H100`.*known: B200, "),
-        (Asked(gpu="V100 16GB"), "--gpu V100 16GB: nobody knows it here.*or say --memory"),
+        (Asked(gpu="V100 12GB"), "--gpu V100 12GB: nobody knows it here.*or say --memory"),
         (Asked(gpu="A100", machine=machine()),
          "--machine describes one with NVIDIA H100 80GB HBM3, --gpu says A100"),
         (Asked(gpu="A100", machine=machine(devices=gpu("NVIDIA A100-SXM4-40GB"))),

@@ -23,6 +23,8 @@ from pipeline.state.store import step_name
         (Retention(), 100, {}, 10),
         (Retention(), 300, {}, 4),  # 300, 600, 900 and the last
         (Retention(), 100, {"saves_first": True}, 11),
+        (Retention(), 100, {"eval_first": True}, 10),
+        (Retention(best=1), 100, {"eval_first": True, "eval_every": 200}, 11),
         (Retention(last=2, every=250), 100, {}, 4),  # 500; 800, 900; and 1000 while it is written
         (Retention(last=2, every=200), 100, {}, 6),  # 200, 400, 600; 800, 900; and 1000
         (Retention(last=1, best=1), 100, {"eval_every": 100}, 3),

@@ -214,17 +214,13 @@ class Replicated:
     @property
     def in_part(self) -> int:
         """Elements of the parameters of which a rank has a part, of the rank that has most."""
-        return in_part(self.weights, self.part)
-
-
-def in_part(weights: Weights, part: int) -> int:
-    """Elements of the trained parameters of which a rank with `part` elements has some, of the rank
-    that has most."""
-    return _in_part(weights.trained, part)
+        return in_part(self.weights.trained, self.part)
 
 
 @functools.cache
-def _in_part(sizes: tuple[int, ...], part: int) -> int:
+def in_part(sizes: tuple[int, ...], part: int) -> int:
+    """Elements of the parameters of which a rank has a part of so many elements; of the rank that
+    has most."""
     inside: Counter[int] = Counter()
     begin = 0
     for size in sizes:
