@@ -96,8 +96,9 @@ class HfTrainer:
         return forecast(self, site, model, data, precision, optimizer)
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        kinds = (saving for saving in self.batches().savings(ranks) if saving.order == SMALLER)
-        yield from kinds
+        for saving in self.batches().savings(ranks):
+            if saving.order == SMALLER:  # its loss is over all logits
+                yield saving
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from stages.train.hf_trainer import HfTrainer
 
 RECOMPUTED = ("activation_checkpointing", "gradient_checkpointing")
+"""Arguments with which transformers computes every block again."""
 FEWER = {
     "torch_compile": "compiled models, which keep less",
     "use_liger_kernel": "liger's kernels, which keep less",
@@ -53,13 +55,9 @@ def _extras(
     precision: Precision,
     optimizer: OptimizerShape,
 ) -> Extras:
-    """Disk for checkpoints, which rank 0 writes; host memory for what it copies from its GPU, and
-    for moments that are read, which the Trainer has in host memory where there is one process."""
+    """Disk for checkpoints, which rank 0 writes; what GPUs' hosts take meanwhile."""
     own = sum(weight.elements for weight in model.weights() if not weight.borrowed)
     weights, moments = own * Sizes.of(precision).master, optimizer.state(model.trained)
-    copied = Host(phase=SAVE, what="copy of what is saved", bytes=weights, formula="all weights")
-    read = Host(phase=RESUME, what="file that is read", bytes=moments, formula="all moments")
-    host = [] if site.device == "cpu" else [copied] if site.ranks > 1 else [copied, read]
     size = f"{human(weights)} of weights + {human(moments)} of moments"
 
     def saved(length: Length) -> Storage:
@@ -72,6 +70,14 @@ def _extras(
 
     return Extras(
         saved=saved,
-        host=host,
+        host=[] if site.device == "cpu" else list(_host(site, weights, moments)),
         caveats=[what for name, what in FEWER.items() if config.arguments.get(name)],
     )
+
+
+def _host(site: Site, weights: int, moments: int) -> Iterator[Host]:
+    """Weights go to host memory all at once before they are written, moments a tensor at a time.
+    What is read goes through it to several GPUs in the same way, and is there whole for one."""
+    yield Host(phase=SAVE, what="copy of what is saved", bytes=weights, formula="weights in fp32")
+    if site.ranks == 1:
+        yield Host(phase=RESUME, what="file that is read", bytes=moments, formula="all moments")

@@ -13,8 +13,6 @@ from stages.wrap.ddp_placement import DdpPlacement
 MESSAGE = 250 << 20
 """Bytes of weights that torch sends at a time while it makes replicas the same, of which two are
 under way (torch/nn/parallel/distributed.py, broadcast_bucket_size)."""
-BUCKET = 25 << 20
-"""Bytes of torch's buckets."""
 
 
 def replicated(
@@ -27,7 +25,6 @@ def replicated(
         optimizer,
         Sizes.of(precision),
         ranks=site.ranks,
-        bucket=BUCKET,
         views=False,
     )
 

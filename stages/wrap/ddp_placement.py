@@ -37,14 +37,12 @@ class DdpPlacement(Placement):
         sizes: Sizes,
         *,
         ranks: int,
-        bucket: int,
         views: bool,
     ) -> None:
         self.ledger = ledger
         self.ranks = ranks
         self._optimizer = optimizer
         self._sizes = sizes
-        self._bucket = bucket
         self._views = views
         self._weights = tuple(model.weights())
         self._started = False
