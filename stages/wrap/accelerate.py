@@ -10,6 +10,7 @@ from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.forecast.placement import Placement
+from pipeline.forecast.result import Extras
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.importing.files import read_config
@@ -38,14 +39,10 @@ class Accelerate:
 
     def forecast(
         self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
-    ) -> Placement:
-        """That of the wrap stage which `pipe import` makes of such a file."""
-        from stages.wrap.accelerate_checks import KEY
-        from stages.wrap.accelerate_handed import HandedOn
+    ) -> tuple[Placement, Extras]:
+        from stages.wrap.accelerate_forecast import forecast
 
-        stage = HandedOn(Path(self.config).expanduser(), KEY).stage
-        placement: Placement = stage.forecast(site, model, precision, optimizer)
-        return placement
+        return forecast(Path(self.config).expanduser(), site, model, precision, optimizer)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

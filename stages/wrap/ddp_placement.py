@@ -37,14 +37,12 @@ class DdpPlacement(Placement):
         sizes: Sizes,
         *,
         ranks: int,
-        bucket: int,
         views: bool,
     ) -> None:
         self.ledger = ledger
         self.ranks = ranks
         self._optimizer = optimizer
         self._sizes = sizes
-        self._bucket = bucket
         self._views = views
         self._weights = tuple(model.weights())
         self._started = False
@@ -59,9 +57,9 @@ class DdpPlacement(Placement):
         held = (w.bytes(self._size(w)) for w in self._weights)
         self.ledger.change(PARAMETERS, sum(held))
         self.ledger.change(GRADIENTS, self._trained * self._sizes.master)
-        largest = max((w.elements for w in self._weights if w.trained), default=0)
-        self.ledger.pulse(BUFFERS, largest * self._sizes.master)
-
+        gradients = [w.elements for w in self._weights if w.trained]
+        settled = max(gradients, default=0) if self._views else sum(gradients)
+        self.ledger.pulse(BUFFERS, settled * self._sizes.master)
         self._explain()
 
     def _explain(self) -> None:
@@ -75,7 +73,8 @@ class DdpPlacement(Placement):
         tell(GRADIENTS, f"{sizes.master} bytes x {trained / 1e9:.4g} G trained, in buckets{beside}")
         tell(OPTIMIZER, f"{self._optimizer.bits / 8:.4g} bytes x {trained / 1e9:.4g} G trained")
         tell(GATHERED, f"copies in {sizes.compute} bytes of weights that backward will need")
-        tell(BUFFERS, "the largest gradient, once, when buckets are laid out")
+        settled = "the largest gradient" if self._views else "all gradients"
+        tell(BUFFERS, f"{settled}, once, when buckets are laid out")
         tell(UPDATE, "what the optimizer's kernel takes")
 
     def _size(self, weight: Weight) -> int:
@@ -99,9 +98,9 @@ class DdpPlacement(Placement):
         """Add a gradient to what there is of it."""
         size = weight.elements * self._size(weight)
         if weight not in self._apart and not self._views:
+            self.ledger.change(made.item, -made.bytes)  # it is this tensor
             self.ledger.change(GRADIENTS, size)
             self._apart.add(weight)
-            self.ledger.change(made.item, -made.bytes)  # it is this tensor
             return
         tape.drop(made)
 

@@ -135,18 +135,38 @@ def test_a_checkpoint_of_deepspeed_is_read_beside_the_state() -> None:
     assert "moments that are read" not in on_cpu["host"]["resume"]["items"]
 
 
-def test_what_accelerate_wraps_is_what_it_is_translated_to(tmp_path: Path) -> None:
-    file = tmp_path / "accelerate.yaml"
+def accelerated(file: Path, recipe: str, kind: str, more: str = "") -> dict[str, Any]:
     file.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n"
-        "num_processes: 8\nnum_machines: 1\nmixed_precision: 'no'\n",
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\n"
+        f"num_processes: 8\nnum_machines: 1\nmixed_precision: 'no'\n{more}",
         "utf-8",
     )
-    base = RECIPES / "llama8b_ddp.yaml"
-    own = planned(base, "precision.compute=fp32")
     slot = json.dumps({"use": "wrap.accelerate", "config": str(file)})
-    other = planned(base, "precision.compute=fp32", f"wrap={slot}")
-    assert other["device"] == own["device"]
+    return planned(RECIPES / recipe, "precision.compute=fp32", f"wrap={slot}")
+
+
+def test_replicas_of_accelerate_keep_buckets_beside_gradients(tmp_path: Path) -> None:
+    found = accelerated(tmp_path / "accelerate.yaml", "llama8b_ddp.yaml", "MULTI_GPU")
+    own = planned(
+        RECIPES / "llama8b_ddp.yaml", "precision.compute=fp32", "wrap.gradient_as_bucket_view=false"
+    )
+    n = 8_030_261_248
+    assert found["device"]["optimizer step"]["bytes"] == 20 * n
+    assert found["device"]["backward"] == own["device"]["backward"]
+    # buckets are made when replicas are the same, and ours once more when they are laid out
+    assert found["device"]["load"]["bytes"] == 8 * n
+    assert own["device"]["load"]["bytes"] == 12 * n
+
+
+def test_accelerate_shards_what_was_whole_on_the_host(tmp_path: Path) -> None:
+    file = tmp_path / "accelerate.yaml"
+    fsdp = "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}\n"
+    found = accelerated(file, "llama8b_fsdp.yaml", "FSDP", fsdp)
+    own = planned(RECIPES / "llama8b_fsdp.yaml", "precision.compute=fp32")
+    assert found["device"] == own["device"]
+    whole = 8 * 4 * 8_030_261_248
+    assert found["host"]["load"]["items"]["models before they are sharded"] == whole
+    assert found["host"]["load"]["bytes"] == own["host"]["load"]["bytes"] + whole
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,15 @@ def test_replicated_by_hand() -> None:
     assert peaks["optimizer step"].bytes == 16 * n
 
 
+def test_a_gradient_that_becomes_the_parameters_is_there_once() -> None:
+    """Of one token activations are next to nothing, and backward ends with the largest gradient."""
+    n, blocks, hidden, inner, vocabulary, _ = SHAPES["8B"]
+    wrap = Ddp(gradient_as_bucket_view=False)
+    told = Told(wrap, declared(MODELS["8B"]), ranks=8, length=1, compute="fp32")
+    peak = told.peaks()["backward"].bytes
+    assert 20 * n <= peak < 20 * n + 100 * (vocabulary + blocks * (hidden + inner))
+
+
 def test_recomputed_blocks_keep_their_input_alone() -> None:
     hidden, blocks, tokens = 8192, 80, 4096
     items = Told(Fsdp(), declared(MODELS["70B"], again=True), ranks=64).peaks()

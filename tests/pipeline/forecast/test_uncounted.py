@@ -16,7 +16,7 @@ from pipeline.cli import main
 from pipeline.engine import Engine
 from pipeline.forecast.shapes import BlockShape
 from pipeline.forecast.site import Site
-from pipeline.registry import Entry, Registry
+from pipeline.registry import BUILT_IN, Entry, Registry
 from pipeline.stage import Context
 
 LLAMA = {
@@ -119,6 +119,13 @@ def test_what_trains_nothing_says_so(plan: Any, tmp_path: Path) -> None:
     said = plan(stages)
     assert said.exit_code == 2
     assert "nothing is trained (give it a train slot)" in said.output
+
+
+def test_every_stage_of_ours_has_a_forecast() -> None:
+    registry = Registry.installed()
+    ours = [one.name for one in registry.entries() if one.distribution == BUILT_IN]
+    assert len(ours) > 20
+    assert [name for name in ours if not hasattr(registry.load(name), "forecast")] == []
 
 
 def test_what_comes_after_training(plan: Any) -> None:

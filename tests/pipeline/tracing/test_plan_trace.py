@@ -162,6 +162,21 @@ def test_what_trains_has_to_have_a_trace(
     ) in said.output
 
 
+@pytest.mark.parametrize("option", ["--trace", "--measure"])
+def test_a_stage_that_wraps_the_model_itself_is_planned_by_arithmetic_alone(
+    recipe: dict[str, Any], tmp_path: Path, option: str
+) -> None:
+    stages = recipe["stages"]
+    del stages["wrap"], stages["checkpoint"]
+    stages["train"]["use"] = "train.hf_trainer"
+    assert plan(recipe, tmp_path).exit_code == 0
+    said = plan(recipe, tmp_path, option)
+    assert said.exit_code == 2
+    assert (
+        "cannot be traced or measured: train: train.hf_trainer (what trains there has no trace)"
+    ) in said.output
+
+
 def test_one_training_without_a_trace_is_one_too_many(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
