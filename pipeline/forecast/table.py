@@ -164,7 +164,7 @@ def _rate(part: str, site: Site) -> str:
 def verdict(
     short: Sequence[Shortage], forecast: Forecast, site: Site, hardware: Hardware, margins: Margins
 ) -> str:
-    """One line."""
+    """Whether it fits; a line for each shortage."""
     if short:
         return "\n".join(
             f"does not fit: {gib(s.needed)} GiB of {s.what} needed ({s.phase}), "
@@ -176,7 +176,12 @@ def verdict(
     if hardware.device_memory is None:
         return "whether it fits: say --gpu or --memory"
     left = hardware.device_memory - margins.of(forecast.peak)
-    return f"fits: {gib(left)} GiB of each GPU to spare"
+    host = hardware.host_memory
+    if host is None:
+        beside = f"if each node has {gib(forecast.host_peak)} GiB of host memory (--host-memory)"
+    else:
+        beside = f"{gib(host - forecast.host_peak)} GiB of each host's memory"
+    return f"fits: {gib(left)} GiB of each GPU to spare, {beside}"
 
 
 def _cell(size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -213,6 +214,19 @@ def test_a_last_micro_batch_with_fewer_samples_moves_less() -> None:
 
     one = (moved(9) - moved(3)) // 2
     assert moved(8) - moved(3) == one * 5 // 3
+
+
+def test_a_host_of_which_nothing_was_said_is_not_said_to_suffice() -> None:
+    recipe, gpus = RECIPES / "llama8b_fsdp.yaml", ("--gpu", "H100")
+    verdict = pipe("plan", recipe, *gpus).output.splitlines()[-1]
+    said = re.fullmatch(
+        r"fits: \S+ GiB of each GPU to spare, if each node has (\S+) GiB of host memory "
+        r"\(--host-memory\)",
+        verdict,
+    )
+    assert said is not None
+    known = pipe("plan", recipe, *gpus, "--host-memory", "1000").output.splitlines()[-1]
+    assert known.endswith(f" to spare, {1000 - float(said[1]):.1f} GiB of each host's memory")
 
 
 def test_more_room_is_taken_into_account() -> None:
