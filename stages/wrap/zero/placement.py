@@ -58,6 +58,8 @@ class ZeroPlacement(Placement):
         self._own = 0
         """Bytes of gradients that the unit in backward has left behind."""
         self._accumulating = False
+        self._begun = False
+        """Whether this backward has computed gradients."""
         self._last = len(model.blocks) - 1
 
     def load(self) -> None:
@@ -68,6 +70,9 @@ class ZeroPlacement(Placement):
 
     def use(self, tape: Tape, weight: Declared, size: int) -> Value:
         def leaf(made: Value) -> None:
+            if not self._begun:  # which is when DeepSpeed allocates its bucket
+                self._begun = True
+                self._at("backward", "head")
             tape.drop(made)
             if weight is self._model.output and weight is self._model.root[0]:
                 return  # of a tied head, which the closed form counts
@@ -88,7 +93,10 @@ class ZeroPlacement(Placement):
             self._at("loss", "head")
 
     def before_backward(self, unit: Unit) -> None:
-        self._at("backward", "head" if unit is None else unit)
+        if unit == self._last:
+            self._at("reduce", "head")
+        self._begun = unit is not None
+        self._at("begin" if unit is None else "backward", "head" if unit is None else unit)
 
     def after_backward(self, unit: Unit) -> None:
         place: memory.Place = "embeddings" if unit is None else unit

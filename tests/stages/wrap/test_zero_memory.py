@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.forecast.phases import BACKWARD
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
 from stages.wrap.zero.memory import Setting, Weight, Weights, gradients, held, peak
+from tests.support.forecasts import Told, declared
 from tests.support.processes import run_ranks
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -138,6 +140,56 @@ def test_backward_is_where_the_first_stage_holds_most() -> None:
     setting = Setting(stage=Zero(stage=1), world=2)
     before = peak(setting, weights, "forward")
     assert peak(setting, weights, "backward") - before == 2 * n + 4 * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("compute", "accumulation", "fields", "measured"),
+    [
+        ("fp32", 2, {"stage": 2, "reduce_bucket_size": 500_000}, 96_747_296),
+        ("fp32", 3, {"stage": 2, "reduce_bucket_size": 2_000_000}, 93_299_360),
+        ("bf16", 2, {"stage": 2, "reduce_bucket_size": 500_000}, 73_797_280),
+        ("bf16", 2, {"stage": 1}, 93_598_364),
+        ("bf16", 2, {"stage": 3, "reduce_bucket_size": 500_000}, 80_747_557),
+    ],
+)
+def test_backward_with_activations(
+    compute: str, accumulation: int, fields: dict[str, Any], measured: int
+) -> None:
+    """As `pipe plan --measure` has found it on two CPU processes: what the loss needs is gone when
+    gradients fill a bucket, and have a part to go to."""
+    shape = declared({
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "vocab_size": 4000,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4,
+    })  # fmt: skip
+    told = Told(
+        Zero(**fields),
+        shape,
+        ranks=2,
+        length=256,
+        accumulation=accumulation,
+        compute=compute,
+        device="cpu",
+    )
+    assert told.peaks()[BACKWARD].bytes == pytest.approx(measured, rel=0.005)
+
+
+def test_gradients_have_a_part_of_their_own_after_the_first_reduction() -> None:
+    """In fp32, to be added to those of the micro-batches before when all are there."""
+    weights = model(8, 1_000_000)
+    setting = Setting(stage=Zero(stage=2, reduce_bucket_size=500_000), world=2, compute="fp32")
+
+    def parts(moment: Any, place: Any = "head") -> int:
+        items = held(setting, weights, moment, place=place, accumulating=True)
+        return sum(item.bytes for item in items if item.name == "gradients of the part")
+
+    part = parts("forward")
+    assert part >= 4 * sum(weights.trained) // 2
+    assert [parts("begin"), parts("backward"), parts("reduce")] == [part, part, 2 * part]
+    assert parts("backward", 7) == 2 * part
+    begun = at("device", setting, weights, "begin", accumulating=True)
+    assert "reduce bucket" not in begun
+    reduced = at("device", setting, weights, "reduce", accumulating=True)
+    assert (reduced["reduce bucket"], reduced["gradient beyond a bucket"]) == (2e6, 4e6)
 
 
 def test_one_rank_gathers_nothing() -> None:

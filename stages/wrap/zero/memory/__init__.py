@@ -114,7 +114,8 @@ def _more(
         if moment == "between":
             yield from strategy.persistent()
         else:
-            yield from strategy.whole("head" if moment == "loss" else place, forward=True)
+            at = "head" if moment == "loss" else place
+            yield from strategy.whole(at, forward=moment != "begin")
 
 
 def _gradients(
@@ -124,10 +125,20 @@ def _gradients(
     began = next((number for number, (where, _) in enumerate(order) if where == place), 0)
     before = sum(elements for _, elements in order[:began])
     own = [fill for fill in fills if fill.place == place] if reducing else []
-    reduced = bool(own) or any(fill.after < began for fill in fills)
-    items = list(strategy.backward(before, reduced=reduced, accumulating=accumulating))
-    ways = [[*_tied(strategy, fill), *strategy.reduction(fill)] for fill in own]
-    return items + max(ways or [_tied(strategy)], key=_bytes)
+
+    def beside(fill: Fill | None, *, reduced: bool) -> list[Item]:
+        items = list(strategy.backward(before, reduced=reduced, accumulating=accumulating))
+        more = () if fill is None else strategy.unreduced(fill)
+        return [*items, *_tied(strategy, fill), *more]
+
+    if not own:
+        return beside(None, reduced=any(fill.after < began for fill in fills))
+    ways = []
+    for fill in own:
+        reduced = strategy.sums_at_once or fill != fills[0]
+        ways.append([*beside(fill, reduced=reduced), *strategy.reduction(fill)])
+        ways.append(beside(fill, reduced=True))
+    return max(ways, key=_bytes)
 
 
 def _tied(strategy: Replicated | Sharded, fill: Fill | None = None) -> list[Item]:

@@ -34,6 +34,9 @@ class Replicated:
         self.largest = max(weights.trained)
         self.offloaded = setting.stage.offload_optimizer is not None
         self.separate = setting.compute_bytes != ACCUMULATED
+        self.sums_at_once = self.separate
+        """Whether a reduction's result goes into the part's memory, which else is made after the
+        first reduction."""
         self.first = setting.stage.stage == 1
         self.staging = ACCUMULATED if self.separate and self.first else setting.compute_bytes
 
@@ -110,7 +113,7 @@ class Replicated:
             return
         if reduced or accumulating:
             yield from self.summed()
-        if accumulating and not self.separate and not self.offloaded:
+        if reduced and accumulating and not self.separate and not self.offloaded:
             yield from self.summed()  # the new ones are added when all are there
         if self.separate and self.contiguous:
             own = c * min(self.beyond(before), self.in_part)
@@ -135,12 +138,17 @@ class Replicated:
             return []
         return bucket_fills(self.weights.reversed, self.stage.reduce_bucket_size)
 
+    def unreduced(self, fill: Fill) -> Iterator[Item]:
+        """Gradients beside the bucket from before its reduction until after it."""
+        c = self.setting.compute_bytes
+        if self.contiguous and fill.elements > self.stage.reduce_bucket_size:
+            yield Item("gradient beyond a bucket", "device", c * fill.elements, f"{c} n")
+        yield Item("gradient that waits", "device", c * fill.waiting, f"{c} n")
+
     def reduction(self, fill: Fill) -> Iterator[Item]:
         """While a bucket is reduced: allreduce_bucket flattens its slices, one by rank, and casts
         them to the dtype they travel in."""
         c, r, elements = self.setting.compute_bytes, self.setting.reduce_bytes, fill.elements
-        if self.contiguous and elements > self.stage.reduce_bucket_size:
-            yield Item("gradient beyond a bucket", "device", c * elements, f"{c} n")
         if self.sliced(fill):
             yield Item("flattened bucket", "device", c * elements, f"{c} filled")
         if r != c:
@@ -148,7 +156,6 @@ class Replicated:
         if self.separate and r != ACCUMULATED:
             size = ACCUMULATED * min(self.largest, self.part)
             yield Item("a gradient in fp32", "device", size, "4 max(n)")
-        yield Item("gradient that waits", "device", c * fill.waiting, f"{c} n")
 
     def sliced(self, fill: Fill) -> bool:
         """Whether there are several slices: of several gradients, or of one of several ranks."""
@@ -252,6 +259,9 @@ class Accumulated(Replicated):
         """After backward, gradients are added to those in fp32."""
         count = len(self.weights.reversed)
         return [Fill("embeddings", self.trained, 0, count, count)]
+
+    def unreduced(self, fill: Fill) -> Iterator[Item]:
+        return iter(())
 
     def reduction(self, fill: Fill) -> Iterator[Item]:
         c = self.setting.compute_bytes

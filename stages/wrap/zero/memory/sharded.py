@@ -27,6 +27,9 @@ OVERFLOW = ACCUMULATED + 1
 class Sharded:
     """runtime/zero/stage3.py (DeepSpeedZeroOptimizer_Stage3)."""
 
+    sums_at_once = True
+    """Into memory that is among the states."""
+
     def __init__(self, setting: Setting, weights: Weights) -> None:
         self.setting, self.weights, self.stage = setting, weights, setting.stage
         self.part = setting.shares(weights.trained)
@@ -103,11 +106,16 @@ class Sharded:
         """Of a backward."""
         return bucket_fills(self.weights.reversed, self.stage.reduce_bucket_size)
 
+    def unreduced(self, fill: Fill) -> Iterator[Item]:
+        """Gradients beside the bucket from before its reduction until after it."""
+        c = self.setting.compute_bytes
+        if fill.elements > self.stage.reduce_bucket_size:
+            yield Item("gradient beyond a bucket", "device", c * fill.elements, f"{c} n")
+        yield Item("gradient that waits", "device", c * fill.waiting, f"{c} n")
+
     def reduction(self, fill: Fill) -> Iterator[Item]:
-        elements, waiting = fill.elements, fill.waiting
-        c, r = self.setting.compute_bytes, self.setting.reduce_bytes
-        if elements > self.stage.reduce_bucket_size:
-            yield Item("gradient beyond a bucket", "device", c * elements, f"{c} n")
+        """While a bucket is reduced."""
+        elements, c, r = fill.elements, self.setting.compute_bytes, self.setting.reduce_bytes
         loose = not self.stage.contiguous_gradients or elements > self.stage.reduce_bucket_size
         if loose and r != c:
             yield Item("bucket as sent", "device", r * elements, f"{r} filled")
@@ -116,7 +124,6 @@ class Sharded:
         if r != ACCUMULATED:
             part = ACCUMULATED * self.setting.share(elements)
             yield Item("reduced gradients", "device", part, "4 filled/W")
-        yield Item("gradient that waits", "device", c * waiting, f"{c} n")
 
     def step(self) -> Iterator[Item]:
         """On top of the states; small weights are whole again at the end."""

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from stages.wrap.zero.stage import Zero
 
 Where = Literal["device", "host", "disk"]
-Moment = Literal["load", "forward", "loss", "backward", "reduce", "step", "between"]
-"""`reduce` is the most within the reduction of gradients that falls into a block's backward;
-`between` is at rest after a step, or after a micro-batch where gradients accumulate."""
+Moment = Literal["load", "forward", "loss", "begin", "backward", "reduce", "step", "between"]
+"""`begin` is backward before its first gradient is computed; `reduce` is the most within the
+reduction of gradients that falls into a block's backward; `between` is at rest after a step, or
+after a micro-batch where gradients accumulate."""
 Place = int | Literal["embeddings", "head"]
 """Number of a transformer block; what is used before the first, and after the last."""
 Dtype = Literal["fp32", "bf16", "fp16"]
