@@ -40,7 +40,8 @@ def _named(uuids: Mapping[int, str], chosen: str) -> Iterator[int]:
         if number := re.match(r"\d+", entry):  # CUDA passes over what follows the digits
             found = [int(number[0])] if int(number[0]) in uuids else []
         else:
-            found = [n for n, uuid in uuids.items() if entry and uuid.startswith(entry)]
+            known = uuids.items() if entry.startswith("GPU-") else ()
+            found = [n for n, uuid in known if uuid.startswith(entry)]
         if len(found) != 1:
             return
         yield found[0]

@@ -38,3 +38,8 @@ def test_gpus_that_torch_told_are_known_by_their_uuids() -> None:
     assert seen(devices, UUIDS, "0,1") == [3, 1]
     assert seen([{"uuid": "GPU-of-an-instance"}], UUIDS, "MIG-5e77b003") == []
     assert seen(devices, {}, "0,1") == []
+
+
+def test_a_beginning_of_a_uuid_begins_with_gpu() -> None:
+    assert seen([], {0: UUIDS[0]}, "GPU-") == [0]
+    assert seen([], {0: UUIDS[0]}, "G") == []
