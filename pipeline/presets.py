@@ -25,6 +25,8 @@ class Strategy:
     fields: Mapping[str, Any]
     what: str = ""
     order: int = 0
+    foretold: bool = True
+    """Whether the stage can tell what it will need."""
 
     @property
     def slot(self) -> dict[str, Any]:
@@ -71,7 +73,8 @@ def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
         if given is None or not issubclass(given, Engine) or not hasattr(kind, METHOD):
             continue
         for called, preset in _presets(kind, entry).items():
-            yield Strategy(name=called, use=name, **vars(preset)), entry
+            foretold = hasattr(kind, "forecast")
+            yield Strategy(name=called, use=name, foretold=foretold, **vars(preset)), entry
 
 
 def _presets(kind: Any, entry: Entry) -> Presets:

@@ -82,6 +82,9 @@ class Walk:
         return None
 
     def _try(self, strategy: Strategy) -> None:
+        if not strategy.foretold:
+            self.refused.append(f"{strategy.name}: {strategy.use} has no forecast")
+            return
         try:
             for way in ways([wrapped(strategy)], self.draw):
                 self.tried.append(Tried(strategy=strategy, way=way))

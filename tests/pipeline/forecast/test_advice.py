@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,6 +168,15 @@ def test_offloading_comes_after_all_savings_and_one_at_a_time() -> None:
     assert chosen.strategy is SLOW
     assert "disk" not in {tried.strategy.name for tried in made.tried}
     assert walk({**needs, "wrap.fsdp": 22}, 1, 8, DDP, FSDP, SLOW, DISK).run().strategy is FSDP  # type: ignore[union-attr]
+
+
+def test_a_strategy_that_cannot_tell_what_it_needs_is_refused() -> None:
+    mute = replace(FSDP, foretold=False)
+    made = walk({"wrap.ddp": 1}, 1, 8, DDP, mute)
+    chosen = made.run()
+    assert chosen is not None
+    assert chosen.strategy is DDP
+    assert made.refused == ["fsdp: wrap.fsdp has no forecast"]
 
 
 def test_what_was_saved_is_told_as_it_would_be_typed() -> None:
