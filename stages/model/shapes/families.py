@@ -7,13 +7,10 @@ from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.forecast.shapes import Recomputed, Weight
+from stages.model.shapes.fields import MOST_BLOCKS, Fields
 from stages.model.shapes.gated import GatedBlock, GatedModel
 
-Config = Mapping[str, Any]
-WINDOW = "sliding_window"
-"""Key whose null is no default."""
-
-DEFAULTS: Mapping[str, Config] = {
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None,
@@ -27,7 +24,7 @@ DEFAULTS: Mapping[str, Config] = {
     "qwen2": {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "tie_word_embeddings": False,
+        "head_dim": None, "tie_word_embeddings": False,
     },
     "qwen3": {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
@@ -38,32 +35,38 @@ DEFAULTS: Mapping[str, Config] = {
 """`model_type` -> what transformers' config class takes for keys that are left out."""
 
 
-def shape_of(config: Config, recomputed: Recomputed | None, caveats: tuple[str, ...]) -> GatedModel:
-    """The sizes of a model. Raises StageError for an architecture that has no arithmetic here."""
-    kind = str(config.get("model_type"))
+def shape_of(
+    config: Mapping[str, Any], recomputed: Recomputed | None, caveats: tuple[str, ...]
+) -> GatedModel:
+    """The sizes of a model. Raises StageError for an architecture that has no arithmetic here, and
+    for a config that no model can have."""
+    if config.get("model_type") is None:
+        raise StageError("the model's config has no model_type", hint="such as llama")
+    kind = str(config["model_type"])
     if kind not in DEFAULTS:
         raise StageError(
             f"the sizes of a {kind} are not known by arithmetic",
             hint=f"it knows {', '.join(DEFAULTS)}; --trace runs any model without memory",
         )
-    given = {key: value for key, value in config.items() if value is not None or key == WINDOW}
-    full = {**DEFAULTS[kind], **given}
-    hidden, vocabulary = int(full["hidden_size"]), int(full["vocab_size"])
+    fields = Fields(kind, config, DEFAULTS[kind])
+    hidden, vocabulary = fields.count("hidden_size"), fields.count("vocab_size")
     table = Weight(name="model.embed_tokens.weight", shape=(vocabulary, hidden))
     norm = Weight(name="model.norm.weight", shape=(hidden,))
     head = table
-    if not full["tie_word_embeddings"]:
+    if not fields.flag("tie_word_embeddings"):
         head = Weight(name="lm_head.weight", shape=(vocabulary, hidden))
-    heads = int(full["num_attention_heads"])
-    size = int(full.get("head_dim") or hidden // heads)
+    heads = fields.count("num_attention_heads")
+    size = fields.count_or_none("head_dim")
+    if size is None:
+        size = fields.multiple("hidden_size", "num_attention_heads", heads)
     return GatedModel(
         kind=kind,
         hidden=hidden,
         vocabulary=vocabulary,
         root=(table, norm) if head is table else (table, norm, head),
         blocks=[
-            _block(f"model.layers.{place}", kind, full, heads, size)
-            for place in range(int(full["num_hidden_layers"]))
+            _block(f"model.layers.{place}", kind, fields, heads, size)
+            for place in range(fields.count("num_hidden_layers", MOST_BLOCKS))
         ],
         attention=heads * size,
         recomputed=recomputed,
@@ -75,11 +78,13 @@ def shape_of(config: Config, recomputed: Recomputed | None, caveats: tuple[str, 
     )
 
 
-def _block(place: str, kind: str, config: Config, heads: int, size: int) -> GatedBlock:
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+def _block(place: str, kind: str, fields: Fields, heads: int, size: int) -> GatedBlock:
+    hidden, inner = fields.count("hidden_size"), fields.count("intermediate_size")
     queries = heads * size
-    keys = int(config["num_key_value_heads"] or heads) * size
-    biased = _BIASED.get(kind, _never)(config)
+    sharing = fields.count_or_none("num_key_value_heads") or heads
+    fields.multiple("num_attention_heads", "num_key_value_heads", sharing)
+    keys = sharing * size
+    biased = _BIASED[kind](fields)
 
     def matrix(name: str, *shape: int) -> Weight:
         return Weight(name=f"{place}.{name}.weight", shape=shape)
@@ -90,7 +95,7 @@ def _block(place: str, kind: str, config: Config, heads: int, size: int) -> Gate
 
     widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
     offsets = [bias(f"self_attn.{n}", width, n in biased) for n, width in widths.items()]
-    mlp = bool(config.get("mlp_bias"))
+    mlp = fields.flag("mlp_bias")
     return GatedBlock(
         heads=heads,
         q=matrix("self_attn.q_proj", queries, hidden),
@@ -107,7 +112,7 @@ def _block(place: str, kind: str, config: Config, heads: int, size: int) -> Gate
             bias("mlp.up_proj", inner, mlp),
             bias("mlp.down_proj", hidden, mlp),
         ),
-        window=config.get(WINDOW) if kind == "mistral" else None,
+        window=fields.count_or_none("sliding_window"),
         head_norms=_head_norms(kind, matrix, size),
     )
 
@@ -120,21 +125,22 @@ def _head_norms(
     return vector("self_attn.q_norm", size), vector("self_attn.k_norm", size)
 
 
-def _never(config: Config) -> frozenset[str]:
+def _never(fields: Fields) -> frozenset[str]:
     return frozenset()
 
 
-def _on_request(config: Config) -> frozenset[str]:
-    wanted = bool(config.get("attention_bias"))
+def _on_request(fields: Fields) -> frozenset[str]:
+    wanted = fields.flag("attention_bias")
     return frozenset({"q_proj", "k_proj", "v_proj", "o_proj"} if wanted else ())
 
 
-def _always(config: Config) -> frozenset[str]:
+def _always(fields: Fields) -> frozenset[str]:
     return frozenset({"q_proj", "k_proj", "v_proj"})
 
 
-_BIASED: Mapping[str, Callable[[Config], frozenset[str]]] = {
+_BIASED: Mapping[str, Callable[[Fields], frozenset[str]]] = {
     "llama": _on_request,
+    "mistral": _never,
     "qwen2": _always,
     "qwen3": _on_request,
 }

@@ -6,10 +6,19 @@ The gguf package makes an array of every token of the vocabulary, which takes se
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+"""Version 1 has other numbers' sizes; one that reads as 2^24 or more has another byte order."""
+MOST = 1 << 26
+"""Bytes of a header: more than any tokenizer takes, and read in seconds."""
+MOST_DIMENSIONS = 4
 SCALARS = {
     0: "B",
     1: "b",
@@ -27,56 +36,104 @@ SCALARS = {
 STRING, ARRAY = 8, 9
 
 
+@dataclass(frozen=True)
+class Array:
+    """Stands for an array, whose elements were not read."""
+
+    elements: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.elements} elements"
+
+
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Metadata but for arrays, and the shape of every tensor, innermost dimension first. Raises
-    ValueError for a file that is none, OSError."""
+    """Metadata, arrays by their length, and the shape of every tensor, innermost dimension first.
+    Raises ValueError for a file that is none, OSError."""
     with file.open("rb") as stream:
-        if stream.read(4) != MAGIC:
+        header = _Header(stream, file.stat().st_size)
+        if header.bytes(len(MAGIC)) != MAGIC:
             raise ValueError("it is no GGUF file")
-        _, tensors, pairs = _numbers(stream, "IQQ")
-        metadata = {}
-        for _ in range(pairs):
-            name = _text(stream)
-            metadata[name] = _value(stream, _numbers(stream, "I")[0])
-        return metadata, dict(_tensor(stream) for _ in range(tensors))
+        version, tensors, pairs = header.numbers("IQQ")
+        if version not in VERSIONS:
+            raise ValueError(f"GGUF version {version} is not known")
+        metadata = _unique(header.pair() for _ in range(pairs))
+        return metadata, _unique(header.tensor() for _ in range(tensors))
 
 
-def _numbers(stream: BinaryIO, form: str) -> tuple[Any, ...]:
-    size = struct.calcsize(f"<{form}")
-    data = stream.read(size)
-    if len(data) != size:
-        raise ValueError("the file ends in its header")
-    return struct.unpack(f"<{form}", data)
+def _unique(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it says {name!r} twice")
+        found[name] = value
+    return found
 
 
-def _text(stream: BinaryIO) -> str:
-    return stream.read(_numbers(stream, "Q")[0]).decode("utf-8", "replace")
+class _Header:
+    """Takes one thing after another. Raises ValueError where the file, or what a header may take,
+    does not have as much as the header claims: nothing is allocated or walked through before."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
+        self._left = min(size, MOST)
+        self._why = "the file ends in its header" if size <= MOST else "its header is too long"
+
+    def bytes(self, count: int) -> bytes:
+        self._claim(count)
+        return self._stream.read(count)
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        """Numbers as struct calls them."""
+        return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
+
+    def pair(self) -> tuple[str, Any]:
+        """A name and its value."""
+        return self._text(), self._value(self._number("I"))
+
+    def tensor(self) -> tuple[str, tuple[int, ...]]:
+        """A name and a shape."""
+        name, dimensions = self._text(), self._number("I")
+        if not 0 < dimensions <= MOST_DIMENSIONS:
+            raise ValueError(f"{name} has {dimensions} dimensions")
+        shape = self.numbers(f"{dimensions}Q")
+        self._skip(struct.calcsize("<IQ"))  # its type and its place
+        return name, shape
+
+    def _claim(self, count: int) -> None:
+        if count > self._left:
+            raise ValueError(self._why)
+        self._left -= count
+
+    def _skip(self, count: int) -> None:
+        self._claim(count)
+        self._stream.seek(count, 1)
+
+    def _number(self, form: str) -> int:
+        return int(self.numbers(form)[0])
+
+    def _text(self) -> str:
+        return self.bytes(self._number("Q")).decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._text()
+        if kind == ARRAY:
+            return self._array()
+        return self.numbers(_scalar(kind))[0]
+
+    def _array(self) -> Array:
+        kind, count = self.numbers("IQ")
+        if kind == STRING:
+            for _ in range(count):
+                self._skip(self._number("Q"))
+        else:
+            self._skip(count * struct.calcsize(f"<{_scalar(kind)}"))
+        return Array(count)
 
 
-def _value(stream: BinaryIO, kind: int) -> Any:
-    if kind == STRING:
-        return _text(stream)
+def _scalar(kind: int) -> str:
     if kind == ARRAY:
-        return _skip_array(stream)
+        raise ValueError("it holds arrays of arrays, which nothing in a model needs")
     if kind not in SCALARS:
         raise ValueError(f"there is no type {kind} in GGUF")
-    return _numbers(stream, SCALARS[kind])[0]
-
-
-def _skip_array(stream: BinaryIO) -> None:
-    kind, count = _numbers(stream, "IQ")
-    if kind in SCALARS:
-        stream.seek(count * struct.calcsize(SCALARS[kind]), 1)
-        return
-    for _ in range(count):
-        if kind == STRING:
-            stream.seek(_numbers(stream, "Q")[0], 1)
-        else:
-            _value(stream, kind)
-
-
-def _tensor(stream: BinaryIO) -> tuple[str, tuple[int, ...]]:
-    name = _text(stream)
-    shape = _numbers(stream, f"{_numbers(stream, 'I')[0]}Q")
-    _numbers(stream, "IQ")
-    return name, shape
+    return SCALARS[kind]

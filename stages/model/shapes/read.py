@@ -43,7 +43,7 @@ def _read(stage: HfModel) -> dict[str, Any]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise StageError(f"{file} is not a JSON object")
@@ -68,27 +68,35 @@ GGUF_KEYS = {
     "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
+}
+"""Metadata of a GGUF file, behind the architecture's name -> the config's key."""
+GGUF_OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
 }
-"""Metadata of a GGUF file, behind the architecture's name -> the config's key."""
+"""The same of what a file may leave out; the config's default stands for it then."""
 
 
 def _gguf(file: Path) -> dict[str, Any]:
     try:
         metadata, shapes = read_header(file)
-        kind = metadata["general.architecture"]
-        config = {
-            name: int(metadata[f"{kind}.{key}"])
-            for key, name in GGUF_KEYS.items()
-            if f"{kind}.{key}" in metadata
-        }
         vocabulary = shapes["token_embd.weight"][-1]
-    except (OSError, ValueError, KeyError) as error:
+    except KeyError as error:
+        raise StageError(f"{file} has no tensor {error}") from error
+    except (OSError, ValueError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error
+    kind = metadata.get("general.architecture")
+    experts = metadata.get(f"{kind}.expert_count", 0)
+    if experts != 0:
+        raise StageError(
+            f"{file}: the sizes of a {kind} with {experts} experts are not known by arithmetic",
+            hint="--trace knows them, from a folder in Hugging Face layout",
+        )
+    given = {key: name for key, name in GGUF_OPTIONAL.items() if f"{kind}.{key}" in metadata}
+    keys = {**GGUF_KEYS, **given}
     return {
         "model_type": kind,
-        **config,
+        **{name: metadata.get(f"{kind}.{key}") for key, name in keys.items()},
         "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in shapes,
     }

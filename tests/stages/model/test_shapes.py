@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "head size": {"head_dim": 48},
     "all heads": {"num_key_value_heads": None},
+    "head size of qwen2": {"model_type": "qwen2", "head_dim": 32},
     "mistral": {"model_type": "mistral"},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
@@ -120,6 +121,57 @@ def test_well_known_models_have_the_known_number_of_parameters(repo: str) -> Non
 def test_an_unknown_architecture_says_what_to_do() -> None:
     with pytest.raises(StageError, match=r"sizes of a gpt2 are not known.*--trace"):
         declared({"model_type": "gpt2"})
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"hidden_size": "512"}, "hidden_size is '512', expected a whole number from 1 to"),
+    "list": ({"hidden_size": [512]}, r"hidden_size is \[512\], expected a whole number"),
+    "below nothing": ({"intermediate_size": -1}, "intermediate_size is -1, expected"),
+    "nothing": ({"vocab_size": 0}, "vocab_size is 0, expected a whole number from 1"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0, expected"),
+    "no size of heads": ({"head_dim": 0}, "head_dim is 0, expected"),
+    "fraction": ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0, expected"),
+    "no number": ({"vocab_size": float("nan")}, "vocab_size is nan, expected"),
+    "true": ({"num_hidden_layers": True}, "num_hidden_layers is True, expected"),
+    "null": ({"hidden_size": None}, "hidden_size is null, expected"),
+    "too deep": ({"num_hidden_layers": 10**12}, "is 1000000000000, expected .* 1 to 1024"),
+    "too wide": ({"hidden_size": 2**31}, "hidden_size is 2147483648, expected"),
+    "shared unevenly": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads is 8, expected a multiple of num_key_value_heads, which is 3",
+    ),
+    "divided unevenly": (
+        {"num_attention_heads": 6},
+        "hidden_size is 512, expected a multiple of num_attention_heads, which is 6",
+    ),
+    "window": ({"sliding_window": "4096"}, "sliding_window is '4096'"),
+    "tied by text": ({"tie_word_embeddings": "false"}, "is 'false', expected true or false"),
+    "biased by text": ({"attention_bias": "true"}, "attention_bias is 'true', expected"),
+    "biased by number": ({"mlp_bias": 1}, "mlp_bias is 1, expected true or false"),
+}
+
+
+def broken() -> list[tuple[str, str]]:
+    """Every case with each family that has such fields."""
+    pairs = ((kind, case) for kind in DEFAULTS for case in BROKEN)
+    return [(kind, case) for kind, case in pairs if {*BROKEN[case][0]} <= {*DEFAULTS[kind]}]
+
+
+@pytest.mark.parametrize(("kind", "case"), broken())
+def test_a_config_that_no_model_can_have_is_refused(kind: str, case: str) -> None:
+    change, message = BROKEN[case]
+    with pytest.raises(StageError, match=f"config of a {kind}: .*{message}"):
+        declared({**LLAMA, "head_dim": None, **change, "model_type": kind})
+
+
+def test_fields_of_other_families_count_for_nothing() -> None:
+    qwen = {**LLAMA, "model_type": "qwen2"}
+    assert sizes(declared({**qwen, "mlp_bias": True})) == sizes(declared(qwen))
+
+
+def test_a_config_without_a_kind() -> None:
+    with pytest.raises(StageError, match=r"no model_type.*such as llama"):
+        shape_of({"hidden_size": 64}, None, ())
 
 
 def test_a_folder_and_its_vocabulary(tmp_path: Path) -> None:

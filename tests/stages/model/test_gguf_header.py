@@ -1,0 +1,145 @@
+"""Headers of GGUF files, whole and damaged."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import StageError
+from pipeline.forecast.site import Site
+from stages.model.hf import HfModel
+from stages.model.shapes import gguf_header
+from stages.model.shapes.gguf_header import Array, read_header
+
+U32, STRING, ARRAY = 4, 8, 9
+HUGE = 1 << 60
+SIZES = {
+    "embedding_length": 64, "feed_forward_length": 96, "block_count": 2,
+    "attention.head_count": 4,
+}  # fmt: skip
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def number(name: str, value: int) -> bytes:
+    return text(name) + struct.pack("<II", U32, value)
+
+
+def array(name: str, kind: int, count: int, content: bytes = b"") -> bytes:
+    return text(name) + struct.pack("<IIQ", ARRAY, kind, count) + content
+
+
+def tensor(name: str, *shape: int) -> bytes:
+    dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + dimensions + struct.pack("<IQ", 0, 0)
+
+
+def header(
+    pairs: Sequence[bytes] = (),
+    tensors: Sequence[bytes] = (),
+    *,
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+) -> bytes:
+    n_tensors, n_pairs = counts or (len(tensors), len(pairs))
+    start = b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_pairs)
+    return start + b"".join(pairs) + b"".join(tensors)
+
+
+def llama(*more: bytes, without: str = "") -> bytes:
+    kind = text("general.architecture") + struct.pack("<I", STRING) + text("llama")
+    sizes = [number(f"llama.{key}", value) for key, value in SIZES.items() if key != without]
+    return header([kind, *sizes, *more], [tensor("token_embd.weight", 64, 100)])
+
+
+def parameters(content: bytes, folder: Path) -> int:
+    file = folder / "model.gguf"
+    file.write_bytes(content)
+    return HfModel(path=str(file)).forecast(Site(ranks=1, local_ranks=1, device="cpu")).parameters
+
+
+def test_arrays_are_told_by_their_length(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    words = array("words", STRING, 2, text("a") + text("bc"))
+    rows = array("rows", U32, 3, bytes(12))
+    file.write_bytes(header([words, rows, number("x", 7)], [tensor("t", 5, 6)]))
+    metadata, shapes = read_header(file)
+    assert metadata == {"words": Array(2), "rows": Array(3), "x": 7}
+    assert shapes == {"t": (5, 6)}
+
+
+def test_keys_and_values_are_as_many_as_heads_where_nothing_is_said(tmp_path: Path) -> None:
+    attention, mlp, norms = 4 * 64 * 64, 3 * 64 * 96, 2 * 64
+    assert parameters(llama(), tmp_path) == 2 * (attention + mlp + norms) + 64 + 100 * 64
+
+
+DAMAGED = {
+    "magic": (b"GGML" + bytes(20), "it is no GGUF file"),
+    "version 1": (header(version=1), "GGUF version 1 is not known"),
+    "other byte order": (header(version=3 << 24), "GGUF version 50331648 is not known"),
+    "fewer tensors": (header(counts=(HUGE, 0)), "ends in its header"),
+    "fewer pairs": (header(counts=(0, HUGE)), "ends in its header"),
+    "long name": (header([struct.pack("<Q", HUGE)]), "ends in its header"),
+    "long array": (header([array("x", U32, HUGE)]), "ends in its header"),
+    "many words": (header([array("x", STRING, HUGE)]), "ends in its header"),
+    "long word": (header([array("x", STRING, 1, struct.pack("<Q", HUGE))]), "ends in its header"),
+    "nested": (header([array("x", ARRAY, 1)]), "arrays of arrays"),
+    "twice": (header([number("x", 1), number("x", 2)]), "it says 'x' twice"),
+    "type": (header([array("x", 99, 1)]), "no type 99 in GGUF"),
+    "no dimensions": (header((), [tensor("t")]), "t has 0 dimensions"),
+    "many dimensions": (header((), [tensor("t", 1, 2, 3, 4, 5)]), "t has 5 dimensions"),
+    "no tensors": (header(), r"no tensor 'token_embd\.weight'"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_headers_are_named(case: str, tmp_path: Path) -> None:
+    content, message = DAMAGED[case]
+    began = time.perf_counter()
+    with pytest.raises(StageError, match=rf"model\.gguf .*{message}"):
+        parameters(content, tmp_path)
+    assert time.perf_counter() - began < 1
+
+
+def test_every_cut_through_a_header_is_refused(tmp_path: Path) -> None:
+    whole = llama(array("words", STRING, 1, text("a")))
+    for size in range(len(whole)):
+        with pytest.raises(StageError, match=r"model\.gguf cannot be read"):
+            parameters(whole[:size], tmp_path)
+    assert parameters(whole, tmp_path)
+
+
+def test_a_large_file_is_not_walked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_header, "MOST", 1 << 10)
+    empty_words = header([array("x", STRING, HUGE, bytes(1 << 11))])
+    with pytest.raises(StageError, match="its header is too long"):
+        parameters(empty_words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (llama(number("llama.expert_count", 8)), "sizes of a llama with 8 experts are not known"),
+        (llama(without="block_count"), "num_hidden_layers is null, expected a whole number"),
+        (llama(array("llama.attention.head_count_kv", U32, 2, bytes(8))),
+         "num_key_value_heads is an array of 2 elements, expected"),
+        (llama(number("llama.attention.head_count_kv", 3)), "expected a multiple of"),
+        (header([number("general.architecture", 1)], [tensor("token_embd.weight", 4, 4)]),
+         "sizes of a 1 are not known"),
+    ],
+)  # fmt: skip
+def test_what_is_no_dense_model_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=message):
+        parameters(content, tmp_path)
+
+
+def test_no_experts_are_none(tmp_path: Path) -> None:
+    assert parameters(llama(number("llama.expert_count", 0)), tmp_path)
