@@ -139,6 +139,15 @@ class ModelShape(ABC):
     def output(self) -> Weight:
         """The head's matrix, shape (vocabulary, hidden)."""
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it computes something with what its head gives."""
+        return False
+
+    def finished(self, net: Net, logits: Value) -> Value:
+        """What it computes with what its head gives, to which it takes the reference."""
+        return logits
+
     @abstractmethod
     def forward(
         self, net: Net, through: Callable[[Value], Value], loss: Callable[[Value], Value]

@@ -32,6 +32,8 @@ class Value:
     """Whether it is a view of another tensor, so that it is not added to in place."""
     leaf: Callable[[Value], None] | None = None
     """Of a parameter: what becomes of its gradient."""
+    base: Value | None = None
+    """Whose memory it is, if it is a part of another tensor."""
 
 
 Backward = Callable[[Value], Iterable[tuple[Value, "Value | None"]]]
@@ -61,6 +63,13 @@ class Tape:
         self.ledger.change(item, size)
         return Value(size, item, graded=graded)
 
+    def part(self, base: Value, size: int) -> Value:
+        """So many bytes of a tensor, which stays for as long as they are referred to; with one
+        reference."""
+        value = Value(size, base.item, graded=base.graded, element=base.element)
+        value.base = self.hold(base)
+        return value
+
     def hold(self, value: Value) -> Value:
         """One reference more."""
         value.refs += 1
@@ -71,8 +80,12 @@ class Tape:
         for value in values:
             if value is not None:
                 value.refs -= 1
-                if not value.refs:
+                if value.refs:
+                    continue
+                if value.base is None:
                     self.ledger.change(value.item, -value.bytes)
+                else:
+                    self.drop(value.base)
 
     def pulse(self, size: int, item: str = ACTIVATIONS) -> None:
         """A tensor that is gone at once."""

@@ -1,0 +1,193 @@
+"""Layers beyond those of Llama, as stories of memory like those of `net.py`.
+
+Each gives a new value with one reference, and leaves the caller the references to what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipeline.forecast.net import WIDE, Net, Parts
+from pipeline.forecast.tape import GRADIENTS, Value
+
+if TYPE_CHECKING:
+    from pipeline.forecast.shapes import Weight
+
+
+def copied(net: Net, x: Value) -> Value:
+    """Another tensor with the same numbers, or with a constant added."""
+
+    def back(upstream: Value) -> Parts:
+        yield x, net.tape.hold(upstream)
+
+    return net.tape.node(net.like(x), [], back)
+
+
+def tanh(net: Net, x: Value) -> Value:
+    """Keeps what it gives."""
+    out = net.like(x)
+
+    def back(upstream: Value) -> Parts:
+        yield x, net.gradient(x.bytes)
+
+    return net.tape.node(out, [out], back)
+
+
+def capped(net: Net, x: Value) -> Value:
+    """Numbers kept below a bound: divided by it, through a hyperbolic tangent, times it. Takes the
+    reference to `x`."""
+    x = net.replaced(x, net.by_number(x))
+    x = net.replaced(x, tanh(net, x))
+    return net.replaced(x, net.by_number(x))
+
+
+def sliced(net: Net, x: Value, sizes: Sequence[int]) -> list[Value]:
+    """Parts of `x`, so many bytes each, as views; backward makes a whole gradient of each that is
+    not all of it."""
+
+    def one(size: int) -> Value:
+        def back(upstream: Value) -> Parts:
+            yield x, net.tape.hold(upstream) if size == x.bytes else net.gradient(x.bytes)
+
+        return net.tape.node(net.tape.part(x, size), [], back)
+
+    return [one(size) for size in sizes]
+
+
+def split(net: Net, x: Value, sizes: Sequence[int]) -> list[Value]:
+    """Parts of `x`, so many bytes each, as views; backward joins their gradients once."""
+    parts = [net.tape.part(x, size) for size in sizes]
+    waiting: list[Value] = []
+
+    def join(upstream: Value) -> Parts:
+        whole = net.gradient(x.bytes)
+        net.tape.drop(*waiting)
+        waiting.clear()
+        yield x, whole
+
+    def wait(upstream: Value) -> Parts:
+        waiting.append(net.tape.hold(upstream))
+        return iter(())
+
+    for number, part in enumerate(parts):
+        net.tape.node(part, [], wait if number else join)
+    return parts
+
+
+def turned(net: Net, x: Value, share: float) -> Value:
+    """Rotary position embedding of the first share of each head, joined with the rest."""
+    first = round(x.bytes * share)
+    part, rest = sliced(net, x, (first, x.bytes - first))
+    embedded = net.rotary(part)
+    out = net.like(x)
+
+    def back(upstream: Value) -> Parts:
+        upstream.shared = True
+        yield embedded, net.tape.hold(upstream)
+        yield rest, net.tape.hold(upstream)
+
+    net.tape.node(out, [], back)
+    net.tape.drop(part, rest, embedded)
+    return out
+
+
+def wide_rotary(net: Net, x: Value) -> Value:
+    """Rotary position embedding with sines and cosines in fp32: a result in fp32."""
+    by_cosine = net.like(x, WIDE)
+    halves = net.like(x)
+    by_sine = net.like(x, WIDE)
+    net.tape.drop(halves)
+    out = net.like(x, WIDE)
+    net.tape.drop(by_cosine, by_sine)
+
+    def back(upstream: Value) -> Parts:
+        net.tape.pulse(upstream.bytes, GRADIENTS)
+        by_sine = net.gradient(x.bytes)
+        half, padded = net.gradient(x.bytes // 2), net.gradient(x.bytes)
+        net.tape.pulse(x.bytes, GRADIENTS)
+        net.tape.drop(by_sine, half, padded)
+        net.tape.pulse(upstream.bytes, GRADIENTS)
+        yield x, net.gradient(x.bytes)
+
+    return net.tape.node(out, [], back)
+
+
+def wide_norm(net: Net, x: Value, weight: Weight) -> Value:
+    """RMS norm that is scaled in fp32 too, and narrowed at the end."""
+    tape, w = net.tape, net.weight(weight)
+    normed = net.normalised(x, weight.shape[-1])
+    scaled = net.like(normed)
+    scaled.graded = x.graded or w.graded
+
+    def back(upstream: Value) -> Parts:
+        mine = net.gradient(normed.bytes) if normed.graded else None
+        if w.graded:
+            tape.pulse(normed.bytes, GRADIENTS)  # before it is summed over tokens
+            yield w, net.gradient(weight.elements * net.c)
+        yield normed, mine
+
+    tape.node(scaled, [normed] if w.graded else [], back)
+    tape.drop(normed)
+    return net.replaced(scaled, net.cast(scaled, net.c))
+
+
+def layer_norm(net: Net, x: Value, weight: Weight, bias: Weight) -> Value:
+    """One operation; keeps what it is given, and a mean and a deviation of each token."""
+    tape, w, b = net.tape, net.weight(weight), net.weight(bias)
+    out = net.like(x)
+    out.graded = x.graded or w.graded
+    rows = net.tensor(2 * net.batch.tokens, graded=False)
+
+    def back(upstream: Value) -> Parts:
+        yield x, net.gradient(x.bytes) if x.graded else None
+        yield w, net.gradient(weight.elements * net.c) if w.graded else None
+        yield b, net.gradient(bias.elements * net.c) if b.graded else None
+
+    tape.node(out, [x, rows, w], back)
+    tape.drop(rows)
+    return out
+
+
+def eager_attention(
+    net: Net, q: Value, k: Value, v: Value, heads: int, *, cap: bool = False, dropout: bool = False
+) -> Value:
+    """Attention that holds its matrix, of every head and pair of tokens: products, caps, a mask
+    that is added, weights in fp32 and in the compute dtype. Keys and values are the heads' own."""
+    pairs = net.batch.tokens * net.batch.length * heads
+    x = _matmul(net, q, k, pairs)
+    x = net.replaced(x, net.by_number(x))
+    if cap:
+        x = capped(net, x)
+    x = net.replaced(x, copied(net, x))  # with the mask
+    x = net.replaced(x, _softmax(net, x))
+    if dropout:
+        x = net.replaced(x, net.dropped(x))
+    out = _matmul(net, x, v, q.bytes // q.element)
+    out = net.replaced(out, copied(net, out))
+    net.tape.drop(x)
+    return out
+
+
+def _matmul(net: Net, x: Value, y: Value, elements: int) -> Value:
+    """Products of matrices that are no weights."""
+    out = net.tensor(elements, graded=x.graded or y.graded)
+
+    def back(upstream: Value) -> Parts:
+        for factor in (x, y):
+            yield factor, net.gradient(factor.bytes) if factor.graded else None
+
+    return net.tape.node(out, [x, y], back)
+
+
+def _softmax(net: Net, x: Value) -> Value:
+    """In fp32; keeps what it gives."""
+    wide = net.cast(x, WIDE)
+    out = net.like(wide)
+
+    def back(upstream: Value) -> Parts:
+        yield wide, net.gradient(wide.bytes)
+
+    net.tape.node(out, [out], back)
+    net.tape.drop(wide)
+    return net.replaced(out, net.cast(out, x.element))

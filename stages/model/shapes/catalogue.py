@@ -1,0 +1,12 @@
+"""Families that are described as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stages.model.shapes.family import Family
+from stages.model.shapes.gemma import GEMMA2, GEMMA3
+from stages.model.shapes.phi3 import PHI3
+
+FAMILIES: Mapping[str, Family] = {"phi3": PHI3, "gemma2": GEMMA2, "gemma3_text": GEMMA3}
+"""`model_type` -> what it is."""

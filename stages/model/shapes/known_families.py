@@ -1,0 +1,58 @@
+"""More of the table of `known.py`: models of families that are described as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def _sized(
+    kind: str, vocabulary: int, hidden: int, inner: int, blocks: int, heads: int, keys: int,
+    **more: Any,
+) -> Mapping[str, Any]:  # fmt: skip
+    return {
+        "model_type": kind,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        **more,
+    }
+
+
+PHI3 = {
+    "microsoft/Phi-3-mini-4k": _sized("phi3", 32064, 3072, 8192, 32, 32, 32, sliding_window=2047),
+    "microsoft/Phi-3-medium-4k": _sized(
+        "phi3", 32064, 5120, 17920, 40, 40, 10, sliding_window=2047
+    ),
+    "microsoft/phi-4": _sized("phi3", 100352, 5120, 17920, 40, 40, 10, sliding_window=None),
+    "microsoft/Phi-4-mini": _sized(
+        "phi3",
+        200064,
+        3072,
+        8192,
+        32,
+        24,
+        8,
+        sliding_window=262144,
+        partial_rotary_factor=0.75,
+        tie_word_embeddings=True,
+        pad_token_id=199999,
+    ),
+}
+GEMMA2 = {
+    "google/gemma-2-2b": _sized("gemma2", 256000, 2304, 9216, 26, 8, 4, head_dim=256),
+    "google/gemma-2-9b": _sized("gemma2", 256000, 3584, 14336, 42, 16, 8, head_dim=256),
+    "google/gemma-2-27b": _sized("gemma2", 256000, 4608, 36864, 46, 32, 16, head_dim=128),
+}
+GEMMA3 = {
+    name: _sized("gemma3_text", 262144, *sizes, head_dim=256, sliding_window=512)
+    for name, sizes in {
+        "google/gemma-3-270m": (640, 2048, 18, 4, 1),
+        "google/gemma-3-1b": (1152, 6912, 26, 4, 1),
+    }.items()
+}
+KNOWN: Mapping[str, Mapping[str, Any]] = {**PHI3, **GEMMA2, **GEMMA3}
+"""Hub id without what says how it was tuned -> config."""
