@@ -114,6 +114,7 @@ QWEN2_5_SMALL, QWEN3_SMALL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
 
 PHI4, PHI4_MINI = "microsoft/phi-4", "microsoft/Phi-4-mini-instruct"
 GEMMA2, GEMMA3 = "google/gemma-2-9b", "google/gemma-3-1b-pt"
+OLMO2, GRANITE = "allenai/OLMo-2-1124-7B", "ibm-granite/granite-3.1-2b-base"
 
 EAGER = {"attention": "eager"}
 GRADIENTS_ONLY = {"sharding": "shard_grad_op"}
@@ -189,6 +190,10 @@ WELL_KNOWN = (
     Case(name="Gemma 2 9B again", model=hub(GEMMA2, again=1) | EAGER, ranks=8, length=8192),
     Case(name="Gemma 3 1B", model=hub(GEMMA3), wrap="ddp", ranks=8, length=2048),
     Case(name="Gemma 3 1B packed", model=hub(GEMMA3, again=1), ranks=2, packed=True, length=4096),
+    Case(name="OLMo 2 7B", model=hub(OLMO2), ranks=8, length=2048),
+    Case(name="OLMo 2 7B again", model=hub(OLMO2, again=1), ranks=4, length=4096, chunk=1024),
+    Case(name="Granite 2B", model=hub(GRANITE), wrap="ddp", ranks=8),
+    Case(name="Granite 2B LoRA", model=hub(GRANITE, again=1), ranks=2, adapter={"rank": 16}),
     Case(
         name="Llama 70B LoRA, ahead",
         model=hub(LLAMA_70B, again=1),

@@ -75,6 +75,18 @@ def split(net: Net, x: Value, sizes: Sequence[int]) -> list[Value]:
     return parts
 
 
+def repeated(net: Net, x: Value, times: int, heads: int) -> Value:
+    """Keys or values, once for each of so many heads that share those of one of `heads`: a copy,
+    or a view where there is only one."""
+    if heads > 1 or times == 1:
+        return net.repeated(x, times)
+
+    def back(upstream: Value) -> Parts:
+        yield x, net.gradient(x.bytes)
+
+    return net.tape.node(net.tape.part(x, x.bytes * times), [], back)
+
+
 def turned(net: Net, x: Value, share: float) -> Value:
     """Rotary position embedding of the first share of each head, joined with the rest."""
     first = round(x.bytes * share)

@@ -57,6 +57,8 @@ class Placement(ABC):
     ledger: Ledger
     ranks: int
     """Data-parallel ranks."""
+    casts_inputs: bool = False
+    """Whether a block is given copies of its inputs in the compute dtype."""
 
     @abstractmethod
     def load(self) -> None:

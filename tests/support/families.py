@@ -19,6 +19,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "config": {"model_type": "gemma3_text", "head_dim": 48, "sliding_window": 32, **SIZES},
     },
+    "olmo2": {"config": {"model_type": "olmo2", **SIZES}},
+    "granite": {"config": {"model_type": "granite", **SIZES, "residual_multiplier": 0.2}},
 }
 """`model_type` -> fields of `model.hf`."""
 
@@ -37,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "gemma3_text, keys of one head": ("gemma3_text", {"num_key_value_heads": 1}),
+    "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }
 """Name -> family, and what its config says besides."""
 

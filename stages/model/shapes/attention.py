@@ -5,8 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from pipeline.forecast.layers import copied, eager_attention, sliced, split, turned, wide_rotary
-from pipeline.forecast.net import Net
+from pipeline.forecast.layers import (
+    copied,
+    eager_attention,
+    repeated,
+    sliced,
+    split,
+    turned,
+    wide_rotary,
+)
+from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.tape import Value
 from stages.model.shapes.linear import Linear
 from stages.model.shapes.norms import Norm
@@ -61,11 +69,15 @@ class Rotary:
     share: float | None = None
     """Of a head that is turned and joined with the rest; None: all, which are not joined."""
     wide: bool = False
-    """In fp32."""
+    """In fp32, unless the strategy casts what a block is given."""
+
+    def copied(self, net: Net) -> bool:
+        """Whether each block has its own copy of the angles, in the compute dtype."""
+        return self.wide and net.placement.casts_inputs and net.c != WIDE
 
     def forward(self, net: Net, x: Value) -> Value:
         """Of `x`, whose reference stays the caller's."""
-        if self.wide:
+        if self.wide and not self.copied(net):
             return wide_rotary(net, x)
         return net.rotary(x) if self.share is None else turned(net, x, self.share)
 
@@ -124,7 +136,7 @@ class Attention(Part):
     def _mixed(self, net: Net, q: Value, k: Value, v: Value) -> Value:
         masked = self.masked(net)
         times = q.bytes // k.bytes if masked else 1  # with one, heads do not share them
-        k, v = net.repeated(k, times), net.repeated(v, times)
+        k, v = (repeated(net, x, times, self.heads // times) for x in (k, v))
         if self.eager is None:
             mixed = net.attention(q, k, v, self.heads, masked=masked)
             if self.rotary is not None and self.rotary.share is not None:

@@ -160,14 +160,17 @@ class DecoderModel(ModelShape):
         return mask if self.recomputed is None else _kept(net, mask)
 
     def _angles(self, net: Net) -> list[Value]:
-        """Sines and cosines of all positions, which all blocks keep for backward."""
+        """Sines and cosines of all positions, which all blocks keep for backward, together or
+        each."""
         rows = net.batch.tokens if net.batch.packed else net.batch.length
         made = []
         for one in self.angles:
             numbers = 2 * rows * one.size
             net.tape.pulse(numbers * WIDE)
             angles = net.tensor(numbers, WIDE if one.wide else None, graded=False)
-            made.append(_kept(net, angles))
+            if one.copied(net):
+                made.append(_kept(net, net.tensor(numbers * len(self.blocks), graded=False)))
+            made.append(angles if one.copied(net) else _kept(net, angles))
         return made
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-from pipeline.forecast.layers import eager_attention
+from pipeline.forecast.layers import eager_attention, repeated
 from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.shapes import BlockShape, ModelShape, Weight
 from pipeline.forecast.tape import Value
@@ -92,8 +92,8 @@ class GatedBlock(BlockShape):
             masked = self.eager or masks(net, self.window)
             if masked:  # with one, heads do not share keys and values
                 times = self.q.shape[0] // self.k.shape[0]
-                k = net.replaced(k, net.repeated(k, times))
-                v = net.replaced(v, net.repeated(v, times))
+                k = net.replaced(k, repeated(net, k, times, self.heads // times))
+                v = net.replaced(v, repeated(net, v, times, self.heads // times))
             if self.eager:
                 mixed = eager_attention(net, q, k, v, self.heads)
             else:

@@ -54,5 +54,17 @@ GEMMA3 = {
         "google/gemma-3-1b": (1152, 6912, 26, 4, 1),
     }.items()
 }
-KNOWN: Mapping[str, Mapping[str, Any]] = {**PHI3, **GEMMA2, **GEMMA3}
+OLMO2 = {
+    "allenai/OLMo-2-0425-1B": _sized("olmo2", 100352, 2048, 8192, 16, 16, 16),
+    "allenai/OLMo-2-1124-7B": _sized("olmo2", 100352, 4096, 11008, 32, 32, 32),
+    "allenai/OLMo-2-1124-13B": _sized("olmo2", 100352, 5120, 13824, 40, 40, 40),
+    "allenai/OLMo-2-0325-32B": _sized("olmo2", 100352, 5120, 27648, 64, 40, 8),
+}
+GRANITE = {
+    f"ibm-granite/granite-3.1-{size}": _sized(
+        "granite", 49155, *sizes, 32, 8, tie_word_embeddings=True
+    )
+    for size, sizes in {"2b": (2048, 8192, 40), "8b": (4096, 12800, 40)}.items()
+}
+KNOWN: Mapping[str, Mapping[str, Any]] = {**PHI3, **GEMMA2, **GEMMA3, **OLMO2, **GRANITE}
 """Hub id without what says how it was tuned -> config."""

@@ -68,6 +68,12 @@ KNOWN = {
     "google/gemma-2-27b": 27_227_128_320,
     "google/gemma-3-270m": 268_098_176,
     "google/gemma-3-1b-pt": 999_885_952,
+    "allenai/OLMo-2-0425-1B-Instruct": 1_484_916_736,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
+    "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "allenai/OLMo-2-0325-32B": 32_234_279_936,
+    "ibm-granite/granite-3.1-2b-base": 2_533_531_648,
+    "ibm-granite/granite-3.1-8b-instruct": 8_170_848_256,
 }
 """Hub id -> parameters, as its files have them."""
 
