@@ -24,6 +24,19 @@ def copied(net: Net, x: Value) -> Value:
     return net.tape.node(net.like(x), [], back)
 
 
+def shifted(net: Net, x: Value, y: Value) -> Value:
+    """A sum with what is the same for all samples."""
+    out = net.like(x)
+    out.graded = x.graded or y.graded
+
+    def back(upstream: Value) -> Parts:
+        for one in (x, y):
+            alike = one.bytes == upstream.bytes
+            yield one, net.tape.hold(upstream) if alike else net.gradient(one.bytes)
+
+    return net.tape.node(out, [], back)
+
+
 def tanh(net: Net, x: Value) -> Value:
     """Keeps what it gives."""
     out = net.like(x)
@@ -40,6 +53,30 @@ def capped(net: Net, x: Value) -> Value:
     x = net.replaced(x, net.by_number(x))
     x = net.replaced(x, tanh(net, x))
     return net.replaced(x, net.by_number(x))
+
+
+def composed_gelu(net: Net, x: Value) -> Value:
+    """GELU by a hyperbolic tangent, written as one operation after another (`gelu_new`)."""
+    half = net.by_number(x)
+    cube = _cubed(net, x)
+    cube = net.replaced(cube, net.by_number(cube))
+    inner = net.replaced(cube, net.add(x, cube))
+    inner = net.replaced(inner, net.by_number(inner))
+    bent = net.replaced(inner, tanh(net, inner))
+    above = net.replaced(bent, copied(net, bent))
+    out = net.multiply(half, above)
+    net.tape.drop(half, above)
+    return out
+
+
+def _cubed(net: Net, x: Value) -> Value:
+    def back(upstream: Value) -> Parts:
+        square, slope = net.gradient(x.bytes), net.gradient(x.bytes)
+        mine = net.gradient(x.bytes)
+        net.tape.drop(square, slope)
+        yield x, mine
+
+    return net.tape.node(net.like(x), [x], back)
 
 
 def sliced(net: Net, x: Value, sizes: Sequence[int]) -> list[Value]:
@@ -85,6 +122,12 @@ def repeated(net: Net, x: Value, times: int, heads: int) -> Value:
         yield x, net.gradient(x.bytes)
 
     return net.tape.node(net.tape.part(x, x.bytes * times), [], back)
+
+
+def by_head(net: Net, x: Value) -> Value:
+    """What a layer gives, which lies token by token, for products of matrices by head: a copy, or
+    itself where there is one sample."""
+    return copied(net, x) if net.batch.samples > 1 else net.tape.hold(x)
 
 
 def turned(net: Net, x: Value, share: float) -> Value:
@@ -162,17 +205,25 @@ def layer_norm(net: Net, x: Value, weight: Weight, bias: Weight) -> Value:
 
 
 def eager_attention(
-    net: Net, q: Value, k: Value, v: Value, heads: int, *, cap: bool = False, dropout: bool = False
+    net: Net,
+    q: Value,
+    k: Value,
+    v: Value,
+    heads: int,
+    *,
+    cap: bool = False,
+    dropout: bool = False,
+    wide: bool = True,
 ) -> Value:
     """Attention that holds its matrix, of every head and pair of tokens: products, caps, a mask
-    that is added, weights in fp32 and in the compute dtype. Keys and values are the heads' own."""
+    that is added, weights (in fp32 first if `wide`). Keys and values are the heads' own."""
     pairs = net.batch.tokens * net.batch.length * heads
     x = _matmul(net, q, k, pairs)
     x = net.replaced(x, net.by_number(x))
     if cap:
         x = capped(net, x)
     x = net.replaced(x, copied(net, x))  # with the mask
-    x = net.replaced(x, _softmax(net, x))
+    x = net.replaced(x, _softmax(net, x, WIDE if wide else net.c))
     if dropout:
         x = net.replaced(x, net.dropped(x))
     out = _matmul(net, x, v, q.bytes // q.element)
@@ -192,9 +243,9 @@ def _matmul(net: Net, x: Value, y: Value, elements: int) -> Value:
     return net.tape.node(out, [x, y], back)
 
 
-def _softmax(net: Net, x: Value) -> Value:
-    """In fp32; keeps what it gives."""
-    wide = net.cast(x, WIDE)
+def _softmax(net: Net, x: Value, size: int) -> Value:
+    """In numbers of so many bytes; keeps what it gives."""
+    wide = net.cast(x, size)
     out = net.like(wide)
 
     def back(upstream: Value) -> Parts:

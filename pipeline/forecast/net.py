@@ -107,8 +107,7 @@ class Net:
         return new
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
-        """Matrix product with a weight of shape (outputs, inputs), and with its update if it has
-        one."""
+        """Matrix product with a weight, and with its update if it has one."""
         update = weight.update
         if update is None:
             return self._product(x, weight, bias)
@@ -131,7 +130,7 @@ class Net:
         graded = x.graded or w.graded or bool(b and b.graded)
         unpacked = None if weight.packed is None else self.tensor(weight.elements)
         rows = self.batch.tokens
-        out = self._result(rows * weight.shape[0], self.c, graded, kept=self.kept.products)
+        out = self._result(rows * weight.outputs, self.c, graded, kept=self.kept.products)
         self.tape.drop(unpacked)
 
         def back(upstream: Value) -> Parts:
@@ -319,11 +318,12 @@ class Net:
 
         return self.tape.node(out, [], back)
 
-    def embedding(self, weight: Weight) -> Value:
-        """Rows of a table; keeps token ids alone."""
+    def embedding(self, weight: Weight, rows: int | None = None) -> Value:
+        """So many rows of a table (one for each token); keeps their numbers alone."""
+        rows = rows or self.batch.tokens
         with self.module(weight):
             w = self.weight(weight)
-            out = self.tensor(self.batch.tokens * weight.shape[1], graded=w.graded)
+            out = self.tensor(rows * weight.shape[1], graded=w.graded)
 
             def back(upstream: Value) -> Parts:
                 yield w, self.gradient(weight.elements * self.c)

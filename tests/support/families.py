@@ -21,7 +21,19 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"config": {"model_type": "olmo2", **SIZES}},
     "granite": {"config": {"model_type": "granite", **SIZES, "residual_multiplier": 0.2}},
-}
+    "gpt2": {
+        "config": {
+            "model_type": "gpt2", "vocab_size": 2000, "n_embd": 128, "n_layer": 4, "n_head": 4,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        },
+    },
+    "gpt_neox": {
+        "config": {
+            "model_type": "gpt_neox",
+            **{key: size for key, size in SIZES.items() if key != "num_key_value_heads"},
+        },
+    },
+}  # fmt: skip
 """`model_type` -> fields of `model.hf`."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,6 +53,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_text, keys of one head": ("gemma3_text", {"num_key_value_heads": 1}),
     "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "gpt2, another activation": (
+        "gpt2",
+        {"activation_function": "gelu", "n_inner": 96, "tie_word_embeddings": False},
+    ),
+    "gpt_neox, one after another": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False},
+    ),
 }
 """Name -> family, and what its config says besides."""
 

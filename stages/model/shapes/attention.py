@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 from pipeline.forecast.layers import (
+    by_head,
     copied,
     eager_attention,
     repeated,
@@ -88,6 +89,8 @@ class Eager:
 
     capped: bool = False
     """Whether products are bounded."""
+    wide: bool = True
+    """Whether weights are computed in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,14 +140,27 @@ class Attention(Part):
         masked = self.masked(net)
         times = q.bytes // k.bytes if masked else 1  # with one, heads do not share them
         k, v = (repeated(net, x, times, self.heads // times) for x in (k, v))
-        if self.eager is None:
+        if self.eager is not None:
+            mixed = self._by_matrix(net, q, k, v, copied_already=times > 1)
+        else:
             mixed = net.attention(q, k, v, self.heads, masked=masked)
             if self.rotary is not None and self.rotary.share is not None:
                 # What is joined lies head by head, and so does the result; a layer wants tokens.
                 mixed = net.replaced(mixed, copied(net, mixed))
-        else:
-            mixed = eager_attention(
-                net, q, k, v, self.heads, cap=self.eager.capped, dropout=self.dropout
-            )
         net.tape.drop(k, v)
+        return mixed
+
+    def _by_matrix(self, net: Net, q: Value, k: Value, v: Value, *, copied_already: bool) -> Value:
+        assert self.eager is not None
+        turned = self.rotary is not None
+        ready = (turned, turned or copied_already, copied_already)
+        q, k, v = (
+            net.tape.hold(x) if lies_by_head else by_head(net, x)
+            for x, lies_by_head in zip((q, k, v), ready, strict=True)
+        )
+        how = self.eager
+        mixed = eager_attention(
+            net, q, k, v, self.heads, cap=how.capped, dropout=self.dropout, wide=how.wide
+        )
+        net.tape.drop(q, k, v)
         return mixed

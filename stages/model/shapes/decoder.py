@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from pipeline.forecast.layers import capped
+from pipeline.forecast.layers import capped, shifted
 from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.shapes import BlockShape, ModelShape, Weight
 from pipeline.forecast.tape import Value
@@ -52,6 +52,12 @@ class DecoderBlock(Part, BlockShape):
         branches = (self.attention, self.mlp)
         inner = [weight for branch in branches for weight in branch.inner.own]
         return (*inner, *self._norms)
+
+    @property
+    def drops_attention(self) -> bool:
+        """Whether attention drops weights."""
+        inner = self.attention.inner
+        return isinstance(inner, Attention) and inner.dropout
 
     @property
     def _norms(self) -> tuple[Weight, ...]:
@@ -140,8 +146,9 @@ class DecoderModel(ModelShape):
         if self.scaled:
             x = net.replaced(x, net.by_number(x))
         if self.positions is not None:
-            places = net.embedding(self.positions)
-            total = net.add(x, places)
+            rows = net.batch.tokens if net.batch.packed else net.batch.length
+            places = net.embedding(self.positions, rows)
+            total = shifted(net, x, places)
             net.tape.drop(x, places)
             x = total
         return net.replaced(x, net.dropped(x)) if self.dropout else x

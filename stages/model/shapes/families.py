@@ -54,7 +54,7 @@ def shape_of(
         family = FAMILIES[kind]
         given = Given(
             kind=kind,
-            fields=Fields(kind, config, family.defaults),
+            fields=family.fields(kind, config),
             attention=attention,
             recomputed=recomputed,
             caveats=caveats,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pipeline.forecast.shapes import Recomputed, Weight
 from stages.model.shapes.attention import Apart, Attention, Eager, Rotary
@@ -14,7 +14,8 @@ from stages.model.shapes.linear import linear
 from stages.model.shapes.mlp import GatedMlp
 from stages.model.shapes.norms import Norm
 
-N = TypeVar("N", bound=Norm)
+SHARE = "partial_rotary_factor"
+DROPPED = "attention that drops weights keeps its matrix on CPUs, which is not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,13 @@ class Given:
         given = self.fields.count_or_none("head_dim")
         return given or self.fields.multiple("hidden_size", "num_attention_heads", self.heads)
 
+    def rotary(self, share: str) -> Rotary:
+        """Of a part of each head: the field of that name, unless the positions' own say it."""
+        tables = (self.fields.table(name) for name in ("rope_scaling", "rope_parameters"))
+        said = next((table[SHARE] for table in tables if SHARE in table), None)
+        turned = int(self.size * (self.fields.number(share) if said is None else said))
+        return Rotary(size=turned, share=turned / self.size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -67,44 +75,60 @@ class Family:
     """What transformers' config class takes for keys that are left out."""
     shape: Callable[[Given], DecoderModel]
     """Raises StageError for a config that no model can have."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """How a config may spell a field -> the name that it has in `defaults`."""
+
+    def fields(self, kind: str, config: Mapping[str, Any]) -> Fields:
+        """Of a config, by the names that they have in `defaults`."""
+        named = {self.spelled.get(key, key): value for key, value in config.items()}
+        return Fields(kind, named, self.defaults)
 
 
-def llama_like(
+class Names(NamedTuple):
+    """What a model's modules are called."""
+
+    table: str = "model.embed_tokens"
+    blocks: str = "model.layers"
+    norm: str = "model.norm"
+
+
+def decoder(
     given: Given,
     block: Callable[[int, str], DecoderBlock],
     norm: type[Norm],
-    angles: Sequence[Rotary],
+    angles: Sequence[Rotary] = (),
+    *,
+    names: Names = Names(),  # noqa: B008 (it cannot be changed)
+    positions: Weight | None = None,
     **more: Any,
 ) -> DecoderModel:
-    """A model whose modules are called like those of Llama; `block` is given each block's number
-    and name, `more` are fields of the shape."""
+    """A model; `block` is given each block's number and name, `more` are fields of the shape."""
     fields, hidden = given.fields, given.hidden
     vocabulary = fields.count("vocab_size")
-    table = Weight(name="model.embed_tokens.weight", shape=(vocabulary, hidden))
-    last = norm(weight=Weight(name="model.norm.weight", shape=(hidden,)))
+    table = Weight(name=f"{names.table}.weight", shape=(vocabulary, hidden))
+    last = norm.named(names.norm, hidden)
     head = table
     if not fields.flag("tie_word_embeddings"):
         head = Weight(name="lm_head.weight", shape=(vocabulary, hidden))
+    tables = (table,) if positions is None else (table, positions)
+    blocks = [block(place, f"{names.blocks}.{place}") for place in range(given.blocks)]
+    dropped = not given.eager and any(one.drops_attention for one in blocks)
     return DecoderModel(
         kind=given.kind,
         hidden=hidden,
         vocabulary=vocabulary,
-        root=tuple(dict.fromkeys((table, *last.own, head))),
-        blocks=[block(place, f"model.layers.{place}") for place in range(given.blocks)],
+        root=tuple(dict.fromkeys((*tables, *last.own, head))),
+        blocks=blocks,
         attention=given.heads * given.size,
         recomputed=given.recomputed,
-        caveats=given.caveats,
+        caveats=(*given.caveats, DROPPED) if dropped else given.caveats,
         table=table,
+        positions=positions,
         norm=last,
         head=head,
         angles=tuple(angles),
         **more,
     )
-
-
-def norm_of(kind: type[N], name: str, width: int) -> N:
-    """The norm whose module has that name."""
-    return kind(weight=Weight(name=f"{name}.weight", shape=(width,)))
 
 
 def attention_apart(given: Given, place: str, rotary: Rotary, **more: Any) -> Attention:

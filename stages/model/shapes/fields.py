@@ -47,6 +47,13 @@ class Fields:
             self._refuse(name, "a number from 0")
         return float(value)
 
+    def word(self, name: str) -> str:
+        """A text."""
+        value = self._values[name]
+        if not isinstance(value, str):
+            self._refuse(name, "a name")
+        return str(value)
+
     def given(self, name: str) -> bool:
         """Whether it is not null."""
         return self._values[name] is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-from pipeline.forecast.layers import eager_attention, repeated
+from pipeline.forecast.layers import by_head, eager_attention, repeated
 from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.shapes import BlockShape, ModelShape, Weight
 from pipeline.forecast.tape import Value
@@ -95,6 +95,7 @@ class GatedBlock(BlockShape):
                 k = net.replaced(k, repeated(net, k, times, self.heads // times))
                 v = net.replaced(v, repeated(net, v, times, self.heads // times))
             if self.eager:
+                v = v if times > 1 else net.replaced(v, by_head(net, v))
                 mixed = eager_attention(net, q, k, v, self.heads)
             else:
                 mixed = net.attention(q, k, v, self.heads, masked=masked)

@@ -11,9 +11,8 @@ from stages.model.shapes.family import (
     Family,
     Given,
     attention_apart,
+    decoder,
     gated_mlp,
-    llama_like,
-    norm_of,
 )
 from stages.model.shapes.norms import WideRmsNorm
 
@@ -43,7 +42,7 @@ def _shape(given: Given, *, every: int, head_norms: bool, rotary: list[Rotary]) 
     eager = Eager(capped=fields.given("attn_logit_softcapping") and not head_norms)
 
     def block(number: int, place: str) -> DecoderBlock:
-        of_heads = [norm_of(WideRmsNorm, f"{place}.self_attn.{n}_norm", given.size) for n in "qk"]
+        of_heads = [WideRmsNorm.named(f"{place}.self_attn.{n}_norm", given.size) for n in "qk"]
         norm = partial(_norm, given, place)
         attention = attention_apart(
             given,
@@ -62,7 +61,7 @@ def _shape(given: Given, *, every: int, head_norms: bool, rotary: list[Rotary]) 
             ),
         )
 
-    return llama_like(
+    return decoder(
         given,
         block,
         WideRmsNorm,
@@ -73,7 +72,7 @@ def _shape(given: Given, *, every: int, head_norms: bool, rotary: list[Rotary]) 
 
 
 def _norm(given: Given, place: str, name: str) -> WideRmsNorm:
-    return norm_of(WideRmsNorm, f"{place}.{name}_layernorm", given.hidden)
+    return WideRmsNorm.named(f"{place}.{name}_layernorm", given.hidden)
 
 
 def _kinds(given: Given, every: int) -> list[str]:

@@ -8,9 +8,8 @@ from stages.model.shapes.family import (
     Family,
     Given,
     attention_apart,
+    decoder,
     gated_mlp,
-    llama_like,
-    norm_of,
 )
 from stages.model.shapes.norms import RmsNorm
 
@@ -20,15 +19,15 @@ def shape(given: Given) -> DecoderModel:
     rotary = Rotary(size=given.size)
 
     def block(number: int, place: str) -> DecoderBlock:
-        first = norm_of(RmsNorm, f"{place}.input_layernorm", given.hidden)
-        second = norm_of(RmsNorm, f"{place}.post_attention_layernorm", given.hidden)
+        first = RmsNorm.named(f"{place}.input_layernorm", given.hidden)
+        second = RmsNorm.named(f"{place}.post_attention_layernorm", given.hidden)
         attention = attention_apart(given, place, rotary)
         return DecoderBlock(
             attention=Branch(inner=attention, before=first, scaled=True),
             mlp=Branch(inner=gated_mlp(given, place), before=second, scaled=True),
         )
 
-    return llama_like(given, block, RmsNorm, [rotary], scaled=True, logits_scaled=True)
+    return decoder(given, block, RmsNorm, [rotary], scaled=True, logits_scaled=True)
 
 
 GRANITE = Family(

@@ -66,5 +66,41 @@ GRANITE = {
     )
     for size, sizes in {"2b": (2048, 8192, 40), "8b": (4096, 12800, 40)}.items()
 }
-KNOWN: Mapping[str, Mapping[str, Any]] = {**PHI3, **GEMMA2, **GEMMA3, **OLMO2, **GRANITE}
+GPT2 = {
+    f"openai-community/{name}": {
+        "model_type": "gpt2", "n_embd": width, "n_layer": blocks, "n_head": heads,
+    }
+    for name, (width, blocks, heads) in {
+        "gpt2": (768, 12, 12),
+        "gpt2-medium": (1024, 24, 16),
+        "gpt2-large": (1280, 36, 20),
+        "gpt2-xl": (1600, 48, 25),
+    }.items()
+}  # fmt: skip
+GPT_NEOX = {
+    f"EleutherAI/{name}": {
+        "model_type": "gpt_neox", "vocab_size": vocabulary, "hidden_size": width,
+        "intermediate_size": 4 * width, "num_hidden_layers": blocks, "num_attention_heads": heads,
+    }
+    for name, (vocabulary, width, blocks, heads) in {
+        "pythia-70m": (50304, 512, 6, 8),
+        "pythia-160m": (50304, 768, 12, 12),
+        "pythia-410m": (50304, 1024, 24, 16),
+        "pythia-1b": (50304, 2048, 16, 8),
+        "pythia-1.4b": (50304, 2048, 24, 16),
+        "pythia-2.8b": (50304, 2560, 32, 32),
+        "pythia-6.9b": (50432, 4096, 32, 32),
+        "pythia-12b": (50688, 5120, 36, 40),
+        "gpt-neox-20b": (50432, 6144, 44, 64),
+    }.items()
+}  # fmt: skip
+KNOWN: Mapping[str, Mapping[str, Any]] = {
+    **PHI3,
+    **GEMMA2,
+    **GEMMA3,
+    **OLMO2,
+    **GRANITE,
+    **GPT2,
+    **GPT_NEOX,
+}
 """Hub id without what says how it was tuned -> config."""

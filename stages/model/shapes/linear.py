@@ -22,6 +22,14 @@ class Linear(Part):
         return net.linear(x, self.weight, self.bias)
 
 
+def transposed(name: str, outputs: int, inputs: int) -> Linear:
+    """The layer of transformers' class Conv1D whose module has that name."""
+    return Linear(
+        weight=Weight(name=f"{name}.weight", shape=(inputs, outputs), transposed=True),
+        bias=Weight(name=f"{name}.bias", shape=(outputs,)),
+    )
+
+
 def linear(name: str, outputs: int, inputs: int, *, bias: bool = False) -> Linear:
     """The layer whose module has that name."""
     return Linear(

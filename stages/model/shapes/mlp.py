@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from pipeline.forecast.layers import split
+from pipeline.forecast.layers import composed_gelu, split
 from pipeline.forecast.net import Net
 from pipeline.forecast.tape import Value
 from stages.model.shapes.linear import Linear
@@ -69,5 +69,6 @@ class PlainMlp(Mlp):
     def forward(self, net: Net, x: Value) -> Value:
         with net.module(*self.own):
             up = self.up.forward(net, x)
-            active = net.replaced(up, net.activation(up))
+            active = composed_gelu(net, up) if self.composed else net.activation(up)
+            net.tape.drop(up)
             return net.replaced(active, self.down.forward(net, active))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 from pipeline.forecast.layers import layer_norm, wide_norm
 from pipeline.forecast.net import Net
@@ -17,6 +18,11 @@ class Norm(Part):
     """A norm over as many numbers as its weight has."""
 
     weight: Weight
+
+    @classmethod
+    def named(cls, name: str, width: int) -> Self:
+        """The norm whose module has that name."""
+        return cls(weight=Weight(name=f"{name}.weight", shape=(width,)))
 
     @abstractmethod
     def forward(self, net: Net, x: Value) -> Value:
@@ -44,6 +50,11 @@ class LayerNorm(Norm):
     """With a mean and a bias (Ba et al. 2016)."""
 
     bias: Weight
+
+    @classmethod
+    def named(cls, name: str, width: int) -> Self:
+        weight, bias = (Weight(name=f"{name}.{one}", shape=(width,)) for one in ("weight", "bias"))
+        return cls(weight=weight, bias=bias)
 
     def forward(self, net: Net, x: Value) -> Value:
         return layer_norm(net, x, self.weight, self.bias)

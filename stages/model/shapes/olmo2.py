@@ -8,9 +8,8 @@ from stages.model.shapes.family import (
     Family,
     Given,
     attention_apart,
+    decoder,
     gated_mlp,
-    llama_like,
-    norm_of,
 )
 from stages.model.shapes.norms import WideRmsNorm
 
@@ -26,18 +25,18 @@ def shape(given: Given) -> DecoderModel:
             place,
             rotary,
             norms=(
-                norm_of(WideRmsNorm, f"{place}.self_attn.q_norm", queries),
-                norm_of(WideRmsNorm, f"{place}.self_attn.k_norm", keys),
+                WideRmsNorm.named(f"{place}.self_attn.q_norm", queries),
+                WideRmsNorm.named(f"{place}.self_attn.k_norm", keys),
             ),
         )
-        first = norm_of(WideRmsNorm, f"{place}.post_attention_layernorm", given.hidden)
-        second = norm_of(WideRmsNorm, f"{place}.post_feedforward_layernorm", given.hidden)
+        first = WideRmsNorm.named(f"{place}.post_attention_layernorm", given.hidden)
+        second = WideRmsNorm.named(f"{place}.post_feedforward_layernorm", given.hidden)
         return DecoderBlock(
             attention=Branch(inner=attention, behind=first),
             mlp=Branch(inner=gated_mlp(given, place), behind=second),
         )
 
-    return llama_like(given, block, WideRmsNorm, [rotary])
+    return decoder(given, block, WideRmsNorm, [rotary])
 
 
 OLMO2 = Family(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from stages.model.shapes.attention import Attention, Eager, Fused, Rotary
+from stages.model.shapes.attention import Attention, Eager, Fused
 from stages.model.shapes.decoder import Branch, DecoderBlock, DecoderModel
-from stages.model.shapes.family import Family, Given, llama_like, norm_of
+from stages.model.shapes.family import SHARE, Family, Given, decoder
 from stages.model.shapes.linear import linear
 from stages.model.shapes.mlp import FusedMlp
 from stages.model.shapes.norms import RmsNorm
 
-SHARE = "partial_rotary_factor"
-
 
 def shape(given: Given) -> DecoderModel:
     """The shape of a model."""
-    share = float(given.fields.table("rope_parameters").get(SHARE) or given.fields.number(SHARE))
-    rotary = Rotary(size=int(given.size * share), share=int(given.size * share) / given.size)
+    rotary = given.rotary(SHARE)
 
     def block(number: int, place: str) -> DecoderBlock:
         hidden, inner = given.hidden, given.fields.count("intermediate_size")
@@ -38,14 +35,14 @@ def shape(given: Given) -> DecoderModel:
             down=linear(f"{place}.mlp.down_proj", hidden, inner),
         )
         dropout = given.fields.number("resid_pdrop") > 0
-        first = norm_of(RmsNorm, f"{place}.input_layernorm", hidden)
-        second = norm_of(RmsNorm, f"{place}.post_attention_layernorm", hidden)
+        first = RmsNorm.named(f"{place}.input_layernorm", hidden)
+        second = RmsNorm.named(f"{place}.post_attention_layernorm", hidden)
         return DecoderBlock(
             attention=Branch(inner=attention, before=first, dropout=dropout),
             mlp=Branch(inner=mlp, before=second, dropout=dropout),
         )
 
-    return llama_like(given, block, RmsNorm, [rotary])
+    return decoder(given, block, RmsNorm, [rotary])
 
 
 PHI3 = Family(
@@ -53,7 +50,7 @@ PHI3 = Family(
         "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None,
         "resid_pdrop": 0.0, "attention_dropout": 0.0, "tie_word_embeddings": False,
-        "sliding_window": None, "rope_parameters": None, SHARE: 1.0,
+        "sliding_window": None, "rope_parameters": None, "rope_scaling": None, SHARE: 1.0,
     },
     shape=shape,
 )  # fmt: skip

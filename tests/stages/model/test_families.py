@@ -33,12 +33,14 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
     from transformers import AutoConfig
 
     theirs = AutoConfig.for_model(kind)
-    heads = theirs.num_attention_heads
+    rotary = getattr(theirs, "rope_parameters", None) or {}
     filled = {
-        "num_key_value_heads": heads,
+        "num_key_value_heads": theirs.num_attention_heads,
         "layer_types": getattr(theirs, "layer_types", None),
-        "rope_parameters": theirs.rope_parameters,
-        "partial_rotary_factor": theirs.rope_parameters.get("partial_rotary_factor"),
+        "rope_parameters": rotary,
+        "rope_scaling": getattr(theirs, "rope_scaling", None),
+        "partial_rotary_factor": rotary.get("partial_rotary_factor"),
+        "rotary_pct": rotary.get("partial_rotary_factor"),
         "sliding_window_pattern": getattr(theirs, "_sliding_window_pattern", None),
     }
     for key, value in FAMILIES[kind].defaults.items():
@@ -74,6 +76,15 @@ KNOWN = {
     "allenai/OLMo-2-0325-32B": 32_234_279_936,
     "ibm-granite/granite-3.1-2b-base": 2_533_531_648,
     "ibm-granite/granite-3.1-8b-instruct": 8_170_848_256,
+    "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-medium": 354_823_168,
+    "openai-community/gpt2-large": 774_030_080,
+    "openai-community/gpt2-xl": 1_557_611_200,
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "EleutherAI/pythia-12b": 11_846_072_320,
+    "EleutherAI/gpt-neox-20b": 20_554_567_680,
 }
 """Hub id -> parameters, as its files have them."""
 
@@ -98,6 +109,8 @@ def test_gemma_2_wants_eager_attention() -> None:
         ("phi3", {"partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'"),
         ("phi3", {"rope_parameters": 3}, "rope_parameters is 3, expected a table"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "expected a list of 4 of full_att"),
+        ("gpt2", {"activation_function": 1}, "activation_function is 1, expected a name"),
+        ("gpt2", {"resid_pdrop": -1}, "resid_pdrop is -1, expected a number from 0"),
         ("gemma3_text", {"sliding_window_pattern": 0}, "expected a whole number from 1"),
     ],
 )
@@ -113,3 +126,21 @@ def test_a_loss_in_chunks_is_refused_where_logits_are_capped() -> None:
     shape = HfModel(**fields("gemma2")).forecast(SITE)
     with pytest.raises(StageError, match="computes something with its logits"):
         Told(Fsdp(), shape, ranks=2, chunk=64)
+
+
+def test_gpt2_by_the_names_of_others() -> None:
+    own = {"model_type": "gpt2", "n_embd": 128, "n_layer": 3, "n_head": 4, "n_inner": 96}
+    others = {
+        "model_type": "gpt2", "hidden_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "intermediate_size": 96,
+    }  # fmt: skip
+    first, second = (sizes(HfModel(config=one).forecast(SITE)) for one in (own, others))
+    assert first == second
+    assert first["transformer.h.2.mlp.c_fc.weight"] == (128, 96)
+
+
+def test_attention_that_drops_weights_has_a_caveat() -> None:
+    config = {**fields("gpt2")["config"], "attn_pdrop": 0.1}
+    kept = "attention that drops weights keeps its matrix on CPUs, which is not counted"
+    assert kept in HfModel(config=config).forecast(SITE).caveats
+    assert kept not in HfModel(config=config, attention="eager").forecast(SITE).caveats
