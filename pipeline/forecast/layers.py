@@ -218,7 +218,7 @@ def eager_attention(
     """Attention that holds its matrix, of every head and pair of tokens: products, caps, a mask
     that is added, weights (in fp32 first if `wide`). Keys and values are the heads' own."""
     pairs = net.batch.tokens * net.batch.length * heads
-    x = _matmul(net, q, k, pairs)
+    x = _matmul(net, q, k, pairs, net.c)
     x = net.replaced(x, net.by_number(x))
     if cap:
         x = capped(net, x)
@@ -226,15 +226,35 @@ def eager_attention(
     x = net.replaced(x, _softmax(net, x, WIDE if wide else net.c))
     if dropout:
         x = net.replaced(x, net.dropped(x))
-    out = _matmul(net, x, v, q.bytes // q.element)
+    out = _matmul(net, x, v, q.bytes // q.element, net.c)
     out = net.replaced(out, copied(net, out))
     net.tape.drop(x)
     return out
 
 
-def _matmul(net: Net, x: Value, y: Value, elements: int) -> Value:
+def dropping_attention(net: Net, q: Value, k: Value, v: Value, heads: int) -> Value:
+    """Attention in one operation that drops weights, as kernels of CPUs compute it: by matrices in
+    fp32."""
+    pairs, times = net.batch.tokens * net.batch.length * heads, q.bytes // k.bytes
+    q, k, v = (net.cast(x, WIDE) for x in (q, k, v))
+    k, v = (net.replaced(x, net.repeated(x, times)) for x in (k, v))
+    q, k = (net.replaced(x, net.by_number(x)) for x in (q, k))
+    x = _matmul(net, q, k, pairs, WIDE)
+    x = net.replaced(x, copied(net, x))  # with the mask
+    unseen = net.tensor(pairs, 1, graded=False)
+    shares = _softmax(net, x, WIDE)
+    shares = net.replaced(shares, copied(net, shares))  # without rows that see nothing
+    net.tape.drop(x, unseen)
+    x = net.replaced(shares, net.dropped(shares))
+    v = v if times > 1 else net.replaced(v, by_head(net, v))
+    wide = _matmul(net, x, v, q.bytes // WIDE, WIDE)
+    net.tape.drop(x, q, k, v)
+    return net.replaced(wide, net.cast(wide, net.c))
+
+
+def _matmul(net: Net, x: Value, y: Value, elements: int, size: int) -> Value:
     """Products of matrices that are no weights."""
-    out = net.tensor(elements, graded=x.graded or y.graded)
+    out = net.tensor(elements, size, graded=x.graded or y.graded)
 
     def back(upstream: Value) -> Parts:
         for factor in (x, y):

@@ -311,7 +311,7 @@ class Net:
         """Keys or values of a head, once for each of so many heads; the same tensor for one."""
         if times == 1:
             return self.tape.hold(x)
-        out = self.tensor(x.bytes // x.element * times, graded=x.graded)
+        out = self.tensor(x.bytes // x.element * times, x.element, graded=x.graded)
 
         def back(upstream: Value) -> Parts:
             yield x, self.gradient(x.bytes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeline.forecast.layers import (
     by_head,
     copied,
+    dropping_attention,
     eager_attention,
     repeated,
     sliced,
@@ -142,6 +143,9 @@ class Attention(Part):
         k, v = (repeated(net, x, times, self.heads // times) for x in (k, v))
         if self.eager is not None:
             mixed = self._by_matrix(net, q, k, v, copied_already=times > 1)
+        elif self.dropout and net.batch.mask is None:
+            mixed = dropping_attention(net, q, k, v, self.heads)
+            mixed = net.replaced(mixed, copied(net, mixed))
         else:
             mixed = net.attention(q, k, v, self.heads, masked=masked)
             if self.rotary is not None and self.rotary.share is not None:

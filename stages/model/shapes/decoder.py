@@ -54,12 +54,6 @@ class DecoderBlock(Part, BlockShape):
         return (*inner, *self._norms)
 
     @property
-    def drops_attention(self) -> bool:
-        """Whether attention drops weights."""
-        inner = self.attention.inner
-        return isinstance(inner, Attention) and inner.dropout
-
-    @property
     def _norms(self) -> tuple[Weight, ...]:
         found = [norm for b in (self.attention, self.mlp) for norm in (b.before, b.behind) if norm]
         return tuple(weight for norm in found for weight in norm.own)

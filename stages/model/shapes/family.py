@@ -15,7 +15,6 @@ from stages.model.shapes.mlp import GatedMlp
 from stages.model.shapes.norms import Norm
 
 SHARE = "partial_rotary_factor"
-DROPPED = "attention that drops weights keeps its matrix on CPUs, which is not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,6 @@ def decoder(
         head = Weight(name="lm_head.weight", shape=(vocabulary, hidden))
     tables = (table,) if positions is None else (table, positions)
     blocks = [block(place, f"{names.blocks}.{place}") for place in range(given.blocks)]
-    dropped = not given.eager and any(one.drops_attention for one in blocks)
     return DecoderModel(
         kind=given.kind,
         hidden=hidden,
@@ -121,7 +119,7 @@ def decoder(
         blocks=blocks,
         attention=given.heads * given.size,
         recomputed=given.recomputed,
-        caveats=(*given.caveats, DROPPED) if dropped else given.caveats,
+        caveats=given.caveats,
         table=table,
         positions=positions,
         norm=last,

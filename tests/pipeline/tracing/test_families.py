@@ -69,11 +69,18 @@ def test_attention_that_holds_its_matrix(kind: str, tmp_path: Path) -> None:
     assert apart(model, tmp_path, wrap="ddp", samples=2) < 0.01
 
 
-@pytest.mark.parametrize(
-    "dropped", [("gpt2", "resid_pdrop"), ("gpt2", "embd_pdrop"), ("gpt_neox", "hidden_dropout")]
-)
-def test_dropout(dropped: tuple[str, str], tmp_path: Path) -> None:
+DROPPED = [
+    ("gpt2", "resid_pdrop"),
+    ("gpt2", "embd_pdrop"),
+    ("gpt2", "attn_pdrop"),
+    ("gpt_neox", "hidden_dropout"),
+    ("granite", "attention_dropout"),
+]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("kind", "field"), DROPPED)
+def test_dropout(kind: str, field: str, again: bool, tmp_path: Path) -> None:
     """On CPUs, whose kernels are traced; those of GPUs keep smaller masks."""
-    kind, field = dropped
     model = {"config": {**fields(kind)["config"], field: 0.1}}
-    assert apart(model, tmp_path, wrap="ddp", device="cpu") < 0.01
+    assert apart(model, tmp_path, wrap="ddp", samples=2, again=again, device="cpu") < 0.01

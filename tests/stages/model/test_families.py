@@ -137,10 +137,3 @@ def test_gpt2_by_the_names_of_others() -> None:
     first, second = (sizes(HfModel(config=one).forecast(SITE)) for one in (own, others))
     assert first == second
     assert first["transformer.h.2.mlp.c_fc.weight"] == (128, 96)
-
-
-def test_attention_that_drops_weights_has_a_caveat() -> None:
-    config = {**fields("gpt2")["config"], "attn_pdrop": 0.1}
-    kept = "attention that drops weights keeps its matrix on CPUs, which is not counted"
-    assert kept in HfModel(config=config).forecast(SITE).caveats
-    assert kept not in HfModel(config=config, attention="eager").forecast(SITE).caveats
