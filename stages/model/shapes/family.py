@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pipeline.errors import StageError
 from pipeline.forecast.shapes import Recomputed, Weight
 from stages.model.shapes.attention import Apart, Attention, Eager, Rotary
 from stages.model.shapes.decoder import DecoderBlock, DecoderModel
@@ -77,8 +78,18 @@ class Family:
     spelled: Mapping[str, str] = field(default_factory=dict)
     """How a config may spell a field -> the name that it has in `defaults`."""
 
+    unknown: tuple[str, ...] = ()
+    """Fields that must not be true, for this arithmetic does not know what they change."""
+
     def fields(self, kind: str, config: Mapping[str, Any]) -> Fields:
-        """Of a config, by the names that they have in `defaults`."""
+        """Of a config, by the names that they have in `defaults`. Raises StageError for one that is
+        not known."""
+        for name in self.unknown:
+            if config.get(name):
+                raise StageError(
+                    f"the sizes of a {kind} with {name} are not known by arithmetic",
+                    hint="--trace runs any model without memory",
+                )
         named = {self.spelled.get(key, key): value for key, value in config.items()}
         return Fields(kind, named, self.defaults)
 

@@ -17,6 +17,7 @@ from stages.model.shapes.family import (
 from stages.model.shapes.norms import WideRmsNorm
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+BOTH_WAYS = ("use_bidirectional_attention",)
 
 
 def gemma2(given: Given) -> DecoderModel:
@@ -93,6 +94,7 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
     },
     shape=gemma2,
+    unknown=BOTH_WAYS,
 )  # fmt: skip
 GEMMA3 = Family(
     defaults={
@@ -100,4 +102,5 @@ GEMMA3 = Family(
         "attn_logit_softcapping": None, "sliding_window_pattern": 6,
     },
     shape=gemma3,
+    unknown=BOTH_WAYS,
 )  # fmt: skip

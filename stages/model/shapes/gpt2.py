@@ -64,6 +64,7 @@ GPT2 = Family(
         "attn_pdrop": 0.1, "tie_word_embeddings": True,
     },
     shape=shape,
+    unknown=("add_cross_attention", "reorder_and_upcast_attn"),
     spelled={
         "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
         "n_positions": "max_position_embeddings", "intermediate_size": "n_inner",

@@ -122,6 +122,16 @@ def test_a_config_that_no_model_can_have_is_named(
         HfModel(config=config, attention="eager").forecast(SITE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("gemma3_text", "use_bidirectional_attention"), ("gpt2", "add_cross_attention")],
+)
+def test_what_arithmetic_does_not_know_is_refused(kind: str, field: str) -> None:
+    config = {**fields(kind)["config"], field: True}
+    with pytest.raises(StageError, match=f"sizes of a {kind} with {field} are not known.*--trace"):
+        HfModel(config=config).forecast(SITE)
+
+
 def test_a_loss_in_chunks_is_refused_where_logits_are_capped() -> None:
     shape = HfModel(**fields("gemma2")).forecast(SITE)
     with pytest.raises(StageError, match="computes something with its logits"):
