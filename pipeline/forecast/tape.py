@@ -47,6 +47,8 @@ class Node:
     output: Value
     saved: Sequence[Value]
     backward: Backward
+    takes: bool
+    """Whether backward takes the reference to the gradient that it is given."""
 
 
 class Tape:
@@ -91,10 +93,13 @@ class Tape:
         """A tensor that is gone at once."""
         self.ledger.pulse(item, size)
 
-    def node(self, output: Value, saved: Iterable[Value], backward: Backward) -> Value:
+    def node(
+        self, output: Value, saved: Iterable[Value], backward: Backward, *, takes: bool = False
+    ) -> Value:
         """Note that `output` was computed so."""
         if self.recording and output.graded:
-            self._nodes.append(Node(output, [self.hold(value) for value in saved], backward))
+            held = [self.hold(value) for value in saved]
+            self._nodes.append(Node(output, held, backward, takes))
         return output
 
     def then(self, action: Callable[[], None]) -> None:
@@ -115,7 +120,7 @@ class Tape:
                 continue
             gradient, node.output.gradient = node.output.gradient, None
             parts = [] if gradient is None else list(node.backward(gradient))
-            self.drop(gradient, *node.saved)
+            self.drop(None if node.takes else gradient, *node.saved)
             for value, part in parts:
                 self.accumulate(value, part)
 

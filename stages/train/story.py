@@ -187,14 +187,14 @@ class Story:
             )
             result = block.forward(net, inner)
             net.kept = Kept()
-            tape.accumulate(result, tape.hold(upstream))
+            tape.accumulate(result, upstream)
             tape.drop(result)
             tape.run_back(start)
             if how.offload:
                 tape.drop(inner)
             return [(x, inner.gradient)]
 
-        return tape.node(out, [] if how.offload else [x], back)
+        return tape.node(out, [] if how.offload else [x], back, takes=True)
 
     def _output(self, hidden: Value) -> Value:
         """Logits, or the loss itself where it is computed in chunks."""
