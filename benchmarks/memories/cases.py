@@ -112,6 +112,20 @@ LLAMA_70B, MISTRAL = "meta-llama/Llama-3.1-70B", "mistralai/Mistral-7B-v0.3"
 QWEN2_5, QWEN3 = "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B"
 QWEN2_5_SMALL, QWEN3_SMALL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B"
 
+PHI4, PHI4_MINI = "microsoft/phi-4", "microsoft/Phi-4-mini-instruct"
+GEMMA2, GEMMA3 = "google/gemma-2-9b", "google/gemma-3-1b-pt"
+OLMO2, GRANITE = "allenai/OLMo-2-1124-7B", "ibm-granite/granite-3.1-2b-base"
+
+PYTHIA = "EleutherAI/pythia-6.9b"
+GPT2_XL = {
+    "model_type": "gpt2",
+    "n_embd": 1600,
+    "n_layer": 48,
+    "n_head": 25,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
+"""Without dropout, of which kernels of CPUs, which are traced, keep more."""
+EAGER = {"attention": "eager"}
 GRADIENTS_ONLY = {"sharding": "shard_grad_op"}
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 8}
 LATE = {"reduce_every_microbatch": False}
@@ -178,6 +192,21 @@ WELL_KNOWN = (
         adapter={"rank": 16},
     ),
     Case(name="Llama 8B QLoRA", model=hub(LLAMA_8B), ranks=2, adapter={"quantize": "nf4"}),
+    Case(name="Phi 4", model=hub(PHI4, again=1), ranks=16, length=4096),
+    Case(name="Phi 4 LoRA", model=hub(PHI4), ranks=4, adapter={"rank": 16}),
+    Case(name="Phi 4 mini", model=hub(PHI4_MINI), wrap="ddp", ranks=8, length=2048, chunk=512),
+    Case(name="Gemma 2 9B", model=hub(GEMMA2) | EAGER, ranks=8),
+    Case(name="Gemma 2 9B again", model=hub(GEMMA2, again=1) | EAGER, ranks=8, length=8192),
+    Case(name="Gemma 3 1B", model=hub(GEMMA3), wrap="ddp", ranks=8, length=2048),
+    Case(name="Gemma 3 1B packed", model=hub(GEMMA3, again=1), ranks=2, packed=True, length=4096),
+    Case(name="OLMo 2 7B", model=hub(OLMO2), ranks=8, length=2048),
+    Case(name="OLMo 2 7B again", model=hub(OLMO2, again=1), ranks=4, length=4096, chunk=1024),
+    Case(name="Granite 2B", model=hub(GRANITE), wrap="ddp", ranks=8),
+    Case(name="Granite 2B LoRA", model=hub(GRANITE, again=1), ranks=2, adapter={"rank": 16}),
+    Case(name="Pythia 6.9B", model=hub(PYTHIA), ranks=8, length=2048),
+    Case(name="Pythia 6.9B again", model=hub(PYTHIA, again=1), ranks=4, length=2048, chunk=512),
+    Case(name="GPT-2 XL", model=own(**GPT2_XL), ranks=2, samples=4),
+    Case(name="GPT-2 XL again", model=own(1, **GPT2_XL), wrap="ddp", ranks=2, samples=4),
     Case(
         name="Llama 70B LoRA, ahead",
         model=hub(LLAMA_70B, again=1),
@@ -278,7 +307,7 @@ SMALL = (
             vocab_size=2000,
             sliding_window=64,
         )
-        | {"attention": "eager"},
+        | EAGER,
     ),
     Case(
         name="Mixtral",

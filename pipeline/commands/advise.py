@@ -40,6 +40,7 @@ EXAMPLE = [
 )
 @click.option("--data", type=click.Path(path_type=Path, exists=True), help="Conversations, JSON.")
 @click.option("--revision", help="Commit of a hub model.")
+@click.option("--attention", help="How it is computed, for a model that cannot have sdpa.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Where to write the recipe."
 )
@@ -56,6 +57,7 @@ def advise(
     micro_batch: int | None,
     data: Path | None,
     revision: str | None,
+    attention: str | None,
     out: Path | None,
     **machines: Any,
 ) -> None:
@@ -84,7 +86,7 @@ def advise(
         with system_errors_as(UsageError):
             example.write_text("".join(json.dumps(row) + "\n" for row in EXAMPLE), "utf-8")
     task = Task(
-        name=name, model=_model(model, revision), data=data or example, lora=not full,
+        name=name, model=_model(model, revision, attention), data=data or example, lora=not full,
         sequence=seq, global_batch=global_batch, micro_batch=micro_batch, compute="bf16",
     )  # fmt: skip
     written = False
@@ -113,8 +115,14 @@ def _name(model: str, *, lora: bool) -> str:
     return f"{words}-lora" if lora else words
 
 
-def _model(model: str, revision: str | None) -> dict[str, Any]:
-    """Fields of the model slot. A path is written so that it means the same from anywhere."""
+def _model(model: str, revision: str | None, attention: str | None) -> dict[str, Any]:
+    """Fields of the model slot."""
+    found = _where(model, revision)
+    return found if attention is None else {**found, "attention": attention}
+
+
+def _where(model: str, revision: str | None) -> dict[str, Any]:
+    """What the model is. A path is written so that it means the same from anywhere."""
     path = Path(model).expanduser()
     if path.name.endswith(".json") and path.is_file():
         return {"config": str(path.absolute())}

@@ -107,20 +107,19 @@ class Net:
         return new
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
-        """Matrix product with a weight of shape (outputs, inputs), and with its update if it has
-        one."""
+        """Matrix product with a weight, and with its update if it has one."""
         update = weight.update
         if update is None:
             return self._product(x, weight, bias)
         tape = self.tape
         with self.module(*weight.parts):
             out = self._product(x, weight, bias)
-            dropped = self._dropped(x) if update.dropout else tape.hold(x)
+            dropped = self.dropped(x) if update.dropout else tape.hold(x)
             narrow = self._product(dropped, update.down)
             tape.drop(dropped)
             wide = self._product(narrow, update.up)
             tape.drop(narrow)
-            scaled = self._by_number(wide)
+            scaled = self.by_number(wide)
             tape.drop(wide)
             total = self.add(out, scaled)
             tape.drop(out, scaled)
@@ -131,7 +130,7 @@ class Net:
         graded = x.graded or w.graded or bool(b and b.graded)
         unpacked = None if weight.packed is None else self.tensor(weight.elements)
         rows = self.batch.tokens
-        out = self._result(rows * weight.shape[0], self.c, graded, kept=self.kept.products)
+        out = self._result(rows * weight.outputs, self.c, graded, kept=self.kept.products)
         self.tape.drop(unpacked)
 
         def back(upstream: Value) -> Parts:
@@ -150,7 +149,7 @@ class Net:
         saved = [*([x] if w.graded else []), *([w] if x.graded else [])]
         return self.tape.node(out, saved, back)
 
-    def _dropped(self, x: Value) -> Value:
+    def dropped(self, x: Value) -> Value:
         """Dropout, which keeps its mask."""
         mask = self.tensor(x.bytes // x.element, self.batch.mask or x.element, graded=False)
         out = self.tensor(x.bytes // x.element, x.element, graded=x.graded)
@@ -162,13 +161,20 @@ class Net:
         self.tape.drop(mask)
         return out
 
-    def _by_number(self, x: Value) -> Value:
-        out = self.tensor(x.bytes // x.element, x.element, graded=x.graded)
+    def like(self, x: Value, size: int | None = None) -> Value:
+        """A new tensor of as many numbers, of so many bytes (as those of `x`), of the same item."""
+        size = size or x.element
+        made = self.tape.make(x.bytes // x.element * size, x.item, graded=x.graded)
+        made.element = size
+        return made
+
+    def by_number(self, x: Value) -> Value:
+        """Product or quotient with a constant; keeps nothing."""
 
         def back(upstream: Value) -> Parts:
             yield x, self.gradient(x.bytes)
 
-        return self.tape.node(out, [], back)
+        return self.tape.node(self.like(x), [], back)
 
     def cast(self, x: Value, size: int) -> Value:
         """Another dtype; the same tensor where it has numbers of that size already."""
@@ -203,19 +209,23 @@ class Net:
     def rms_norm(self, x: Value, weight: Weight) -> Value:
         """As transformers writes it: normalised in fp32, scaled in the compute dtype."""
         with self.module(weight):
-            wide = self.cast(x, WIDE)
-            elements = wide.bytes // WIDE
-            rows = self.tensor(max(elements // weight.shape[-1], 1), WIDE, graded=x.graded)
-            self.tape.pulse(wide.bytes)  # squares
-            normed = self.tensor(elements, WIDE, graded=x.graded)
-            self.tape.node(normed, [wide, rows], lambda _: self._normed_back(wide))
-            wide_again = normed
-            self.tape.drop(wide, rows)
-            narrow = self.cast(wide_again, self.c)
-            self.tape.drop(wide_again)
+            wide = self.normalised(x, weight.shape[-1])
+            narrow = self.cast(wide, self.c)
+            self.tape.drop(wide)
             out = self.scaled(narrow, weight)
             self.tape.drop(narrow)
             return out
+
+    def normalised(self, x: Value, width: int) -> Value:
+        """Rows of so many numbers over the root of the mean of their squares, in fp32."""
+        wide = self.cast(x, WIDE)
+        elements = wide.bytes // WIDE
+        rows = self.tensor(max(elements // width, 1), WIDE, graded=x.graded)
+        self.tape.pulse(wide.bytes)  # squares
+        normed = self.tensor(elements, WIDE, graded=x.graded)
+        self.tape.node(normed, [wide, rows], lambda _: self._normed_back(wide))
+        self.tape.drop(wide, rows)
+        return normed
 
     def _normed_back(self, wide: Value) -> Parts:
         size = wide.bytes
@@ -301,18 +311,19 @@ class Net:
         """Keys or values of a head, once for each of so many heads; the same tensor for one."""
         if times == 1:
             return self.tape.hold(x)
-        out = self.tensor(x.bytes // x.element * times, graded=x.graded)
+        out = self.tensor(x.bytes // x.element * times, x.element, graded=x.graded)
 
         def back(upstream: Value) -> Parts:
             yield x, self.gradient(x.bytes)
 
         return self.tape.node(out, [], back)
 
-    def embedding(self, weight: Weight) -> Value:
-        """Rows of a table; keeps token ids alone."""
+    def embedding(self, weight: Weight, rows: int | None = None) -> Value:
+        """So many rows of a table (one for each token); keeps their numbers alone."""
+        rows = rows or self.batch.tokens
         with self.module(weight):
             w = self.weight(weight)
-            out = self.tensor(self.batch.tokens * weight.shape[1], graded=w.graded)
+            out = self.tensor(rows * weight.shape[1], graded=w.graded)
 
             def back(upstream: Value) -> Parts:
                 yield w, self.gradient(weight.elements * self.c)

@@ -66,6 +66,8 @@ class Placement(ABC):
     """Data-parallel ranks."""
     averaged: int = 0
     """Bytes of an average of each trained element, which is saved beside moments."""
+    casts_inputs: bool = False
+    """Whether a block is given copies of its inputs in the compute dtype."""
 
     @abstractmethod
     def load(self) -> None:

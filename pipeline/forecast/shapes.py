@@ -30,11 +30,18 @@ class Weight:
     """Bytes that it is held in, flat, whatever its dtype would take; None: as numbers."""
     update: Update | None = None
     """What is trained beside it, if it is a matrix."""
+    transposed: bool = False
+    """Whether a matrix has the shape (inputs, outputs) instead of (outputs, inputs)."""
 
     @functools.cached_property
     def elements(self) -> int:
         """How many numbers it has."""
         return math.prod(self.shape)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a matrix gives for each row."""
+        return self.shape[1] if self.transposed else self.shape[0]
 
     def bytes(self, size: int) -> int:
         """Bytes in which it is held, as numbers of `size` bytes where it is numbers."""
@@ -143,6 +150,15 @@ class ModelShape(ABC):
     @abstractmethod
     def output(self) -> Weight:
         """The head's matrix, shape (vocabulary, hidden)."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it computes something with what its head gives."""
+        return False
+
+    def finished(self, net: Net, logits: Value) -> Value:
+        """What it computes with what its head gives, to which it takes the reference."""
+        return logits
 
     @abstractmethod
     def forward(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.errors import StageError
 from pipeline.forecast.options import Saving
 from pipeline.forecast.phases import LOAD
 from pipeline.forecast.planning import Drawn
@@ -87,11 +88,21 @@ def _spared(start: Way, draw: Draw, without: Collection[int]) -> Iterator[Way]:
     way = start
     while _short(way.drawn):
         left = (one for one in savings(way.drawn) if one[1].order not in without)
-        found = next(left, None)
-        if found is None:
+        following = next(_possible(way, left, draw), None)
+        if following is None:
             return
-        way = way.and_(*found, draw)
+        way = following
         yield way
+
+
+def _possible(way: Way, left: Iterable[tuple[str, Saving]], draw: Draw) -> Iterator[Way]:
+    """The way with each of these savings that its stages can do together."""
+    for slot, saving in left:
+        try:
+            following = way.and_(slot, saving, draw)
+        except StageError:
+            continue
+        yield following
 
 
 def _short(drawn: Drawn) -> bool:

@@ -32,6 +32,8 @@ class Value:
     """Whether it is a view of another tensor, so that it is not added to in place."""
     leaf: Callable[[Value], None] | None = None
     """Of a parameter: what becomes of its gradient."""
+    base: Value | None = None
+    """Whose memory it is, if it is a part of another tensor."""
 
 
 Backward = Callable[[Value], Iterable[tuple[Value, "Value | None"]]]
@@ -45,6 +47,8 @@ class Node:
     output: Value
     saved: Sequence[Value]
     backward: Backward
+    takes: bool
+    """Whether backward takes the reference to the gradient that it is given."""
 
 
 class Tape:
@@ -61,6 +65,13 @@ class Tape:
         self.ledger.change(item, size)
         return Value(size, item, graded=graded)
 
+    def part(self, base: Value, size: int) -> Value:
+        """So many bytes of a tensor, which stays for as long as they are referred to; with one
+        reference."""
+        value = Value(size, base.item, graded=base.graded, element=base.element)
+        value.base = self.hold(base)
+        return value
+
     def hold(self, value: Value) -> Value:
         """One reference more."""
         value.refs += 1
@@ -71,17 +82,24 @@ class Tape:
         for value in values:
             if value is not None:
                 value.refs -= 1
-                if not value.refs:
+                if value.refs:
+                    continue
+                if value.base is None:
                     self.ledger.change(value.item, -value.bytes)
+                else:
+                    self.drop(value.base)
 
     def pulse(self, size: int, item: str = ACTIVATIONS) -> None:
         """A tensor that is gone at once."""
         self.ledger.pulse(item, size)
 
-    def node(self, output: Value, saved: Iterable[Value], backward: Backward) -> Value:
+    def node(
+        self, output: Value, saved: Iterable[Value], backward: Backward, *, takes: bool = False
+    ) -> Value:
         """Note that `output` was computed so."""
         if self.recording and output.graded:
-            self._nodes.append(Node(output, [self.hold(value) for value in saved], backward))
+            held = [self.hold(value) for value in saved]
+            self._nodes.append(Node(output, held, backward, takes))
         return output
 
     def then(self, action: Callable[[], None]) -> None:
@@ -102,7 +120,7 @@ class Tape:
                 continue
             gradient, node.output.gradient = node.output.gradient, None
             parts = [] if gradient is None else list(node.backward(gradient))
-            self.drop(gradient, *node.saved)
+            self.drop(None if node.takes else gradient, *node.saved)
             for value, part in parts:
                 self.accumulate(value, part)
 

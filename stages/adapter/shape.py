@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -19,27 +19,23 @@ def adapted(stage: Lora, model: ModelShape) -> ModelShape:
     caveats = list(model.caveats)
     if stage.dora:
         caveats.append("what DoRA computes of the lengths of weights' rows")
-    return replace(model.changed(_change(stage)), caveats=tuple(caveats))
+    inside = {weight for block in model.blocks for weight in block.own}
+    return replace(model.changed(_change(stage, inside)), caveats=tuple(caveats))
 
 
-def _change(stage: Lora) -> Callable[[Weight], Weight]:
+def _change(stage: Lora, inside: Collection[Weight]) -> Callable[[Weight], Weight]:
     def change(weight: Weight) -> Weight:
         wanted = any(fnmatchcase(weight.name, pattern) for pattern in stage.train_also)
         frozen = replace(weight, trained=wanted, borrowed=not wanted)
-        if not _is_layer(weight):
+        if len(weight.shape) != 2 or weight not in inside:
             return frozen
-        if stage.quantize is not None:
+        if stage.quantize is not None and not weight.transposed:
             frozen = replace(frozen, packed=packed_bytes(weight.elements))
         return (
             replace(frozen, update=_update(stage, weight)) if _is_target(stage, weight) else frozen
         )
 
     return change
-
-
-def _is_layer(weight: Weight) -> bool:
-    """Whether it is a linear layer's, but not the head's."""
-    return len(weight.shape) == 2 and ".layers." in weight.name
 
 
 def _is_target(stage: Lora, weight: Weight) -> bool:
@@ -50,7 +46,7 @@ def _is_target(stage: Lora, weight: Weight) -> bool:
 
 
 def _update(stage: Lora, weight: Weight) -> Update:
-    outputs, inputs = weight.shape
+    outputs, inputs = weight.outputs, weight.elements // weight.outputs
     layer = weight.name.removesuffix(".weight")
     return Update(
         down=Weight(name=f"{layer}.lora_A", shape=(stage.rank, inputs)),

@@ -12,7 +12,10 @@ from pipeline.errors import StageError
 from stages.model import compat
 from stages.model.paths import Files, local
 
-OLD_SPELLINGS = ("head_dim", "rope_theta", "rope_scaling", "torch_dtype")
+OLD_SPELLINGS = (
+    "head_dim", "rope_theta", "rope_scaling", "torch_dtype", "partial_rotary_factor",
+    "rope_local_base_freq", "sliding_window_pattern", "rotary_pct", "rotary_emb_base",
+)  # fmt: skip
 """Keys that architectures read without declaring them, or translate."""
 
 

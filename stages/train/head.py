@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import StageError
 from stages.train.linear_loss import linear_loss
-
-HINT = "leave out loss_chunk_size"
+from stages.train.refusals import CHANGED_LOGITS, HINT
 
 
 class LossHead:
@@ -42,8 +41,7 @@ class LossHead:
         was computed with it. Inside of `taking`; raises StageError."""
         if not self._gave(output):
             raise StageError(
-                "loss_chunk_size: this model computes something with its logits (caps or scales "
-                "them, say), so their loss cannot stand for them",
+                CHANGED_LOGITS,
                 hint=HINT,
             )
 

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts import Precision
+from pipeline.errors import StageError
 from pipeline.forecast.net import WIDE, Batch, Kept, Net
 from pipeline.forecast.phases import BACKWARD, FORWARD, LOAD, RESUME, SAVE, UPDATE
 from pipeline.forecast.placement import Copies, Placement
@@ -14,6 +15,7 @@ from pipeline.forecast.shapes import BlockShape, ModelShape, OptimizerShape, Rec
 from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
 from pipeline.forecast.tape import ACTIVATIONS, GRADIENTS, Tape, Value
+from stages.train.refusals import CHANGED_LOGITS, HINT
 from stages.train.work import work
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ def tell(
     placement: Placement,
 ) -> Step:
     """Two steps on the site's ledger, the second with optimizer state from the start; what a step
-    is made of."""
+    is made of. Raises StageError for a loss in chunks of logits that the model changes."""
+    if config.loss_chunk_size is not None and model.changes_logits:
+        raise StageError(CHANGED_LOGITS, hint=HINT)
     ledger = site.ledger
     size = config.microbatch_size(site.ranks)
     most = -(-config.global_batch_size // site.ranks)
@@ -175,14 +179,14 @@ class Story:
             )
             result = block.forward(net, inner)
             net.kept = Kept()
-            tape.accumulate(result, tape.hold(upstream))
+            tape.accumulate(result, upstream)
             tape.drop(result)
             tape.run_back(start)
             if how.offload:
                 tape.drop(inner)
             return [(x, inner.gradient)]
 
-        return tape.node(out, [] if how.offload else [x], back)
+        return tape.node(out, [] if how.offload else [x], back, takes=True)
 
     def _output(self, hidden: Value) -> Value:
         """Logits, or the loss itself where it is computed in chunks."""
@@ -190,7 +194,7 @@ class Story:
             return self._in_chunks(hidden, self._chunk)
         logits = self._tensor(self._net.linear(hidden, self._model.output))
         self._tape.drop(hidden)
-        return logits
+        return self._model.finished(self._net, logits)
 
     def _in_full(self, logits: Value) -> Value:
         """What `SummedLoss.in_full` does."""

@@ -32,6 +32,8 @@ class FsdpPlacement(Placement):
     through; the buffer that is reduced, in the reduce dtype, lives until the next unit's is needed.
     """
 
+    casts_inputs = True
+
     def __init__(
         self,
         ledger: Ledger,

@@ -20,7 +20,8 @@ def declared_shape(stage: HfModel) -> ModelShape:
     again = None
     if asked is not None:
         again = Recomputed(every=asked.every, keep=asked.keep, offload=asked.offload)
-    return shape_of(read_config(stage), again, tuple(_caveats(stage)))
+    caveats = tuple(_caveats(stage))
+    return shape_of(read_config(stage), again, caveats, attention=stage.attention)
 
 
 def require_possible(stage: HfModel) -> None:
@@ -38,5 +39,3 @@ def _caveats(stage: HfModel) -> Iterator[str]:
         yield "copies of weights and activations in 8 bits are not counted"
     if stage.kernels is not None:
         yield "fused kernels keep less for backward than is counted here"
-    if stage.attention == "eager":
-        yield "eager attention keeps its matrices, which are not counted"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import StageError
-from pipeline.forecast.shapes import Recomputed, Weight
+from pipeline.forecast.shapes import ModelShape, Recomputed, Weight
+from stages.model.shapes.catalogue import FAMILIES
+from stages.model.shapes.family import Given
 from stages.model.shapes.fields import MOST_BLOCKS, Fields
 from stages.model.shapes.gated import GatedBlock, GatedModel
 
@@ -36,17 +39,32 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def shape_of(
-    config: Mapping[str, Any], recomputed: Recomputed | None, caveats: tuple[str, ...]
-) -> GatedModel:
-    """The sizes of a model. Raises StageError for an architecture that has no arithmetic here, and
-    for a config that no model can have."""
+    config: Mapping[str, Any],
+    recomputed: Recomputed | None,
+    caveats: tuple[str, ...],
+    *,
+    attention: str = "sdpa",
+) -> ModelShape:
+    """The sizes of a model; `attention` is how that is computed. Raises StageError for an
+    architecture that has no arithmetic here, and for a config that no model can have."""
     if config.get("model_type") is None:
         raise StageError("the model's config has no model_type", hint="such as llama")
     kind = str(config["model_type"])
+    if kind in FAMILIES:
+        family = FAMILIES[kind]
+        given = Given(
+            kind=kind,
+            fields=family.fields(kind, config),
+            attention=attention,
+            recomputed=recomputed,
+            caveats=caveats,
+        )
+        return family.shape(given)
     if kind not in DEFAULTS:
         raise StageError(
             f"the sizes of a {kind} are not known by arithmetic",
-            hint=f"it knows {', '.join(DEFAULTS)}; --trace runs any model without memory",
+            hint=f"it knows {', '.join([*DEFAULTS, *FAMILIES])}; --trace runs any model without "
+            "memory",
         )
     fields = Fields(kind, config, DEFAULTS[kind])
     hidden, vocabulary = fields.count("hidden_size"), fields.count("vocab_size")
@@ -65,7 +83,10 @@ def shape_of(
         vocabulary=vocabulary,
         root=(table, norm) if head is table else (table, norm, head),
         blocks=[
-            _block(f"model.layers.{place}", kind, fields, heads, size)
+            replace(
+                _block(f"model.layers.{place}", kind, fields, heads, size),
+                eager=attention == "eager",
+            )
             for place in range(fields.count("num_hidden_layers", MOST_BLOCKS))
         ],
         attention=heads * size,

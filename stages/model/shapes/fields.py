@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeline.errors import StageError
@@ -39,6 +40,40 @@ class Fields:
         if type(value) is not bool:
             self._refuse(name, "true or false")
         return bool(value)
+
+    def number(self, name: str) -> float:
+        """From 0."""
+        value = self._values[name]
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            self._refuse(name, "a number from 0")
+        return float(value)
+
+    def word(self, name: str) -> str:
+        """A text."""
+        value = self._values[name]
+        if not isinstance(value, str):
+            self._refuse(name, "a name")
+        return str(value)
+
+    def given(self, name: str) -> bool:
+        """Whether it is not null."""
+        return self._values[name] is not None
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """A table; empty where it is null."""
+        value = self._values[name]
+        if value is not None and not isinstance(value, Mapping):
+            self._refuse(name, "a table")
+        return value or {}
+
+    def choices(self, name: str, count: int, known: Collection[str]) -> list[str] | None:
+        """So many of these words, or null."""
+        value = self._values[name]
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or not {*value} <= {*known}:
+            self._refuse(name, f"a list of {count} of {', '.join(sorted(known))}")
+        return list(value)
 
     def multiple(self, name: str, of: str, divisor: int) -> int:
         """A whole number of times `divisor`, which the config calls `of`; gives how many times."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
+from pipeline.forecast.layers import by_head, eager_attention, repeated
 from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.shapes import BlockShape, ModelShape, Weight
 from pipeline.forecast.tape import Value
@@ -35,6 +36,8 @@ class GatedBlock(BlockShape):
     """Of queries and keys, head by head."""
     window: int | None = None
     """How many tokens a token sees at most."""
+    eager: bool = False
+    """Whether attention holds its matrix."""
 
     @cached_property
     def own(self) -> Sequence[Weight]:
@@ -86,12 +89,16 @@ class GatedBlock(BlockShape):
                 k = net.replaced(k, net.rms_norm(k, self.head_norms[1]))
             q = net.replaced(q, net.rotary(q))
             k = net.replaced(k, net.rotary(k))
-            masked = masks(net, self.window)
+            masked = self.eager or masks(net, self.window)
             if masked:  # with one, heads do not share keys and values
                 times = self.q.shape[0] // self.k.shape[0]
-                k = net.replaced(k, net.repeated(k, times))
-                v = net.replaced(v, net.repeated(v, times))
-            mixed = net.attention(q, k, v, self.heads, masked=masked)
+                k = net.replaced(k, repeated(net, k, times, self.heads // times))
+                v = net.replaced(v, repeated(net, v, times, self.heads // times))
+            if self.eager:
+                v = v if times > 1 else net.replaced(v, by_head(net, v))
+                mixed = eager_attention(net, q, k, v, self.heads)
+            else:
+                mixed = net.attention(q, k, v, self.heads, masked=masked)
             out = net.linear(mixed, self.o, self.offsets[3])
             tape.drop(q, k, v, mixed)
             return out
@@ -157,10 +164,12 @@ class GatedModel(ModelShape):
             return loss(x)
 
     def _mask(self, net: Net) -> Value:
-        """Which tokens see which, as bytes, where that is not all before; blocks that are computed
-        again keep it for backward."""
-        masked = any(masks(net, block.window) for block in self.blocks)
-        mask = net.tape.make(net.batch.tokens * net.batch.length if masked else 0)
+        """Which tokens see which, as bytes, where that is not all before, or as numbers where a
+        matrix is there to be added to; blocks that are computed again keep it for backward."""
+        eager = any(block.eager for block in self.blocks)
+        masked = eager or any(masks(net, block.window) for block in self.blocks)
+        pairs = net.batch.tokens * net.batch.length if masked else 0
+        mask = net.tape.make(pairs * (net.c if eager else 1))
         if self.recomputed is not None:
             kept = net.tape.hold(mask)
             net.tape.then(lambda: net.tape.drop(kept))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from stages.model.shapes.known_families import KNOWN
+
 
 class _Known(NamedTuple):
     """In the order of the table below."""
@@ -57,7 +59,7 @@ _TABLE: Mapping[str, _Known] = {
 }
 """Hub id without what says how it was tuned."""
 
-_TUNED = ("-Instruct", "-chat-hf", "-Base", "-Chat")
+_TUNED = ("-Instruct", "-instruct", "-chat-hf", "-Base", "-base", "-Chat", "-it", "-pt")
 
 
 def known_config(repo: str) -> dict[str, Any] | None:
@@ -65,6 +67,8 @@ def known_config(repo: str) -> dict[str, Any] | None:
     base = repo
     for ending in _TUNED:
         base = base.removesuffix(ending)
+    if base in KNOWN:
+        return dict(KNOWN[base])
     found = _TABLE.get(base) or _TABLE.get(f"{base}-hf")
     if found is None:
         return None

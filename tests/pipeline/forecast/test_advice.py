@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.errors import StageError
 from pipeline.forecast.advice import Walk
 from pipeline.forecast.options import CHUNK, RECOMPUTE, SMALLER, Order, Saving
 from pipeline.forecast.sparing import Change, Way, best, ways
@@ -62,6 +63,22 @@ def drawn(changes: Sequence[Change], needs: dict[str, int], *, unknown: Sequence
 
 def fields_of(changes: Sequence[Change]) -> dict[str, Any]:
     return {one.path: one.value for one in changes if "." in one.path}
+
+
+def test_a_saving_that_a_model_cannot_have_is_left_out() -> None:
+    def draw(changes: Sequence[Change]) -> Any:
+        if "train.chunk" in fields_of(changes):
+            raise StageError("logits are capped")
+        return drawn(changes, {"": 16})
+
+    found = list(ways([], draw))
+    assert [fields_of(way.changes) for way in found] == [
+        {},
+        {"train.again": True},
+        {"train.again": True, "train.micro": 2},
+        {"train.micro": 2},
+        {"train.micro": 1},
+    ]
 
 
 def test_what_costs_a_third_is_given_up_when_smaller_micro_batches_do() -> None:

@@ -299,6 +299,20 @@ def test_advice_passes_its_own_check_and_plan(case: str, tmp_path: Path) -> None
     assert pipe("plan", file, *known).exit_code == 0
 
 
+def test_advice_about_a_model_that_cannot_have_sdpa(tmp_path: Path) -> None:
+    file = tmp_path / "advised.yaml"
+    # On so few GPUs that its loss would be in chunks, which its capped logits do not allow.
+    asked = ("advise", "google/gemma-2-9b", "--gpus", "2", "--gpu", "H100", "--out", file)
+    refused = pipe(*asked)
+    assert refused.exit_code == 1
+    assert "write eager (pipe advise: --attention eager)" in refused.output
+    result = pipe(*asked, "--attention", "eager", "--lora")
+    assert result.exit_code == 0, result.output
+    recipe = yaml.safe_load(file.read_text("utf-8"))
+    assert recipe["stages"]["model"]["attention"] == "eager"
+    assert "loss_chunk_size" not in result.output
+
+
 def wrap_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     file = tmp_path / "advised.yaml"
     result = pipe("advise", *arguments, "--out", file)

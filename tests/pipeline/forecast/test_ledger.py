@@ -75,6 +75,24 @@ def test_saved_tensors_live_until_their_operation_has_run_backward() -> None:
     assert x.gradient is not None
 
 
+def test_what_takes_its_gradient_may_let_it_go() -> None:
+    for takes, most in ((True, 40), (False, 50)):
+        tape = Tape(Ledger())
+        tape.ledger.phase("backward")
+        y = tape.make(10)
+
+        def back(upstream: Value, tape: Tape = tape, takes: bool = takes) -> list[Any]:
+            tape.drop(upstream if takes else None)
+            tape.pulse(30)
+            return []
+
+        tape.node(y, [], back, takes=takes)
+        tape.accumulate(y, tape.make(10, "gradient"))
+        tape.run_back()
+        assert tape.ledger.peaks("device")["backward"].bytes == most
+        assert tape.ledger.held() == {ACTIVATIONS: 10}
+
+
 def test_two_gradients_of_one_tensor_are_added() -> None:
     ledger = Ledger()
     tape = Tape(ledger)

@@ -78,6 +78,10 @@ def test_windows_and_documents() -> None:
     assert pairs(SampleShape(length=2), windowed) == 3
     assert pairs(SampleShape(length=5), declared(LLAMA).blocks[0]) == 15
     assert pairs(SampleShape(length=5, packed=True), windowed) == 5
+    kinds = ["sliding_attention", "full_attention"] * 2
+    alternating = {"model_type": "gemma3_text", "sliding_window": 3, "layer_types": kinds}
+    blocks = declared({**LLAMA, **alternating}).blocks
+    assert [pairs(SampleShape(length=5), block) for block in blocks] == [12, 15, 12, 15]
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2), Lora(rank=2, targets=("q_proj",))])
