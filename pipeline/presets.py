@@ -25,6 +25,8 @@ class Strategy:
     fields: Mapping[str, Any]
     what: str = ""
     order: int = 0
+    at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further fields to begin with where memory is to be had."""
     foretold: bool = True
     """Whether the stage can tell what it will need."""
 
@@ -32,6 +34,11 @@ class Strategy:
     def slot(self) -> dict[str, Any]:
         """What a recipe says to have it."""
         return {"use": self.use, **self.fields}
+
+    @property
+    def generous(self) -> dict[str, Any]:
+        """The same, with what takes memory for time."""
+        return {**self.slot, **self.at_first}
 
 
 def strategies(registry: Registry) -> dict[str, Strategy]:
@@ -86,7 +93,7 @@ def _presets(kind: Any, entry: Entry) -> Presets:
         raise PluginError(f"{at_fault}cannot be told: {type(error).__name__}: {error}") from error
     known = {field.name for field in dataclasses.fields(kind)}
     for name, preset in told.items():
-        if not isinstance(preset, Preset) or not set(preset.fields) <= known:
+        if not isinstance(preset, Preset) or not {*preset.fields, *preset.at_first} <= known:
             raise PluginError(f"{at_fault}are wrong: `{name}` is no Preset with its fields")
     return told  # type: ignore[no-any-return]
 

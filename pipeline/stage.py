@@ -54,6 +54,8 @@ class Preset:
     """What it does, as in `every rank holds everything`."""
     order: int = 0
     """When `pipe advise` tries it (`pipeline.forecast.options.Order`); 0: never."""
+    at_first: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields that `pipe advise` begins with; what they take, the stage's `savings` save."""
 
 
 Presets = Mapping[str, Preset]

@@ -12,6 +12,7 @@ import click
 
 from pipeline.commands.machines import asked_for, machine_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
+from pipeline.files import try_writing
 from pipeline.registry import Registry
 
 EXAMPLE = [
@@ -38,7 +39,11 @@ EXAMPLE = [
     type=click.IntRange(min=1),
     help="Samples of a forward pass on one GPU, to begin with. Default: 32768 tokens.",
 )
-@click.option("--data", type=click.Path(path_type=Path, exists=True), help="Conversations, JSON.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Conversations, JSON.",
+)
 @click.option("--revision", help="Commit of a hub model.")
 @click.option("--attention", help="How it is computed, for a model that cannot have sdpa.")
 @click.option(
@@ -67,6 +72,7 @@ def advise(
     step is estimated to be the shortest is taken, or, where rates are not known, the one that gives
     up the least. Every other is shown with what it would need. Exit code 3 when nothing fits.
     """
+    from pipeline.commands.stopping import stoppable
     from pipeline.forecast.advising import Task
     from pipeline.forecast.advising import advise as walk
 
@@ -75,10 +81,13 @@ def advise(
         raise UsageError(
             "say what GPUs these are", hint="--gpu H100, or --memory 80, or --machine FILE"
         )
+    where = _model(model, revision, attention)
     name = _name(model, lora=not full)
     target = out or Path(f"{name}.yaml")
     if target.exists():
         raise UsageError(f"{target} exists", hint="name another file with --out")
+    with system_errors_as(UsageError):
+        try_writing(target)
     example = target.with_suffix(".example.jsonl")
     # One that is there is the user's, who was told to put data there.
     made = data is None and not example.exists()
@@ -86,12 +95,13 @@ def advise(
         with system_errors_as(UsageError):
             example.write_text("".join(json.dumps(row) + "\n" for row in EXAMPLE), "utf-8")
     task = Task(
-        name=name, model=_model(model, revision, attention), data=data or example, lora=not full,
+        name=name, model=where, data=data or example, lora=not full,
         sequence=seq, global_batch=global_batch, micro_batch=micro_batch, compute="bf16",
     )  # fmt: skip
     written = False
     try:
-        advice = walk(task, asked, margins, registry or Registry.installed())
+        with stoppable():
+            advice = walk(task, asked, margins, registry or Registry.installed())
         click.echo("\n".join(advice.lines()))
         if advice.draft is not None:
             with system_errors_as(UsageError):
@@ -101,12 +111,15 @@ def advise(
         if made and not written:
             example.unlink()
     if not written:
-        click.echo(
-            "nothing fits: it takes more or larger GPUs; tensor parallelism is not there", err=True
-        )
+        click.echo(f"nothing fits: it takes {advice.missing}", err=True)
         sys.exit(NoFit.exit_code)
     yours = f"; its data is an example in {example}: put yours there" if made else ""
     click.echo(f"\nwritten: {target}{yours}")
+    if "config" in task.model:
+        name_one = (
+            "" if "tokenizer" in task.model else ", and names no tokenizer: say model.tokenizer"
+        )
+        click.echo(f"it starts from random weights{name_one}")
 
 
 def _name(model: str, *, lora: bool) -> str:
@@ -121,11 +134,23 @@ def _model(model: str, revision: str | None, attention: str | None) -> dict[str,
     return found if attention is None else {**found, "attention": attention}
 
 
+def _declared(config: Path) -> dict[str, Any]:
+    """The folder of a config that has its weights, or else the config, with the tokenizer beside
+    it."""
+    folder = config.parent
+    if config.name == "config.json" and any(folder.glob("*.safetensors")):
+        return {"path": str(folder)}
+    there = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return {"config": str(config), **({"tokenizer": str(folder)} if there else {})}
+
+
 def _where(model: str, revision: str | None) -> dict[str, Any]:
     """What the model is. A path is written so that it means the same from anywhere."""
     path = Path(model).expanduser()
+    if not model or (model[0] in "./~" and not path.exists()):
+        raise UsageError(f"there is no such model: {model or 'its name is empty'}")
     if path.name.endswith(".json") and path.is_file():
-        return {"config": str(path.absolute())}
+        return _declared(path.absolute())
     if path.exists():
         return {"path": str(path.absolute())}
     if revision is not None:

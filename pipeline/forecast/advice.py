@@ -9,7 +9,7 @@ from itertools import groupby
 from pipeline.errors import RecipeError
 from pipeline.forecast.options import Order
 from pipeline.forecast.planning import Drawn
-from pipeline.forecast.sparing import Change, Draw, Way, best, ways
+from pipeline.forecast.sparing import Change, Draw, Way, best, needed, ways
 from pipeline.forecast.table import gib
 from pipeline.presets import Strategy
 
@@ -36,16 +36,22 @@ class Tried:
         """One line of numbers."""
         drawn = self.way.drawn
         device = drawn.margins.of(drawn.forecast.peak)
+        there = drawn.hardware.device_memory
         parts = [
-            _compared(device, drawn.hardware.device_memory, "GPU"),
-            _compared(drawn.forecast.host_peak, drawn.hardware.host_memory, "host"),
+            f"{gib(device)} GiB of {gib(there)} a GPU" if there else f"{gib(device)} GiB a GPU",
+            _on_host(drawn),
             *_time(drawn),
         ]
+        if drawn.idle:
+            parts.append(f"{drawn.idle} of {drawn.site.ranks} GPUs without a sample")
         return ", ".join(parts)
 
 
-def _compared(needed: int, there: int | None, what: str) -> str:
-    return f"{gib(needed)} GiB of {gib(there)} a {what}" if there else f"{gib(needed)} GiB a {what}"
+def _on_host(drawn: Drawn) -> str:
+    needed, there = drawn.forecast.host_peak, drawn.hardware.host_memory
+    return (
+        f"{gib(needed)} GiB of {gib(there)} a host" if there else f"if a host has {gib(needed)} GiB"
+    )
 
 
 def _time(drawn: Drawn) -> Iterator[str]:
@@ -92,6 +98,17 @@ class Walk:
             self.refused.append(f"{strategy.name}: {error.problems[0].message}")
 
 
+def of_each(tried: Sequence[Tried]) -> Iterator[Tried]:
+    """The best of every strategy's ways; of those that do not fit, the one that needs least."""
+    for _, group in groupby(tried, key=lambda one: one.strategy.name):
+        found = list(group)
+        way = best([one.way for one in found])
+        if way is None:
+            yield min(found, key=lambda one: needed(one.way.drawn))
+        else:
+            yield next(one for one in found if one.way is way)
+
+
 def suited(strategies: Sequence[Strategy], nodes: int, ranks: int) -> Iterator[Strategy]:
     """Those that are not another one under a second name on so many nodes and ranks."""
     for strategy in strategies:
@@ -104,7 +121,7 @@ def suited(strategies: Sequence[Strategy], nodes: int, ranks: int) -> Iterator[S
 
 def wrapped(strategy: Strategy, slot: str = WRAP) -> Change:
     """The slot that wraps the model."""
-    return Change(path=slot, value=strategy.slot, why=strategy.what)
+    return Change(path=slot, value=strategy.generous, why=strategy.what)
 
 
 def _offloaded(strategy: Strategy) -> int:

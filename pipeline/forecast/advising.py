@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError, UsageError
-from pipeline.forecast.advice import Tried, Walk, wrapped
+from pipeline.forecast.advice import WRAP, Tried, Walk, of_each, wrapped
 from pipeline.forecast.draft import Draft
 from pipeline.forecast.fit import Margins
 from pipeline.forecast.hardware import Asked
 from pipeline.forecast.options import Order
 from pipeline.forecast.planning import Drawn, draw_up
-from pipeline.forecast.sparing import Change, ways
+from pipeline.forecast.sparing import Change, Draw, ways
+from pipeline.forecast.table import gib
 from pipeline.presets import in_order
 from pipeline.registry import Registry
 
@@ -47,13 +48,23 @@ class Task:
     compute: str
 
 
+def ranks_of(asked: Asked, nodes: int) -> int:
+    """GPUs of so many nodes."""
+    return (asked.gpus or 1) * nodes
+
+
+def batch_of(task: Task, ranks: int) -> int:
+    """Samples of a step on so many GPUs."""
+    return task.global_batch or max(BATCH, ranks)
+
+
 def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
     """The recipe before a strategy is chosen. Raises UsageError when none is installed."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
-    ranks = (asked.gpus or 1) * (asked.nodes or 1)
-    batch = task.global_batch or max(BATCH, ranks)
+    ranks = ranks_of(asked, asked.nodes or 1)
+    batch = batch_of(task, ranks)
     most = task.micro_batch or max(TOKENS // task.sequence, 1)
     adapter = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}} if task.lora else {}
     slots: dict[str, dict[str, Any]] = {
@@ -105,6 +116,18 @@ class Advice:
     """The fewest nodes on which it fits without offloading, of those that were asked about; None
     where that is not known, or not needed."""
 
+    @property
+    def missing(self) -> str:
+        """What it takes where nothing fits, by the way that is the nearest to it."""
+        hosts = [
+            one for one in self.tried if all(short.place == "host" for short in one.way.drawn.short)
+        ]
+        if not hosts:
+            return "more or larger GPUs; tensor parallelism is not there"
+        least = min(hosts, key=lambda one: one.way.drawn.forecast.host_peak)
+        needed = gib(least.way.drawn.forecast.host_peak)
+        return f"{needed} GiB of host memory a node for {least.strategy.name}, or more nodes"
+
     def lines(self) -> Iterator[str]:
         """For people."""
         for tried in self.tried:
@@ -127,14 +150,16 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
         file.write_text(draft.text(), "utf-8")
 
         def draw(nodes: int, changes: Sequence[Change]) -> Drawn:
-            overrides = [change.override for change in changes]
+            batch = f"train.global_batch_size={batch_of(task, ranks_of(asked, nodes))}"
+            overrides = [batch, *(change.override for change in changes)]
             return draw_up(file, overrides, replace(asked, nodes=nodes), margins, registry)
 
+        _require_sound(partial(draw, nodes))
         walk = Walk(
             draw=partial(draw, nodes),
             strategies=in_order(registry),
             nodes=nodes,
-            ranks=(asked.gpus or 1) * nodes,
+            ranks=ranks_of(asked, nodes),
         )
         chosen = walk.run()
         needed = None
@@ -151,6 +176,16 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
         refused=walk.refused,
         nodes_needed=needed,
     )
+
+
+def _require_sound(draw: Draw) -> None:
+    """Raises UsageError for mistakes that are no strategy's: a model or data that is not there."""
+    try:
+        draw([])
+    except RecipeError as error:
+        own = [one for one in error.problems if one.key.split(".")[0] != WRAP]
+        if own:
+            raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
 DrawOn = Callable[[int, Sequence[Change]], Drawn]
@@ -176,8 +211,9 @@ def _head(task: Task, tried: Sequence[Tried], chosen: Tried) -> list[str]:
     what = "low-rank updates" if task.lora else "all weights"
     lines = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", ""]
     lines.append(f"Chosen: {chosen.what}: {chosen.told()}.")
-    for title, fits in (("Needs too much:", False), ("Fits too, but not so well:", True)):
-        others = [one for one in tried if one is not chosen and one.way.fits is fits]
+    rest = [one for one in of_each(tried) if one.strategy is not chosen.strategy]
+    for title, fits in (("Needs too much:", False), ("Fits too, but is no faster:", True)):
+        others = [one for one in rest if one.way.fits is fits]
         if others:
             lines += ["", title, *(f"  {one.what}: {one.told()}" for one in others)]
     return lines

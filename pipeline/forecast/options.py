@@ -39,5 +39,6 @@ class Saver(Protocol):
     def savings(self, ranks: int) -> Iterator[Saving]: ...
 
 
-RECOMPUTE, CHUNK, SMALLER = 1, 2, 3
-"""Orders of savings: activations computed again, logits in chunks, smaller micro-batches."""
+REDUCE, RECOMPUTE, CHUNK, SMALLER = 1, 2, 3, 4
+"""Orders of savings: gradients reduced more often, activations computed again, logits in chunks,
+smaller micro-batches."""

@@ -10,8 +10,9 @@ from functools import partial
 from pipeline.engine import Engine
 from pipeline.errors import PipeError
 from pipeline.forecast.advice import suited, wrapped
+from pipeline.forecast.options import Order
 from pipeline.forecast.planning import Drawn
-from pipeline.forecast.sparing import Change, Draw, Way, best, ways
+from pipeline.forecast.sparing import Change, Draw, Way, best, folded, ways
 from pipeline.forecast.table import gib
 from pipeline.presets import Strategy
 
@@ -32,7 +33,7 @@ class Remedy:
     def line(self) -> str:
         """For people, to be pasted behind the command."""
         drawn = self.way.drawn
-        words = [*self.options, *(change.override for change in self.way.changes)]
+        words = [*self.options, *(change.override for change in folded(self.way.changes))]
         return f"{shlex.join(words)}  ({_needs(drawn)})"
 
 
@@ -51,23 +52,29 @@ def remedies(drawn: Drawn, draw: DrawOn, strategies: Sequence[Strategy]) -> Iter
         yield Remedy(options=(), way=own)
     yield from _otherwise(drawn, same, strategies)
     if drawn.site.device != "cpu":
-        yield from _more(drawn, draw)
+        yield from _more(drawn, draw, strategies)
 
 
-def _more(drawn: Drawn, draw: DrawOn) -> Iterator[Remedy]:
-    """The fewest nodes, doubling, on which it fits, with as little saved as is needed."""
-    times = 2
-    while times <= MOST_TIMES:
-        try:
-            found = best(list(ways([], partial(draw, times))))
-        except PipeError:  # such as a batch that is smaller than the ranks
-            return
-        if found is not None:
-            site = drawn.site
-            options = ["--gpus", str(site.local_ranks), "--nodes", str(site.nodes * times)]
-            yield Remedy(options=options, way=found)
-            return
-        times *= 2
+def _more(drawn: Drawn, draw: DrawOn, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
+    """The fewest nodes, doubling, on which it fits as it is wrapped, or else sharded over all of
+    them, with as little saved as is needed."""
+    slot = _wrap_slot(drawn)
+    sharded = [
+        wrapped(named, slot) for named in strategies if named.order == Order.SHARDED and slot
+    ]
+    for start in ([], *([one] for one in sharded)):
+        times = 2
+        while times <= MOST_TIMES:
+            try:
+                found = best(list(ways(start, partial(draw, times))))
+            except PipeError:  # such as a batch that is smaller than the ranks
+                break
+            if found is not None:
+                site = drawn.site
+                options = ["--gpus", str(site.local_ranks), "--nodes", str(site.nodes * times)]
+                yield Remedy(options=options, way=found)
+                return
+            times *= 2
 
 
 def _otherwise(drawn: Drawn, draw: Draw, strategies: Sequence[Strategy]) -> Iterator[Remedy]:

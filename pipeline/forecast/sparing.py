@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.errors import StageError
@@ -30,6 +30,18 @@ class Change:
     def override(self) -> str:
         """As an argument of commands."""
         return f"{self.path}={json.dumps(self.value)}"
+
+
+def folded(changes: Sequence[Change]) -> list[Change]:
+    """With fields of slots that are changed as a whole said in these."""
+    made: dict[str, Change] = {}
+    for one in changes:
+        slot, _, field = one.path.partition(".")
+        if field and slot in made:
+            made[slot] = replace(made[slot], value={**made[slot].value, field: one.value})
+        else:
+            made[one.path] = one
+    return list(made.values())
 
 
 Draw = Callable[[Sequence[Change]], Drawn]
@@ -75,7 +87,7 @@ def ways(changes: Sequence[Change], draw: Draw) -> Iterator[Way]:
     chain = [start, *_spared(start, once, ())]
     yield from chain
     kinds = list(dict.fromkeys(saving.order for saving in chain[-1].saved))
-    if chain[-1].fits and len(kinds) > 1:
+    if chain[-1].fits:
         shown = {id(way.drawn) for way in chain}
         for kind in kinds:
             rest = [way for way in _spared(start, once, [kind]) if id(way.drawn) not in shown]
@@ -84,15 +96,21 @@ def ways(changes: Sequence[Change], draw: Draw) -> Iterator[Way]:
 
 
 def _spared(start: Way, draw: Draw, without: Collection[int]) -> Iterator[Way]:
-    """One saving after another, each beside those before it, until it fits or none is left."""
+    """One saving after another, each beside those before it that made the peak lower, until it fits
+    or none is left. If none alone does, the first stays: two phases may need as much."""
     way = start
     while _short(way.drawn):
         left = (one for one in savings(way.drawn) if one[1].order not in without)
-        following = next(_possible(way, left, draw), None)
-        if following is None:
+        tried = []
+        for following in _possible(way, left, draw):
+            yield following
+            tried.append(following)
+            if needed(following.drawn) < needed(way.drawn):
+                break
+        if not tried:
             return
-        way = following
-        yield way
+        helps = needed(tried[-1].drawn) < needed(way.drawn)
+        way = tried[-1 if helps else 0]
 
 
 def _possible(way: Way, left: Iterable[tuple[str, Saving]], draw: Draw) -> Iterator[Way]:
@@ -108,16 +126,26 @@ def _possible(way: Way, left: Iterable[tuple[str, Saving]], draw: Draw) -> Itera
 def _short(drawn: Drawn) -> bool:
     """Whether there is too little memory for what a model computes, which savings make less; what
     is loaded before stays."""
-    on_cpu = drawn.site.device == "cpu"
-    there = drawn.hardware.host_memory if on_cpu else drawn.hardware.device_memory
-    peaks = drawn.forecast.host if on_cpu else drawn.forecast.device
-    if there is None or LOAD not in peaks:
-        return False
-    needs = {
-        phase: peak.bytes if on_cpu else drawn.margins.of(peak.bytes)
-        for phase, peak in peaks.items()
-    }
-    return needs[LOAD] <= there < max(needs.values())
+    there = drawn.hardware.host_memory if _on_cpu(drawn) else drawn.hardware.device_memory
+    needs = _needs(drawn)
+    return there is not None and LOAD in needs and needs[LOAD] <= there < max(needs.values())
+
+
+def needed(drawn: Drawn) -> int:
+    """Bytes of the memory that a model is computed in, at the peak."""
+    return max(_needs(drawn).values(), default=0)
+
+
+def _needs(drawn: Drawn) -> dict[str, int]:
+    """Phase -> bytes of the memory that a model is computed in."""
+    if _on_cpu(drawn):
+        return {phase: peak.bytes for phase, peak in drawn.forecast.host.items()}
+    of = drawn.margins.of
+    return {phase: of(peak.bytes) for phase, peak in drawn.forecast.device.items()}
+
+
+def _on_cpu(drawn: Drawn) -> bool:
+    return drawn.site.device == "cpu"
 
 
 def savings(drawn: Drawn) -> list[tuple[str, Saving]]:

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.options import Order
+from pipeline.forecast.options import REDUCE, Order, Saving
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
@@ -19,6 +19,8 @@ from pipeline.forecast.sizes import Sizes
 from pipeline.stage import Context, PlanView, Preset, Presets
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
+WHOLE = {"reduce_every_microbatch": False}
+"""Gradients stay whole until a step's last micro-batch, and are sent once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +76,29 @@ class Fsdp:
                 order=Order.PARTLY_SHARDED,
                 what="shards, gathered once for forward and backward",
                 fields={"sharding": "shard_grad_op"},
+                at_first=WHOLE,
             ),
             "fsdp": Preset(
                 order=Order.SHARDED,
                 what="shards over all ranks, gathered block by block",
                 fields={"sharding": "full_shard"},
+                at_first=WHOLE,
             ),
             "fsdp-hybrid": Preset(
                 order=Order.SHARDED_WITHIN_NODES,
                 what="shards within each node, gradients averaged across nodes",
                 fields={"sharding": "hybrid_shard"},
+                at_first=WHOLE,
             ),
         }
+
+    def savings(self, ranks: int) -> Iterator[Saving]:
+        if not self.reduce_every_microbatch:
+            yield Saving(
+                order=REDUCE,
+                what="gradients are reduced after every micro-batch",
+                fields={"reduce_every_microbatch": True},
+            )
 
     def forecast(
         self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape

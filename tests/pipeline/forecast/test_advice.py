@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StageError
-from pipeline.forecast.advice import Walk
+from pipeline.forecast.advice import Walk, of_each
 from pipeline.forecast.options import CHUNK, RECOMPUTE, SMALLER, Order, Saving
-from pipeline.forecast.sparing import Change, Way, best, ways
+from pipeline.forecast.sparing import Change, Way, best, folded, ways
 from pipeline.forecast.timing import StepTime
 from pipeline.presets import Strategy
 
@@ -151,7 +151,7 @@ def walk(needs: dict[str, int], nodes: int, ranks: int, *strategies: Strategy) -
 DDP, FSDP = strategy("ddp", Order.REPLICATED), strategy("fsdp", Order.SHARDED)
 HYBRID = strategy("hybrid", Order.SHARDED_WITHIN_NODES)
 SLOW, DISK = strategy("slow", Order.OFFLOADED), strategy("disk", Order.OFFLOADED_TO_DISK)
-NEEDS = {"wrap.ddp": 15, "wrap.fsdp": 9, "wrap.hybrid": 9, "wrap.slow": 1, "wrap.disk": 1}
+NEEDS = {"wrap.ddp": 22, "wrap.fsdp": 9, "wrap.hybrid": 9, "wrap.slow": 1, "wrap.disk": 1}
 
 
 def test_sharding_goes_before_computing_again() -> None:
@@ -164,10 +164,10 @@ def test_sharding_goes_before_computing_again() -> None:
 
 
 def test_one_gpu_is_not_sharded() -> None:
-    chosen = walk(NEEDS, 1, 1, DDP, HYBRID, FSDP, SLOW).run()
+    chosen = walk({**NEEDS, "wrap.ddp": 15}, 1, 1, DDP, HYBRID, FSDP, SLOW).run()
     assert chosen is not None
     assert chosen.strategy is DDP
-    assert fields_of(chosen.way.changes) == {"train.again": True}
+    assert fields_of(chosen.way.changes) == {"train.chunk": True, "train.micro": 2}
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "tried"), [(1, 8, False), (4, 4, False), (2, 16, True)])
@@ -199,4 +199,43 @@ def test_a_strategy_that_cannot_tell_what_it_needs_is_refused() -> None:
 def test_what_was_saved_is_told_as_it_would_be_typed() -> None:
     made = walk({"wrap.ddp": 15}, 1, 1, DDP)
     made.run()
-    assert [tried.what for tried in made.tried] == ["ddp: ddp", "ddp with train.again=true"]
+    assert [tried.what for tried in made.tried] == [
+        "ddp: ddp",
+        "ddp with train.again=true",
+        "ddp with train.chunk=true",
+        "ddp with train.chunk=true train.micro=2",
+    ]
+
+
+def test_what_saves_nothing_is_tried_and_not_kept() -> None:
+    def draw(changes: Sequence[Change]) -> Any:
+        made = drawn(changes, {"": 16})
+        if "train.again" in fields_of(changes):  # which makes nothing lower here
+            made.forecast.device["backward"].bytes += 5
+            made.short = ["short"] if made.forecast.device["backward"].bytes > ROOM else []
+        return made
+
+    found = list(ways([], draw))
+    assert fields_of(found[1].changes) == {"train.again": True}
+    chosen = best(found)
+    assert chosen is not None
+    assert fields_of(chosen.changes) == {"train.chunk": True, "train.micro": 1}
+
+
+def test_each_strategy_is_told_once_by_its_best_way() -> None:
+    made = walk({**NEEDS, "wrap.ddp": 50}, 1, 8, DDP, FSDP)
+    made.run()
+    assert [one.what for one in of_each(made.tried)] == [
+        "ddp with train.again=true train.chunk=true train.micro=1",
+        "fsdp: fsdp",
+    ]
+
+
+def test_fields_of_a_changed_slot_are_said_in_it() -> None:
+    slot = Change(path="wrap", value={"use": "wrap.x", "late": True}, why="")
+    field = Change(path="wrap.late", value=False, why="")
+    other = Change(path="train.chunk", value=1, why="")
+    assert [one.override for one in folded([slot, field, other])] == [
+        'wrap={"use": "wrap.x", "late": false}',
+        "train.chunk=1",
+    ]

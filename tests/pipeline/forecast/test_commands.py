@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from tests.support.forecasts import LLAMA
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FAMILY = [path.name for path in sorted(RECIPES.glob("*.yaml"))]
@@ -84,7 +85,7 @@ def test_what_would_make_a_recipe_for_cpus_fit_is_for_cpus() -> None:
     assert result.exit_code == 3
     lines = result.output.split("it would fit with\n")[1].splitlines()
     assert "GiB a node)" in lines[0]
-    assert '"sharding": "shard_grad_op"' in lines[0]
+    assert "model.activation_checkpointing={}" in lines[0]
     assert not any("--nodes" in line for line in lines)
 
 
@@ -343,7 +344,7 @@ def test_rejected_ways_are_told_with_their_numbers(tmp_path: Path) -> None:
     rejected = [line for line in result.output.splitlines() if line.startswith("too much")]
     assert rejected[0] == "too much  ddp: every rank holds everything"
     head = file.read_text("utf-8").split("name:")[0]
-    assert "ddp: every rank holds everything: " in head
+    assert "ddp with model.activation_checkpointing={} " in head
     assert "GiB of 79.2 a GPU" in head
 
 
@@ -370,6 +371,88 @@ def test_what_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None:
     result = pipe("advise", "Qwen/Qwen2.5-7B", "--gpus", "8", "--gpu", "H100", "--out", nowhere)
     assert result.exit_code == 2
     assert "No such file or directory" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("./no",), "there is no such model: ./no"),
+        (("",), "there is no such model: its name is empty"),
+        (("Qwen/Qwen2.5-7B", "--revision", "main"), "'main' is not a commit"),
+        (("Qwen/Qwen2.5-7B", "--data", "."), "is a directory"),
+    ],
+)
+def test_mistakes_are_not_taken_for_a_lack_of_memory(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.yaml"
+    result = pipe("advise", *arguments, "--gpus", "8", "--gpu", "H100", "--out", out)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "/tmp" not in result.output.replace(str(tmp_path), "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_hosts_that_are_too_small_are_named(tmp_path: Path) -> None:
+    model = ("meta-llama/Llama-3.1-8B", "--gpus", "1", "--out", tmp_path / "x.yaml")
+    result = pipe("advise", *model, "--gpu", "RTX 4090", "--host-memory", "64")
+    assert result.exit_code == 3
+    needs = re.search(r"it takes (\S+) GiB of host memory a node for (\S+), or", result.output)
+    assert needs is not None
+    assert float(needs[1]) > 64
+    assert pipe("advise", *model, "--gpu", "RTX 4090").exit_code == 0
+
+
+def test_a_host_that_is_not_known_is_a_condition(tmp_path: Path) -> None:
+    result = pipe(
+        "advise", "meta-llama/Llama-3.1-8B", "--gpus", "1", "--gpu", "H100",
+        "--out", tmp_path / "x.yaml",
+    )  # fmt: skip
+    lines = result.output.splitlines()
+    chosen = lines[next(n for n, line in enumerate(lines) if line.startswith("chosen")) + 1]
+    assert re.search(r"if a host has \S+ GiB", chosen)
+
+
+def test_a_small_model_is_given_the_cheaper_savings(tmp_path: Path) -> None:
+    out = tmp_path / "x.yaml"
+    result = pipe("advise", "meta-llama/Llama-3.2-1B", "--gpus", "8", "--gpu", "H100", "--out", out)
+    assert result.exit_code == 0
+    stages = yaml.safe_load(out.read_text("utf-8"))["stages"]
+    assert stages["wrap"]["use"] == "wrap.ddp"
+    assert "activation_checkpointing" not in stages["model"]
+    assert stages["train"]["micro_batch_size"] == 4
+    assert stages["train"]["loss_chunk_size"] == 1024
+
+
+def test_gradients_of_many_micro_batches_are_sent_once(tmp_path: Path) -> None:
+    machines = ("--gpus", "8", "--nodes", "2", "--gpu", "H100", "--interconnect", "100gbe")
+    wrap = wrap_of(tmp_path, "meta-llama/Llama-3.1-8B", *machines, "--global-batch", "4096")
+    assert wrap["sharding"] == "hybrid_shard"
+    assert wrap["reduce_every_microbatch"] is False
+
+
+def test_gpus_without_a_sample_are_told(tmp_path: Path) -> None:
+    model = ("Qwen/Qwen2.5-0.5B", "--gpus", "8", "--gpu", "H100", "--out", tmp_path / "x.yaml")
+    result = pipe("advise", *model, "--global-batch", "3")
+    assert "5 of 8 GPUs without a sample" in result.output
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"), [((), "names no tokenizer"), (("tokenizer.json",), "random weights\n")]
+)
+def test_a_config_alone_starts_from_random_weights(
+    beside: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA), "utf-8")
+    for name in beside:
+        (tmp_path / name).write_text("{}", "utf-8")
+    out = tmp_path / "x.yaml"
+    result = pipe("advise", config, "--gpus", "1", "--gpu", "H100", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert said in result.output
+    model = yaml.safe_load(out.read_text("utf-8"))["stages"]["model"]
+    assert model.get("tokenizer") == (str(tmp_path) if beside else None)
 
 
 def test_data_that_is_there_is_kept(tmp_path: Path) -> None:
