@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.machines import asked_for, machine_options
+from pipeline.commands.machines import GPUS, NODES, asked_for, machine_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.files import try_writing
 from pipeline.registry import Registry
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
-@click.option("--gpus", type=click.IntRange(min=1), help="GPUs of a node.")
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes. Without --gpus, of 8 GPUs.")
+@click.option("--gpus", type=GPUS, help="GPUs of a node.")
+@click.option("--nodes", type=NODES, help="Nodes. Without --gpus, of 8 GPUs.")
 @machine_options
 @click.option(
     "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."

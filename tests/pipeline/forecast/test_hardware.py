@@ -132,6 +132,13 @@ def test_nothing_at_all_is_refused(option: str) -> None:
     assert f"Invalid value for '{option}': 0" in result.output
 
 
+@pytest.mark.parametrize(("option", "most"), [("--gpus", 256), ("--nodes", 100_000)])
+def test_more_than_anyone_has_is_refused(option: str, most: int) -> None:
+    result = pipe("plan", RECIPE, option, str(most + 1))
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}': {most + 1} is not in the range" in result.output
+
+
 @pytest.mark.parametrize(("said", "rate"), [("400G", 50e9), ("12.5", 12.5e9), ("100gbe", 12.5e9)])
 def test_links_have_names_and_rates(said: str, rate: float) -> None:
     result = pipe("plan", RECIPE, "--json", "--nodes", "2", "--interconnect", said)
