@@ -49,12 +49,27 @@ class Asked:
     def overrides(self) -> Sequence[str]:
         """What it means for the recipe."""
         measured = self.machine is not None and self.machine.device != "cpu"
-        named = measured or any(said is not None for said in (self.gpu, self.memory, self.gpus))
-        return ["launch.device=cuda"] if named else []
+        return ["launch.device=cuda"] if measured or self.of_gpus else []
+
+    @property
+    def of_gpus(self) -> Sequence[str]:
+        """Options that were given and say something of GPUs."""
+        said = {"--gpus": self.gpus, "--gpu": self.gpu, "--memory": self.memory}
+        return [option for option, value in said.items() if value is not None]
 
 
 def site_of(asked: Asked, ranks: int, device: str) -> Site:
-    """Where so many ranks run."""
+    """Where so many ranks run. Raises UsageError for what was said of GPUs where there are none."""
+    if device == "cpu" and asked.of_gpus:
+        raise UsageError(
+            f"{asked.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
+            hint="leave out one of them",
+        )
+    if device == "cpu" and asked.nodes is not None:
+        raise UsageError(
+            "--nodes counts nodes with GPUs, and the recipe computes on CPUs",
+            hint="--gpus says how many GPUs a node has; CPUs are planned for as one node",
+        )
     local = asked.gpus or (PER_NODE if device != "cpu" else ranks)
     if asked.nodes is not None and asked.gpus is None:
         local = -(-ranks // asked.nodes)

@@ -143,7 +143,8 @@ def draw_up(
 ) -> Drawn:
     """Check the recipe, and ask its stages, or trace them; `measure` makes steps here too. Raises
     RecipeError, UsageError, StageError and RunFailed."""
-    lines = [*overrides, *asked.overrides]
+    # The recipe's device gives way to options; one that is said beside them contradicts them.
+    lines = [*asked.overrides, *overrides]
     plan = plan_file(recipe, lines, registry=registry, procs=asked.procs)
     drawn = draw_up_plan(plan, asked, margins, trace=trace)
     if not measure:

@@ -114,6 +114,26 @@ def test_what_contradicts_itself_is_refused(asked: Asked, message: str) -> None:
         hardware_of(asked, NODE, compute="bf16")
 
 
+@pytest.mark.parametrize("option", [("--gpu", "H100"), ("--gpus", "4"), ("--memory", "40")])
+def test_gpus_contradict_a_cpu_that_is_said_beside_them(option: tuple[str, str]) -> None:
+    result = pipe("plan", RECIPE, "launch.device=cpu", *option)
+    assert result.exit_code == 2
+    told = f"{option[0]} is about GPUs, launch.device on the command line means CPUs"
+    assert told in result.output
+    assert "leave out one of them" in result.output
+    # The recipe's own device gives way.
+    quick = RECIPE.with_name("quickstart.yaml")
+    assert pipe("plan", quick, "--json", *option).exit_code == 0
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_cpus_are_not_planned_as_nodes_of_eight_gpus(nodes: str) -> None:
+    result = pipe("plan", RECIPE.with_name("quickstart.yaml"), "--nodes", nodes)
+    assert result.exit_code == 2
+    assert "--nodes counts nodes with GPUs, and the recipe computes on CPUs" in result.output
+    assert "--gpus says how many GPUs a node has" in result.output
+
+
 AMOUNTS = ["--memory", "--host-memory", "--interconnect", "--nvme", "--overhead"]
 
 
