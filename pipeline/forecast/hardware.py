@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PER_NODE = 8
 """GPUs of a node, where nothing else is said."""
 
+EMULATED = "how slow bf16 is on {0}: {0} has no bf16, computed at fp32's rate at best"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -105,8 +107,9 @@ def _of_kind(asked: Asked, compute: str) -> Hardware:
         device_memory=gpu.memory,
         peers=gpu.peers,
         host_link=gpu.host,
-        flops=gpu.flops_fp32 if compute == "fp32" else gpu.flops,
+        flops=gpu.rate(compute),
         bandwidth=gpu.bandwidth,
+        caveats=(EMULATED.format(gpu.name),) if compute == "bf16" and not gpu.bf16 else (),
     )
 
 
@@ -159,7 +162,8 @@ def _of_machine(machine: Machine, known: Hardware, site: Site, compute: str) -> 
         if rate < 1:
             raise UsageError(f"--machine says {name} is {rate} a second, which none can be")
     there: dict[str, Any] = {name: fact for name, fact in facts.items() if fact is not None}
-    return replace(known, measured=tuple(measured), **measured, **there)
+    caveats = () if "flops" in measured else known.caveats
+    return replace(known, measured=tuple(measured), caveats=caveats, **measured, **there)
 
 
 def _here() -> int:

@@ -125,7 +125,7 @@ class Drawn:
             "step": asdict(self.forecast.step) if self.forecast.step else None,
             "seconds": None if time is None else asdict(time) | {"least": time.least},
             "formulas": dict(self.forecast.formulas),
-            "caveats": list(self.forecast.caveats),
+            "caveats": [*self.forecast.caveats, *self.hardware.caveats],
             "fits": self.fits,
             "short": [asdict(short) for short in self.short],
         }

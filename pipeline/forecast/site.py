@@ -33,6 +33,8 @@ class Hardware:
     measured: tuple[str, ...] = ()
     """Those of the fields above that are rates which programs reach, as `pipe doctor` measures
     them; the others are what data sheets promise, or what was asked for."""
+    caveats: tuple[str, ...] = ()
+    """What the rates leave out of account."""
 
 
 @dataclass(frozen=True, kw_only=True)

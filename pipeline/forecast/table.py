@@ -46,7 +46,7 @@ def lines(
     yield from _disk(forecast)
     yield from _network(forecast, site)
     yield from _time(time, site, hardware)
-    for caveat in forecast.caveats:
+    for caveat in (*forecast.caveats, *hardware.caveats):
         yield f"not counted: {caveat}"
 
 

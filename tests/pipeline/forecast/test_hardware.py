@@ -83,6 +83,30 @@ def test_a_measured_machine_goes_before_data_sheets() -> None:
     assert set(found.measured) == {"flops", "peers", "host_link"}
 
 
+def test_a_gpu_without_bf16_computes_it_as_slowly_as_fp32() -> None:
+    told = "V100 has no bf16, computed at fp32's rate at best"
+    asked = Asked(gpu="V100 32G")
+    found = hardware_of(asked, NODE, compute="bf16")
+    assert found.flops == 15.7e12
+    assert [caveat.endswith(told) for caveat in found.caveats] == [True]
+    assert hardware_of(asked, NODE, compute="fp16").flops == 125e12
+    for compute in ("fp16", "fp32"):
+        assert hardware_of(asked, NODE, compute=compute).caveats == ()
+    shown = pipe("plan", RECIPE, "--gpu", "V100")
+    assert f"not counted: how slow bf16 is on V100: {told}" in shown.output
+    record = json.loads(pipe("plan", RECIPE, "--gpu", "V100", "--json").output)
+    assert record["caveats"][-1].endswith(told)
+
+
+def test_a_measured_rate_of_bf16_is_taken_as_it_is() -> None:
+    asked = Asked(machine=machine(devices=gpu("Tesla V100-SXM2-32GB")))
+    found = hardware_of(asked, NODE, compute="bf16")
+    assert (found.flops, found.caveats) == (7e14, ())
+    old = {"devices": gpu("Tesla V100-SXM2-32GB"), "matmul_flops": {"fp32": 5e13, "bf16": None}}
+    found = hardware_of(Asked(machine=machine(**old)), NODE, compute="bf16")
+    assert (found.flops, len(found.caveats)) == (15.7e12, 1)
+
+
 def test_a_measured_machine_names_its_gpus() -> None:
     asked = Asked(machine=machine())
     assert asked.overrides == ["launch.device=cuda"]

@@ -96,7 +96,7 @@ def test_share_of_the_peak() -> None:
         ("NVIDIA A10G", 70e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", 181e12),
         ("Tesla T4", None),
     ],
 )
