@@ -95,7 +95,7 @@ def hardware_of(asked: Asked, site: Site, *, compute: str) -> Hardware:
         del said["device_memory"]
     there = {name: value for name, value in said.items() if value is not None}
     measured = tuple(name for name in known.measured if name not in there)
-    return replace(known, measured=measured, **there)
+    return replace(known, measured=measured, asked=tuple(there), **there)
 
 
 def _of_kind(asked: Asked, compute: str) -> Hardware:

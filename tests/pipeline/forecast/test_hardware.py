@@ -208,7 +208,15 @@ def test_rates_say_where_they_come_from(tmp_path: Path) -> None:
         in told
     )
     told = planned(tmp_path, "--nodes", "2", "--gpus", "4", "--interconnect", "400g")
-    assert "compute at the rates that were measured, the rest at the rates of data sheets" in told
+    assert (
+        "compute at the rates that were measured, network at the rates that were asked for, "
+        "the rest at the rates of data sheets" in told
+    )
+    within = ("--nodes", "2", "wrap.sharding=hybrid_shard", "--interconnect", "400g")
+    assert (
+        "compute, network inside nodes at the rates that were measured, network between nodes at "
+        "the rates that were asked for, the rest at the rates of data sheets"
+    ) in planned(tmp_path, *within)
     assert "at the rates that were measured)" in planned(tmp_path, devices=gpu("New"))
     assert "at the rates of data sheets, " in pipe("plan", RECIPE, "--gpu", "H100").output
 
