@@ -123,12 +123,16 @@ class Drawn:
             "traffic": [asdict(traffic) for traffic in self.forecast.traffic],
             "copies": asdict(self.forecast.copies),
             "step": asdict(self.forecast.step) if self.forecast.step else None,
-            "seconds": None if time is None else asdict(time) | {"least": time.least},
+            "seconds": None if time is None else _seconds(time),
             "formulas": dict(self.forecast.formulas),
             "caveats": [*self.forecast.caveats, *self.hardware.caveats],
             "fits": self.fits,
             "short": [asdict(short) for short in self.short],
         }
+
+
+def _seconds(time: StepTime) -> dict[str, Any]:
+    return asdict(time) | {"least": time.least, "most": time.most, "bound": time.bound}
 
 
 def draw_up(
