@@ -19,6 +19,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 MOST = 10**6
 """GiB, or GB/s, of anything in a machine."""
 
+GPUS = click.IntRange(min=1, max=256)
+"""Of a node."""
+NODES = click.IntRange(min=1, max=100_000)
+
 
 class Amount(click.FloatRange):
     """GiB or GB/s; not nan, which no comparison keeps out of a range."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.machines import asked_for, machine_options
+from pipeline.commands.machines import GPUS, NODES, asked_for, machine_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.files import try_writing
 from pipeline.registry import Registry
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from pipeline.forecast.fit import Margins
     from pipeline.forecast.hardware import Asked
     from pipeline.forecast.planning import Drawn
+    from pipeline.forecast.remedies import Remedy
     from pipeline.forecast.sparing import Change
 
 
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
-@click.option("--gpus", type=click.IntRange(min=1), help="GPUs of a node.")
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes. Without --gpus, of 8 GPUs.")
+@click.option("--gpus", type=GPUS, help="GPUs of a node.")
+@click.option("--nodes", type=NODES, help="Nodes. Without --gpus, of 8 GPUs.")
 @machine_options
 @click.option(
     "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."
@@ -78,24 +79,31 @@ def plan(
     if out is not None:
         with system_errors_as(UsageError):
             out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
-    if as_json:
-        click.echo(json.dumps(record, allow_nan=False))
-    else:
+    if not as_json:
         click.echo("\n".join(drawn.lines(explain=explain)))
+    found: list[Remedy] | None = []
     if drawn.short:
-        if not as_json:
-            _tell_remedies(drawn, Path(recipe), overrides, asked, margins, registry)
+        found = _remedies(drawn, Path(recipe), overrides, asked, margins, registry)
+    if as_json:
+        remedies = None if found is None else [_recorded(remedy) for remedy in found]
+        click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
+    elif drawn.short and found is not None:
+        click.echo("it would fit with" if found else "nothing here makes it fit")
+        for remedy in found:
+            click.echo(f"  {remedy.line()}")
+    if drawn.short:
         sys.exit(NoFit.exit_code)
 
 
-def _tell_remedies(
+def _remedies(
     drawn: Drawn,
     recipe: Path,
     overrides: tuple[str, ...],
     asked: Asked,
     margins: Margins,
     registry: Registry | None,
-) -> None:
+) -> list[Remedy] | None:
+    """None, and a line on stderr, where they cannot be told."""
     from pipeline.forecast.planning import draw_up
     from pipeline.forecast.remedies import remedies
     from pipeline.presets import in_order
@@ -108,10 +116,19 @@ def _tell_remedies(
 
     known = in_order(registry or Registry.installed())
     try:
-        found = [remedy.line() for remedy in remedies(drawn, draw, known)]
+        return list(remedies(drawn, draw, known))
     except PipeError as error:  # arithmetic, which a trace does without
-        click.echo(f"what would make it fit cannot be told: {in_words(error)}")
-        return
-    click.echo("it would fit with" if found else "nothing here makes it fit")
-    for line in found:
-        click.echo(f"  {line}")
+        click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
+        return None
+
+
+def _recorded(remedy: Remedy) -> dict[str, Any]:
+    """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest host."""
+    drawn = remedy.way.drawn
+    on_cpu = drawn.site.device == "cpu"
+    return {
+        "options": list(remedy.options),
+        "overrides": [change.override for change in remedy.way.changes],
+        "device_bytes": None if on_cpu else drawn.margins.of(drawn.forecast.peak),
+        "host_bytes": drawn.forecast.host_peak,
+    }

@@ -13,7 +13,7 @@ from pipeline.forecast.ledger import Peak, Place
 from pipeline.forecast.phases import LOAD
 from pipeline.forecast.placement import Copies, Placement
 from pipeline.forecast.result import Device, Extras, Forecast, Host, Step
-from pipeline.forecast.shapes import ModelShape
+from pipeline.forecast.shapes import ModelShape, SampleShape
 from pipeline.forecast.site import PROCESS, Site
 from pipeline.plan import Plan
 from pipeline.plan import Step as Slot
@@ -113,9 +113,22 @@ def _caveats(plan: Plan, told: Mapping[str, Any]) -> Iterator[str]:
             missing = ", ".join(_missing(step.stage, before))
             yield f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
     model = latest(told, ModelShape)
-    yield from () if model is None else model.caveats
+    if model is not None:
+        yield from model.caveats
+        yield from _beyond(model, latest(told, SampleShape))
     for extra in each(told, Extras):
         yield from extra.caveats
+
+
+def _beyond(model: ModelShape, data: SampleShape | None) -> Iterator[str]:
+    """Samples that are longer than what the model is made for."""
+    if model.context is None or data is None or data.length <= model.context:
+        return
+    apart = " (of documents that may be shorter)" if data.packed else ""
+    yield (
+        f"what becomes of positions beyond the {model.context} of the model's config: samples have "
+        f"{data.length} tokens{apart}"
+    )
 
 
 def _device(site: Site, extra: Sequence[Device]) -> dict[str, Peak]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PER_NODE = 8
 """GPUs of a node, where nothing else is said."""
 
+EMULATED = "how slow bf16 is on {0}: {0} has no bf16, computed at fp32's rate at best"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -49,12 +51,27 @@ class Asked:
     def overrides(self) -> Sequence[str]:
         """What it means for the recipe."""
         measured = self.machine is not None and self.machine.device != "cpu"
-        named = measured or any(said is not None for said in (self.gpu, self.memory, self.gpus))
-        return ["launch.device=cuda"] if named else []
+        return ["launch.device=cuda"] if measured or self.of_gpus else []
+
+    @property
+    def of_gpus(self) -> Sequence[str]:
+        """Options that were given and say something of GPUs."""
+        said = {"--gpus": self.gpus, "--gpu": self.gpu, "--memory": self.memory}
+        return [option for option, value in said.items() if value is not None]
 
 
 def site_of(asked: Asked, ranks: int, device: str) -> Site:
-    """Where so many ranks run."""
+    """Where so many ranks run. Raises UsageError for what was said of GPUs where there are none."""
+    if device == "cpu" and asked.of_gpus:
+        raise UsageError(
+            f"{asked.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
+            hint="leave out one of them",
+        )
+    if device == "cpu" and asked.nodes is not None:
+        raise UsageError(
+            "--nodes counts nodes with GPUs, and the recipe computes on CPUs",
+            hint="--gpus says how many GPUs a node has; CPUs are planned for as one node",
+        )
     local = asked.gpus or (PER_NODE if device != "cpu" else ranks)
     if asked.nodes is not None and asked.gpus is None:
         local = -(-ranks // asked.nodes)
@@ -78,7 +95,7 @@ def hardware_of(asked: Asked, site: Site, *, compute: str) -> Hardware:
         del said["device_memory"]
     there = {name: value for name, value in said.items() if value is not None}
     measured = tuple(name for name in known.measured if name not in there)
-    return replace(known, measured=measured, **there)
+    return replace(known, measured=measured, asked=tuple(there), **there)
 
 
 def _of_kind(asked: Asked, compute: str) -> Hardware:
@@ -90,8 +107,9 @@ def _of_kind(asked: Asked, compute: str) -> Hardware:
         device_memory=gpu.memory,
         peers=gpu.peers,
         host_link=gpu.host,
-        flops=gpu.flops_fp32 if compute == "fp32" else gpu.flops,
+        flops=gpu.rate(compute),
         bandwidth=gpu.bandwidth,
+        caveats=(EMULATED.format(gpu.name),) if compute == "bf16" and not gpu.bf16 else (),
     )
 
 
@@ -144,7 +162,8 @@ def _of_machine(machine: Machine, known: Hardware, site: Site, compute: str) -> 
         if rate < 1:
             raise UsageError(f"--machine says {name} is {rate} a second, which none can be")
     there: dict[str, Any] = {name: fact for name, fact in facts.items() if fact is not None}
-    return replace(known, measured=tuple(measured), **measured, **there)
+    caveats = () if "flops" in measured else known.caveats
+    return replace(known, measured=tuple(measured), caveats=caveats, **measured, **there)
 
 
 def _here() -> int:

@@ -123,12 +123,16 @@ class Drawn:
             "traffic": [asdict(traffic) for traffic in self.forecast.traffic],
             "copies": asdict(self.forecast.copies),
             "step": asdict(self.forecast.step) if self.forecast.step else None,
-            "seconds": None if time is None else asdict(time) | {"least": time.least},
+            "seconds": None if time is None else _seconds(time),
             "formulas": dict(self.forecast.formulas),
-            "caveats": list(self.forecast.caveats),
+            "caveats": [*self.forecast.caveats, *self.hardware.caveats],
             "fits": self.fits,
             "short": [asdict(short) for short in self.short],
         }
+
+
+def _seconds(time: StepTime) -> dict[str, Any]:
+    return asdict(time) | {"least": time.least, "most": time.most, "bound": time.bound}
 
 
 def draw_up(
@@ -143,7 +147,8 @@ def draw_up(
 ) -> Drawn:
     """Check the recipe, and ask its stages, or trace them; `measure` makes steps here too. Raises
     RecipeError, UsageError, StageError and RunFailed."""
-    lines = [*overrides, *asked.overrides]
+    # The recipe's device gives way to options; one that is said beside them contradicts them.
+    lines = [*asked.overrides, *overrides]
     plan = plan_file(recipe, lines, registry=registry, procs=asked.procs)
     drawn = draw_up_plan(plan, asked, margins, trace=trace)
     if not measure:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -13,12 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.annotations import init_fields
 from pipeline.errors import PlanDrift, UsageError, in_words
+from pipeline.forecast.drift import drift
 from pipeline.plan import Plan, Step
 
-VERSION: Final = 2
-SHOWN = 60
-"""Characters of a value that a message shows; of a longer one it says only that it has changed."""
-
+VERSION: Final = 3
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -29,7 +28,10 @@ class Identity(BaseModel):
 
     stages: dict[str, dict[str, Any]]
     """Slot -> `use` and every field with its checked value, defaults too. What comes from the
-    environment stays as it is written."""
+    environment stays as it is written, and files beside a file of the recipe are named from
+    `folder`."""
+    folder: str
+    """The recipe's own. Not compared: it is what `./` means."""
     seed: int
     device: Literal["cpu", "cuda"]
     processes: Count
@@ -45,7 +47,7 @@ class SavedPlan(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     identity: Identity
 
 
@@ -54,7 +56,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
     from pipeline.rundir import versions
 
     written = plan.recipe.public().get("stages") or {}
-    folders = [f"{file.parent}/" for file in plan.recipe.source_files]
+    folders = [str(file.parent) for file in plan.recipe.source_files]
 
     def fields(step: Step) -> dict[str, Any]:
         shown: dict[str, Any] = _public(_plain(step.stage, folders), written[step.slot])
@@ -62,6 +64,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
 
     return Identity(
         stages={step.slot: fields(step) for step in plan.steps},
+        folder=folders[0],
         seed=plan.recipe.seed,
         device="cpu" if plan.view.device == "cpu" else "cuda",
         processes=plan.view.procs,
@@ -76,7 +79,7 @@ def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
     planned, now = _read(file), identity(plan, per_node)
     if per_node is None:
         planned = planned.model_copy(update={"processes_per_node": None})
-    found = list(_drift(planned, now))
+    found = list(drift(planned, now))
     if found:
         raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
 
@@ -95,41 +98,8 @@ def _read(file: Path) -> Identity:
         ) from error
 
 
-def _drift(planned: Identity, now: Identity) -> Iterator[str]:
-    for slot in sorted({*planned.stages, *now.stages}):
-        before, after = planned.stages.get(slot), now.stages.get(slot)
-        if before is None or after is None:
-            yield f"slot `{slot}` is {'new' if before is None else 'gone'}"
-        elif before.get("use") != after["use"]:
-            yield _told(f"{slot}.use", before.get("use"), after["use"])
-        else:
-            yield from _differences(slot, before, after)
-    rest = {"stages", "versions"}
-    yield from _differences("", planned.model_dump(exclude=rest), now.model_dump(exclude=rest))
-    # A package that only one side has is an optional one, which the plan did without.
-    for package in sorted(planned.versions.keys() & now.versions.keys()):
-        yield from _differences(package, planned.versions[package], now.versions[package])
-
-
-def _differences(place: str, before: Any, after: Any) -> Iterator[str]:
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in sorted({*before, *after}):
-            inner = f"{place}.{key}" if place else key
-            yield from _differences(inner, before.get(key), after.get(key))
-    elif before != after:
-        yield _told(place, before, after)
-
-
-def _told(place: str, before: Any, after: Any) -> str:
-    shown = [json.dumps(value) for value in (after, before)]
-    if max(map(len, shown)) > SHOWN:
-        return f"{place} has changed"
-    return f"{place} is {shown[0]} instead of {shown[1]}"
-
-
 def _plain(value: Any, folders: Sequence[str]) -> Any:
-    """A stage, or what is in one, as JSON knows it. Files beside the recipe are named from there,
-    since another machine has them elsewhere."""
+    """A stage, or what is in one, as JSON knows it."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name), folders) for f in init_fields(type(value))}
     if isinstance(value, Mapping):
@@ -140,9 +110,18 @@ def _plain(value: Any, folders: Sequence[str]) -> Any:
         return sorted(map(str, value))
     if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
         return value
-    text = str(value)
-    beside = next((folder for folder in folders if text.startswith(folder)), "")
-    return f"./{text.removeprefix(beside)}" if beside else text
+    return _named(str(value), folders)
+
+
+def _named(text: str, folders: Sequence[str]) -> str:
+    """A file beside one of the recipe's, from the first folder, the recipe's own: another machine
+    has them elsewhere."""
+    if not any(text == folder or text.startswith(f"{folder}/") for folder in folders):
+        return text
+    name = os.path.relpath(text, folders[0])
+    if name in (".", ".."):
+        return f"{name}/"
+    return name if name.startswith("../") else f"./{name}"
 
 
 def _public(value: Any, written: Any) -> Any:

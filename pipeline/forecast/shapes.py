@@ -123,6 +123,8 @@ class ModelShape(ABC):
     attention: int
     """Heads times head size: what a token costs per token that it attends to."""
     recomputed: Recomputed | None = None
+    context: int | None = None
+    """Tokens of a sample that it is made for; None: its config does not say."""
     caveats: Sequence[str] = field(default_factory=tuple)
     """What this arithmetic leaves out of account."""
 

@@ -32,7 +32,11 @@ class Hardware:
     """Bytes a second between a device and its own memory."""
     measured: tuple[str, ...] = ()
     """Those of the fields above that are rates which programs reach, as `pipe doctor` measures
-    them; the others are what data sheets promise, or what was asked for."""
+    them."""
+    asked: tuple[str, ...] = ()
+    """Those that are what a person says; the others are what data sheets promise."""
+    caveats: tuple[str, ...] = ()
+    """What the rates leave out of account."""
 
 
 @dataclass(frozen=True, kw_only=True)

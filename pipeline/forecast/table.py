@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING
 from pipeline.accelerators import GIB
 from pipeline.forecast.fit import Margins, Shortage
 from pipeline.forecast.ledger import Peak
+from pipeline.forecast.placement import Traffic
+from pipeline.forecast.rates import MEASURED, in_words, origins
 from pipeline.forecast.result import Forecast
 from pipeline.forecast.site import Hardware, Site
-from pipeline.forecast.timing import (
-    COMPUTE,
-    DISK,
-    DOWN,
-    MEMORY,
-    NETWORK,
-    UP,
-    StepTime,
-    crosses,
-    sent,
-)
+from pipeline.forecast.timing import StepTime, crosses, sent
 from pipeline.throughput import human
 
 if TYPE_CHECKING:
@@ -45,8 +37,8 @@ def lines(
     yield ""
     yield from _disk(forecast)
     yield from _network(forecast, site)
-    yield from _time(time, site, hardware)
-    for caveat in forecast.caveats:
+    yield from _time(time, forecast.traffic, site, hardware)
+    for caveat in (*forecast.caveats, *hardware.caveats):
         yield f"not counted: {caveat}"
 
 
@@ -132,33 +124,25 @@ def _network(forecast: Forecast, site: Site) -> Iterator[str]:
         yield f"a step: {human(copies.disk)} read and written by each rank on disk"
 
 
-def _time(time: StepTime | None, site: Site, hardware: Hardware) -> Iterator[str]:
+def _time(
+    time: StepTime | None, traffic: Sequence[Traffic], site: Site, hardware: Hardware
+) -> Iterator[str]:
     if time is None or not time.parts:
         return
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
-    measured = [name for name in time.parts if _rate(name, site) in hardware.measured]
-    if len(measured) == len(time.parts):
+    found = origins(time, traffic, site, hardware)
+    if list(found) == [MEASURED]:
         yield (
             f"a step: {time.most:.3g} s if nothing overlaps, {time.least:.3g} s, bound by "
-            f"{time.bound}, if everything does ({parts}; at the rates that were measured)"
+            f"{time.bound}, if everything does ({parts}; {in_words(found)})"
         )
     else:
-        rates = "at the rates of data sheets, which no program reaches"
-        if measured:
-            rates = f"{', '.join(measured)} at the rates that were measured, the rest {rates}"
         yield (
             f"a step: at least {time.least:.3g} s, bound by {time.bound}; {time.most:.3g} s if "
-            f"nothing overlapped ({parts}; {rates})"
+            f"nothing overlapped ({parts}; {in_words(found)})"
         )
     if time.unknown:
         yield f"the step's time leaves out: {', '.join(time.unknown)}, whose rate is not given"
-
-
-def _rate(part: str, site: Site) -> str:
-    """The hardware's field that a part of a step is told by."""
-    network = "peers" if site.nodes == 1 else "network"
-    links = {NETWORK: network, UP: "host_link", DOWN: "host_link", DISK: "disk_rate"}
-    return {COMPUTE: "flops", MEMORY: "bandwidth", **links}[part]
 
 
 def verdict(

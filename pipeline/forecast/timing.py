@@ -7,7 +7,6 @@ an all-gather or a reduce-scatter, and twice that for an all-reduce.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,20 +84,26 @@ def crosses(traffic: Traffic, site: Site) -> bool:
 
 def _rings(traffic: Traffic, site: Site) -> int:
     """Groups that have ranks on a node and on others too; of the node that has most of them."""
-    found = Counter[int]()
-    for group in _groups(traffic, site):
-        nodes = {rank // site.local_ranks for rank in group}
-        if len(nodes) > 1:
-            found.update(nodes)
-    return max(found.values(), default=0)
+    return max(_shared(traffic, site, node) for node in _telling(traffic, site))
 
 
-def _groups(traffic: Traffic, site: Site) -> Iterator[range]:
-    """The ranks that take part in a collective together."""
+def _shared(traffic: Traffic, site: Site, node: int) -> int:
+    """Groups that have ranks on this node and on others too."""
+    span, local = traffic.ranks * traffic.apart, site.local_ranks
+    here = range(node * local, min((node + 1) * local, site.ranks))
+    firsts = {rank // span * span + rank % traffic.apart for rank in here}
+    return sum(first // local != (first + span - traffic.apart) // local for first in firsts)
+
+
+def _telling(traffic: Traffic, site: Site) -> Iterator[int]:
+    """Nodes of which one has as many such groups as any. Groups that interleave make a block; each
+    node in which a block begins, and the one after, since further ones in a block are like that.
+    After as many blocks as a node has ranks, they begin at the same places again."""
     span = traffic.ranks * traffic.apart
-    for first in range(0, site.ranks, span):
-        for rank in range(first, first + traffic.apart):
-            yield range(rank, rank + span, traffic.apart)
+    blocks = min(site.local_ranks, -(-site.ranks // span)) if site.nodes > 1 else 1
+    for block in range(blocks):
+        first = block * span // site.local_ranks
+        yield from range(first, min(first + 2, site.nodes))
 
 
 def _rate(traffic: Traffic, site: Site, hardware: Hardware) -> float | None:

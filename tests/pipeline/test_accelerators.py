@@ -15,6 +15,21 @@ NAMES = {
     "NVIDIA A100 80GB PCIe": "A100 PCIe",
     "A100": "A100",
     "NVIDIA A800-SXM4-80GB": "A800",
+    "A100 40GiB": "A100 40GB",
+    "A100 40 GiB": "A100 40GB",
+    "A100 40G": "A100 40GB",
+    "A100 80G": "A100",
+    "A100 80GiB": "A100",
+    "V100 32G": "V100",
+    "V100 16 g": "V100 16GB",
+    "A10G 24G": "A10G",
+    "NVIDIA A800 80GB PCIe": "A800 PCIe",
+    "NVIDIA H800 PCIe": "H800 PCIe",
+    "NVIDIA H800": "H800",
+    "L40S PCIe": "L40S",
+    "NVIDIA L4 PCIe 24GB": "L4",
+    "A10G PCIe": "A10G",
+    "RTX 4090 PCIe": "RTX 4090",
     "NVIDIA H100 80GB HBM3": "H100",
     "NVIDIA H100 PCIe": "H100 PCIe",
     "NVIDIA H100 NVL": "H100 NVL",
@@ -60,7 +75,8 @@ def test_devices_are_found_by_their_own_names(name: str) -> None:
         "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb",
         "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA A16", "H100 PCIe 40GB",
-        "A100 40GB 80GB", "", "GPU", "80GB",
+        "A100 40GB 80GB", "A100 64G", "H200 PCIe", "B200 PCIe", "MI300X PCIe", "L40S SXM4",
+        "H100 PCIe SXM5", "", "GPU", "80GB",
     ],
 )  # fmt: skip
 def test_no_device_stands_for_another(name: str) -> None:
@@ -70,6 +86,24 @@ def test_no_device_stands_for_another(name: str) -> None:
 def test_each_known_device_is_found_by_its_name() -> None:
     for device in ACCELERATORS:
         assert find_accelerator(device.name) is device
+
+
+def test_cards_are_not_taken_for_modules() -> None:
+    for name in ("A100", "A800", "H100", "H800", "V100"):
+        module, card = find_accelerator(f"{name} SXM"), find_accelerator(f"{name} PCIe")
+        assert module is not None
+        assert card is not None
+        assert (module.on_pcie, card.on_pcie) == (False, True)
+        assert card.peers < module.peers
+        assert card.bandwidth <= module.bandwidth
+
+
+def test_bf16_is_as_slow_as_fp32_where_it_is_emulated() -> None:
+    for device in ACCELERATORS:
+        old = device.name.startswith("V100")
+        assert device.bf16 == (not old)
+        assert device.rate("bf16") == (device.flops_fp32 if old else device.flops)
+        assert (device.rate("fp16"), device.rate("fp32")) == (device.flops, device.flops_fp32)
 
 
 @pytest.mark.parametrize(("name", "memory"), [("H100", 79.2), ("A100 40GB", 39.4), ("L4", 22.0)])

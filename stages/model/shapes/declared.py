@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from pipeline.forecast.shapes import ModelShape, Recomputed
 from stages.model.shapes.families import DEFAULTS, shape_of
@@ -20,8 +22,9 @@ def declared_shape(stage: HfModel) -> ModelShape:
     again = None
     if asked is not None:
         again = Recomputed(every=asked.every, keep=asked.keep, offload=asked.offload)
-    caveats = tuple(_caveats(stage))
-    return shape_of(read_config(stage), again, caveats, attention=stage.attention)
+    config = read_config(stage)
+    shape = shape_of(config, again, tuple(_caveats(stage)), attention=stage.attention)
+    return replace(shape, context=_context(config))
 
 
 def require_possible(stage: HfModel) -> None:
@@ -30,6 +33,20 @@ def require_possible(stage: HfModel) -> None:
     config = read_config(stage)
     if str(config.get("model_type")) in DEFAULTS:
         shape_of(config, None, ())
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    """Positions that a config states, with those that scaling its rotary angles adds."""
+    stated = config.get("max_position_embeddings", config.get("n_positions"))
+    if type(stated) is not int or stated < 1:
+        return None
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return stated
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or not isfinite(factor):
+        return stated
+    return max(stated, int(factor * (original if type(original) is int else stated)))
 
 
 def _caveats(stage: HfModel) -> Iterator[str]:

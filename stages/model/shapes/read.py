@@ -73,6 +73,7 @@ GGUF_KEYS = {
 GGUF_OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
 }
 """The same of what a file may leave out; the config's default stands for it then."""
 

@@ -102,6 +102,36 @@ def test_more_nodes_are_told_with_their_gpus_and_nothing_needless() -> None:
         assert pipe("plan", RECIPES / "llama8b_fsdp.yaml", *fewer, *again).exit_code == 3
 
 
+def test_json_says_what_would_make_it_fit() -> None:
+    recipe = RECIPES / "llama8b_fsdp.yaml"
+    record = planned(recipe, "--gpus", "4", "--memory", "40")
+    own, *_, nodes = record["remedies"]
+    assert own["options"] == []
+    assert own["overrides"][0] == "model.activation_checkpointing={}"
+    assert nodes["options"] == ["--gpus", "4", "--nodes", "2"]
+    for remedy in record["remedies"]:
+        assert remedy["device_bytes"] <= 40 << 30
+    again = planned(recipe, *own["overrides"], "--gpus", "4", "--memory", "40")
+    assert again["remedies"] == []
+    margins, peaks = again["margins"], again["device"].values()
+    tensors = max(peak["bytes"] for peak in peaks)
+    beside = round(tensors * (1 + margins["fragmentation"])) + margins["overhead"]
+    assert own["device_bytes"] == beside
+    assert own["host_bytes"] == max(peak["bytes"] for peak in again["host"].values())
+
+
+def test_json_says_nothing_of_gpus_that_a_remedy_has_not() -> None:
+    record = planned(RECIPES / "smollm_ddp.yaml", "--host-memory", "7")
+    assert record["remedies"][0]["device_bytes"] is None
+    assert record["remedies"][0]["host_bytes"] <= 7 << 30
+
+
+def test_json_has_both_ends_of_a_steps_time() -> None:
+    seconds = planned(RECIPES / "llama8b_fsdp.yaml", "--gpu", "H100")["seconds"]
+    assert seconds["least"] == max(seconds["parts"].values()) == seconds["parts"][seconds["bound"]]
+    assert seconds["most"] == sum(seconds["parts"].values())
+
+
 def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
     recipe = tmp_path / "averaged.yaml"
     base = RECIPES / "llama8b_fsdp.yaml"

@@ -83,6 +83,30 @@ def test_a_measured_machine_goes_before_data_sheets() -> None:
     assert set(found.measured) == {"flops", "peers", "host_link"}
 
 
+def test_a_gpu_without_bf16_computes_it_as_slowly_as_fp32() -> None:
+    told = "V100 has no bf16, computed at fp32's rate at best"
+    asked = Asked(gpu="V100 32G")
+    found = hardware_of(asked, NODE, compute="bf16")
+    assert found.flops == 15.7e12
+    assert [caveat.endswith(told) for caveat in found.caveats] == [True]
+    assert hardware_of(asked, NODE, compute="fp16").flops == 125e12
+    for compute in ("fp16", "fp32"):
+        assert hardware_of(asked, NODE, compute=compute).caveats == ()
+    shown = pipe("plan", RECIPE, "--gpu", "V100")
+    assert f"not counted: how slow bf16 is on V100: {told}" in shown.output
+    record = json.loads(pipe("plan", RECIPE, "--gpu", "V100", "--json").output)
+    assert record["caveats"][-1].endswith(told)
+
+
+def test_a_measured_rate_of_bf16_is_taken_as_it_is() -> None:
+    asked = Asked(machine=machine(devices=gpu("Tesla V100-SXM2-32GB")))
+    found = hardware_of(asked, NODE, compute="bf16")
+    assert (found.flops, found.caveats) == (7e14, ())
+    old = {"devices": gpu("Tesla V100-SXM2-32GB"), "matmul_flops": {"fp32": 5e13, "bf16": None}}
+    found = hardware_of(Asked(machine=machine(**old)), NODE, compute="bf16")
+    assert (found.flops, len(found.caveats)) == (15.7e12, 1)
+
+
 def test_a_measured_machine_names_its_gpus() -> None:
     asked = Asked(machine=machine())
     assert asked.overrides == ["launch.device=cuda"]
@@ -114,6 +138,26 @@ def test_what_contradicts_itself_is_refused(asked: Asked, message: str) -> None:
         hardware_of(asked, NODE, compute="bf16")
 
 
+@pytest.mark.parametrize("option", [("--gpu", "H100"), ("--gpus", "4"), ("--memory", "40")])
+def test_gpus_contradict_a_cpu_that_is_said_beside_them(option: tuple[str, str]) -> None:
+    result = pipe("plan", RECIPE, "launch.device=cpu", *option)
+    assert result.exit_code == 2
+    told = f"{option[0]} is about GPUs, launch.device on the command line means CPUs"
+    assert told in result.output
+    assert "leave out one of them" in result.output
+    # The recipe's own device gives way.
+    quick = RECIPE.with_name("quickstart.yaml")
+    assert pipe("plan", quick, "--json", *option).exit_code == 0
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_cpus_are_not_planned_as_nodes_of_eight_gpus(nodes: str) -> None:
+    result = pipe("plan", RECIPE.with_name("quickstart.yaml"), "--nodes", nodes)
+    assert result.exit_code == 2
+    assert "--nodes counts nodes with GPUs, and the recipe computes on CPUs" in result.output
+    assert "--gpus says how many GPUs a node has" in result.output
+
+
 AMOUNTS = ["--memory", "--host-memory", "--interconnect", "--nvme", "--overhead"]
 
 
@@ -130,6 +174,13 @@ def test_nothing_at_all_is_refused(option: str) -> None:
     result = pipe("plan", RECIPE, option, "0")
     assert result.exit_code == 2
     assert f"Invalid value for '{option}': 0" in result.output
+
+
+@pytest.mark.parametrize(("option", "most"), [("--gpus", 256), ("--nodes", 100_000)])
+def test_more_than_anyone_has_is_refused(option: str, most: int) -> None:
+    result = pipe("plan", RECIPE, option, str(most + 1))
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}': {most + 1} is not in the range" in result.output
 
 
 @pytest.mark.parametrize(("said", "rate"), [("400G", 50e9), ("12.5", 12.5e9), ("100gbe", 12.5e9)])
@@ -157,7 +208,15 @@ def test_rates_say_where_they_come_from(tmp_path: Path) -> None:
         in told
     )
     told = planned(tmp_path, "--nodes", "2", "--gpus", "4", "--interconnect", "400g")
-    assert "compute at the rates that were measured, the rest at the rates of data sheets" in told
+    assert (
+        "compute at the rates that were measured, network at the rates that were asked for, "
+        "the rest at the rates of data sheets" in told
+    )
+    within = ("--nodes", "2", "wrap.sharding=hybrid_shard", "--interconnect", "400g")
+    assert (
+        "compute, network inside nodes at the rates that were measured, network between nodes at "
+        "the rates that were asked for, the rest at the rates of data sheets"
+    ) in planned(tmp_path, *within)
     assert "at the rates that were measured)" in planned(tmp_path, devices=gpu("New"))
     assert "at the rates of data sheets, " in pipe("plan", RECIPE, "--gpu", "H100").output
 

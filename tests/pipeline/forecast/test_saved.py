@@ -26,7 +26,7 @@ def plan(*overrides: str, recipe: Path = RECIPE, procs: int | None = None) -> Pl
 
 
 def saved(file: Path, plan: Plan, per_node: int = 8) -> Record:
-    record = {"schema_version": 2, "identity": identity(plan, per_node).model_dump()}
+    record = {"schema_version": 3, "identity": identity(plan, per_node).model_dump()}
     file.write_text(json.dumps(record), "utf-8")
     return record
 
@@ -57,7 +57,8 @@ def pipe(*arguments: str | Path) -> Result:
          '{"every": 2, "keep": "nothing", "offload": false} instead of null'),
         (["wrap={use: wrap.ddp}"], 'wrap.use is "wrap.ddp" instead of "wrap.fsdp"'),
         (["model.unused_weights=[a.quite.long.pattern.of.weights.*,another.one.beside.it.*]"],
-         "model.unused_weights has changed"),
+         'model.unused_weights is '
+         '["a.quite.long.pattern.of.weights.*", "another.one.beside.it... instead of []'),
         (["consolidate=null", "export=null"], "slot `consolidate` is gone; slot `export` is gone"),
     ],
 )  # fmt: skip
@@ -101,6 +102,58 @@ def test_a_recipe_elsewhere_is_the_same_recipe(tmp_path: Path) -> None:
     record = saved(file, plan(recipe=recipes[0]))
     assert record["identity"]["stages"]["data"]["files"] == "./data/chat.jsonl"
     assert drift(file, plan(recipe=recipes[1])) == ""
+
+
+def test_long_values_are_shown_where_they_differ(tmp_path: Path) -> None:
+    file, one, other = tmp_path / "plan.json", "a" * 80 + "b" * 80, "a" * 80 + "c" * 80
+    saved(file, plan(f"model.unused_weights=[{one}]"))
+    told = "model.unused_weights is ...{0}{2}... instead of ...{0}{1}..."
+    letters = ("a" * 20, "b" * 40, "c" * 40)
+    assert drift(file, plan(f"model.unused_weights=[{other}]")) == told.format(*letters)
+
+
+def small(place: Path, files: str, name: str = "recipe.yaml") -> Path:
+    """A recipe with that data."""
+    place.mkdir(parents=True, exist_ok=True)
+    base = RECIPE.with_name("llama8b_ddp.yaml")
+    text = f"extends: {base}\nname: small\nstages:\n  data: {{files: {files}}}\n"
+    (place / name).write_text(text, "utf-8")
+    return place / name
+
+
+def chat(place: Path) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    rows = RECIPE.with_name("data") / "chat.jsonl"
+    (place / "d.jsonl").write_bytes(rows.read_bytes())
+    return place / "d.jsonl"
+
+
+def test_files_of_the_same_name_in_two_folders_are_two(tmp_path: Path) -> None:
+    file, inner = tmp_path / "plan.json", tmp_path / "ex" / "sub"
+    chat(inner.parent)
+    chat(inner)
+    small(inner.parent, "./d.jsonl", "base.yaml")
+    recipe = inner / "child.yaml"
+    recipe.write_text("extends: ../base.yaml\n", "utf-8")
+    record = saved(file, plan(recipe=recipe))
+    assert record["identity"]["stages"]["data"]["files"] == "../d.jsonl"
+    data = "stages: {data: {files: ./d.jsonl}}"
+    recipe.write_text(f"extends: ../base.yaml\n{data}\n", "utf-8")
+    told = 'data.files is "./d.jsonl" instead of "../d.jsonl"'
+    assert drift(file, plan(recipe=recipe)) == told
+
+
+def test_a_recipe_that_leaves_its_files_is_the_same_recipe(tmp_path: Path) -> None:
+    """It names them by where they are, as those of `pipe advise` do."""
+    file, data = tmp_path / "plan.json", chat(tmp_path / "here")
+    saved(file, plan(recipe=small(data.parent, f"[{data}]")))
+    moved = small(tmp_path / "there", f"[{data}]")
+    assert drift(file, plan(recipe=moved)) == ""
+    other = small(tmp_path / "there", f"[{chat(moved.parent)}]")
+    assert drift(file, plan(recipe=other)) == ""
+    third = small(tmp_path / "there", f"[{chat(moved.parent / 'deeper')}]")
+    told = 'data.files is ["./deeper/d.jsonl"] instead of ["./d.jsonl"]'
+    assert drift(file, plan(recipe=third)) == told
 
 
 def test_ranks_of_a_node_are_part_of_a_plan(tmp_path: Path) -> None:
@@ -183,7 +236,7 @@ def given(value: Any, *path: str) -> Callable[[Record], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (given(1, "schema_version"), "schema_version: Input should be 2"),
+        (given(2, "schema_version"), "schema_version: Input should be 3"),
         (without("identity"), "identity: Field required"),
         (given([], "identity"), "identity: Input should be an object"),
         (given([], "identity", "stages"), "identity.stages: Input should be"),

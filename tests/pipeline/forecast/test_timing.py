@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from pipeline.forecast.fit import Margins, shortages
@@ -94,6 +97,37 @@ def test_groups_that_do_not_divide_nodes(ranks: int, size: int, apart: int, seco
     time = step_time(forecast(told), site, Hardware(network=10.0))
     assert time is not None
     assert time.parts.get("network", 0) == pytest.approx(seconds)
+
+
+def listed(told: Traffic, site: Site) -> int:
+    """Groups of several nodes on the node that has most of them, by listing every rank."""
+    found, span = Counter[int](), told.ranks * told.apart
+    for block in range(0, site.ranks, span):
+        for first in range(block, block + told.apart):
+            nodes = {r // site.local_ranks for r in range(first, first + span, told.apart)}
+            found.update(nodes if len(nodes) > 1 else ())
+    return max(found.values(), default=0)
+
+
+def test_groups_are_counted_without_listing_ranks() -> None:
+    draws = random.Random(0)
+    for _ in range(4000):
+        size, apart = draws.randint(1, 12), draws.randint(1, 12)
+        ranks = size * apart * draws.randint(1, 20)
+        site = Site(ranks=ranks, local_ranks=draws.randint(1, min(20, ranks)), device="cuda")
+        told = traffic("all-gather", 80 * size, size, apart)
+        groups = listed(told, site)
+        assert crosses(told, site) == (groups > 0)
+        time = step_time(forecast(told), site, Hardware(network=1.0))
+        assert time is not None
+        expected = sent(told) * groups
+        assert time.parts.get("network", 0) == pytest.approx(expected), (told, site)
+
+
+def test_many_nodes_take_no_longer() -> None:
+    site = Site(ranks=10**13, local_ranks=64, device="cuda")
+    for told in (traffic("all-gather", 80, 10**13), traffic("all-gather", 80, 10**5, 10**8)):
+        assert crosses(told, site)
 
 
 def test_a_network_that_is_not_known_is_named() -> None:

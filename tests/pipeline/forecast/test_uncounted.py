@@ -107,6 +107,57 @@ def test_a_slot_without_a_forecast_is_named(plan: Any) -> None:
     assert told(plan(stages, "--json"))["caveats"] == uncounted
 
 
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 1000, "n_embd": 64, "n_layer": 2, "n_head": 4,
+    "n_positions": 48,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({**LLAMA, "max_position_embeddings": 63}, 63),
+        ({**LLAMA, "max_position_embeddings": 64}, None),
+        ({**LLAMA, "max_position_embeddings": "many"}, None),
+        (LLAMA, None),
+        (GPT2, 48),
+        # Scaled angles add positions, of which some configs count those that they had before.
+        ({**LLAMA, "max_position_embeddings": 32, "rope_scaling": {"factor": 1.5}}, 48),
+        ({**LLAMA, "max_position_embeddings": 32, "rope_scaling": {"factor": 2.0}}, None),
+        (
+            {
+                **LLAMA,
+                "max_position_embeddings": 32,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 8},
+            },
+            32,
+        ),
+    ],
+)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_samples_that_are_longer_than_the_models_context_are_told(
+    plan: Any, config: dict[str, Any], context: int | None, adapter: bool
+) -> None:
+    stages: dict[str, Any] = {"model": {"use": "model.hf", "config": config}}
+    if adapter:
+        stages["adapter"] = {"use": "adapter.lora", "rank": RANK}
+    stages |= {slot: one for slot, one in slots().items() if slot != "model"}
+    beyond = (
+        f"what becomes of positions beyond the {context} of the model's config: samples have 64 "
+        "tokens"
+    )
+    caveats = told(plan(stages, "--json"))["caveats"]
+    assert caveats == ([] if context is None else [beyond])
+
+
+def test_documents_that_are_packed_may_be_shorter(plan: Any) -> None:
+    config = {**LLAMA, "max_position_embeddings": 63}
+    data = {**slots()["data"], "documents_apart": True}
+    stages = slots(model={"use": "model.hf", "config": config}, data=data)
+    (caveat,) = told(plan(stages, "--json"))["caveats"]
+    assert caveat.endswith("samples have 64 tokens (of documents that may be shorter)")
+
+
 def test_what_cannot_be_told_is_not_blamed_on_what_comes_after_training(plan: Any) -> None:
     said = plan(slots(wrap={"use": "wrap.mute"}, tell={"use": "plugin.mute"}))
     assert said.exit_code == 2

@@ -64,6 +64,14 @@ def parameters(content: bytes, folder: Path) -> int:
     return HfModel(path=str(file)).forecast(Site(ranks=1, local_ranks=1, device="cpu")).parameters
 
 
+def test_the_context_is_that_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for more, context in (([number("llama.context_length", 2048)], 2048), ([], None)):
+        file.write_bytes(llama(*more))
+        site = Site(ranks=1, local_ranks=1, device="cpu")
+        assert HfModel(path=str(file)).forecast(site).context == context
+
+
 def test_arrays_are_told_by_their_length(tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     words = array("words", STRING, 2, text("a") + text("bc"))
