@@ -75,6 +75,7 @@ def advise(
     from pipeline.commands.stopping import stoppable
     from pipeline.forecast.advising import Task
     from pipeline.forecast.advising import advise as walk
+    from pipeline.forecast.hardware import narrow_dtype
 
     asked, margins = asked_for(gpus, nodes, **machines)
     if asked.gpu is None and asked.memory is None and asked.machine is None:
@@ -96,7 +97,8 @@ def advise(
             example.write_text("".join(json.dumps(row) + "\n" for row in EXAMPLE), "utf-8")
     task = Task(
         name=name, model=where, data=data or example, lora=not full,
-        sequence=seq, global_batch=global_batch, micro_batch=micro_batch, compute="bf16",
+        sequence=seq, global_batch=global_batch, micro_batch=micro_batch,
+        compute=narrow_dtype(asked),
     )  # fmt: skip
     written = False
     try:

@@ -98,6 +98,12 @@ def hardware_of(asked: Asked, site: Site, *, compute: str) -> Hardware:
     return replace(known, measured=measured, asked=tuple(there), **there)
 
 
+def narrow_dtype(asked: Asked) -> str:
+    """What to compute in: bf16, or fp16 where there are no units for that."""
+    gpu = _gpu(asked)
+    return "bf16" if gpu is None or gpu.bf16 else "fp16"
+
+
 def _of_kind(asked: Asked, compute: str) -> Hardware:
     gpu = _gpu(asked)
     if gpu is None:

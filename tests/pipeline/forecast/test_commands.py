@@ -443,6 +443,15 @@ def test_a_host_that_is_not_known_is_a_condition(tmp_path: Path) -> None:
     assert re.search(r"if a host has \S+ GiB", chosen)
 
 
+def test_gpus_without_bf16_compute_in_fp16(tmp_path: Path) -> None:
+    out = tmp_path / "x.yaml"
+    result = pipe("advise", "Qwen/Qwen2.5-0.5B", "--gpus", "8", "--gpu", "V100", "--out", out)
+    assert result.exit_code == 0, result.output
+    stages = yaml.safe_load(out.read_text("utf-8"))["stages"]
+    assert stages["precision"]["compute"] == "fp16"
+    assert pipe("check", out).exit_code == 0
+
+
 def test_a_small_model_is_given_the_cheaper_savings(tmp_path: Path) -> None:
     out = tmp_path / "x.yaml"
     result = pipe("advise", "meta-llama/Llama-3.2-1B", "--gpus", "8", "--gpu", "H100", "--out", out)
