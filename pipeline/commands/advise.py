@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pipeline.commands.machines import asked_for, machine_options
+from pipeline.commands.machines import GPUS, NODES, asked_for, machine_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.files import try_writing
 from pipeline.registry import Registry
@@ -24,8 +24,8 @@ EXAMPLE = [
 
 @click.command()
 @click.argument("model")
-@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of a node.")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--gpus", type=GPUS, required=True, help="GPUs of a node.")
+@click.option("--nodes", type=NODES, default=1, show_default=True)
 @machine_options
 @click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)

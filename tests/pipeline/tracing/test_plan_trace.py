@@ -37,7 +37,10 @@ LLAMA = {
     "num_hidden_layers": 7,
     "num_attention_heads": 4,
 }
-GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 7, "n_head": 4, "vocab_size": 1000}
+STABLELM = {
+    "model_type": "stablelm", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 1000,
+    "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -88,12 +91,12 @@ def test_levels_are_told_apart(recipe: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_any_model_can_be_traced(recipe: dict[str, Any], tmp_path: Path) -> None:
-    recipe["stages"]["model"]["config"] = GPT2
+    recipe["stages"]["model"]["config"] = STABLELM
     refused = plan(recipe, tmp_path)
     assert refused.exit_code == 1
     assert "--trace runs any model without memory" in refused.output
     found = json.loads(plan(recipe, tmp_path, "--trace", "--json").output)
-    parameters = 1000 * 64 + 1024 * 64 + 7 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    parameters = 2 * 1000 * 64 + 7 * (4 * 64 * 64 + 3 * 64 * 128 + 4 * 64) + 2 * 64
     (export,) = (file for file in found["storage"] if file["what"] == "export")
     assert export["bytes"] == 2 * parameters
     shards = found["device"]["load"]["items"]["parameters"]
