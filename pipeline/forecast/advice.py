@@ -48,10 +48,8 @@ class Tried:
 
 
 def _on_host(drawn: Drawn) -> str:
-    needed, there = drawn.forecast.host_peak, drawn.hardware.host_memory
-    return (
-        f"{gib(needed)} GiB of {gib(there)} a host" if there else f"if a host has {gib(needed)} GiB"
-    )
+    peak, there = gib(drawn.forecast.host_peak), drawn.hardware.host_memory
+    return f"{peak} GiB of {gib(there)} a host" if there else f"if a host has {peak} GiB"
 
 
 def _time(drawn: Drawn) -> Iterator[str]:

@@ -80,7 +80,7 @@ def ways(changes: Sequence[Change], draw: Draw) -> Iterator[Way]:
     drawn: dict[tuple[str, ...], Drawn] = {}
 
     def once(changes: Sequence[Change]) -> Drawn:
-        key = tuple(change.override for change in changes)
+        key = tuple(sorted(change.override for change in changes))
         return drawn[key] if key in drawn else drawn.setdefault(key, draw(changes))
 
     start = Way(changes=changes, saved=(), drawn=once(changes))
@@ -120,7 +120,8 @@ def _possible(way: Way, left: Iterable[tuple[str, Saving]], draw: Draw) -> Itera
             following = way.and_(slot, saving, draw)
         except StageError:
             continue
-        yield following
+        if following.changes != way.changes:
+            yield following
 
 
 def _short(drawn: Drawn) -> bool:

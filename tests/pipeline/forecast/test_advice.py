@@ -222,6 +222,19 @@ def test_what_saves_nothing_is_tried_and_not_kept() -> None:
     assert fields_of(chosen.changes) == {"train.chunk": True, "train.micro": 1}
 
 
+def test_a_saving_that_changes_nothing_ends_the_search() -> None:
+    class Stuck:
+        def savings(self, ranks: int) -> Iterator[Saving]:
+            yield Saving(order=CHUNK, what="again and again", fields={"chunk": True})
+
+    def draw(changes: Sequence[Change]) -> Any:
+        made = drawn(changes, {"": 17})
+        made.plan.steps[0].stage = Stuck()
+        return made
+
+    assert len(list(ways([], draw))) == 2
+
+
 def test_each_strategy_is_told_once_by_its_best_way() -> None:
     made = walk({**NEEDS, "wrap.ddp": 50}, 1, 8, DDP, FSDP)
     made.run()
