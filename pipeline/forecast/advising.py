@@ -193,13 +193,15 @@ DrawOn = Callable[[int, Sequence[Change]], Drawn]
 
 
 def _nodes(walk: Walk, draw: DrawOn) -> int | None:
-    """The fewest nodes, doubling, on which a strategy without offloading fits."""
+    """The fewest nodes, doubling, on which a strategy without offloading fits, with a sample for
+    each GPU."""
     sharded = [named for named in walk.strategies if named.order == Order.SHARDED]
     nodes = walk.nodes * 2
     while nodes <= MOST_NODES:
         more = partial(draw, nodes)
         try:
-            if any(way.fits for named in sharded for way in ways([wrapped(named)], more)):
+            found = [way for named in sharded for way in ways([wrapped(named)], more)]
+            if any(way.fits and not way.drawn.idle for way in found):
                 return nodes
         except RecipeError:  # such as a batch that is smaller than the ranks
             return None
@@ -212,7 +214,7 @@ def _head(task: Task, tried: Sequence[Tried], chosen: Tried) -> list[str]:
     lines = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", ""]
     lines.append(f"Chosen: {chosen.what}: {chosen.told()}.")
     rest = [one for one in of_each(tried) if one.strategy is not chosen.strategy]
-    for title, fits in (("Needs too much:", False), ("Fits too, but is no faster:", True)):
+    for title, fits in (("Needs too much:", False), ("Fits too:", True)):
         others = [one for one in rest if one.way.fits is fits]
         if others:
             lines += ["", title, *(f"  {one.what}: {one.told()}" for one in others)]

@@ -443,6 +443,16 @@ def test_a_host_that_is_not_known_is_a_condition(tmp_path: Path) -> None:
     assert re.search(r"if a host has \S+ GiB", chosen)
 
 
+@pytest.mark.parametrize(("batch", "said"), [(4096, True), (8, False)])
+def test_nodes_that_get_no_sample_are_no_help(batch: int, said: bool, tmp_path: Path) -> None:
+    result = pipe(
+        "advise", "meta-llama/Llama-3.1-8B", "--gpus", "8", "--memory", "20", "--host-memory", "99",
+        "--global-batch", str(batch), "--out", tmp_path / "x.yaml",
+    )  # fmt: skip
+    assert result.exit_code == 3
+    assert ("without offloading it would fit on " in result.output) is said
+
+
 def test_gpus_without_bf16_compute_in_fp16(tmp_path: Path) -> None:
     out = tmp_path / "x.yaml"
     result = pipe("advise", "Qwen/Qwen2.5-0.5B", "--gpus", "8", "--gpu", "V100", "--out", out)
