@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,8 @@ WRAPS: dict[str, dict[str, Any]] = {
     "zero2": {"use": "wrap.zero", "stage": 2, "reduce_bucket_size": 50_000_000},
 }
 LENGTH, MICRO = 256, 2
+THREADS = 1
+"""Of each process, when the machine is measured and when it trains."""
 VOCABULARY = 49152
 TEXT = "The first step of a run is slow, the others are what counts.\n" * 40_000
 
@@ -103,7 +106,7 @@ def _rows(
 def _recipe(folder: Path, shape: str, wrap: str, procs: int, compute: str, steps: int) -> Path:
     recipe = {
         "name": "step_time",
-        "launch": {"procs": procs, "device": "cpu", "threads": 1},
+        "launch": {"procs": procs, "device": "cpu", "threads": THREADS},
         "stages": {
             "model": {
                 "use": "model.hf",
@@ -142,8 +145,10 @@ def _tokenizer() -> Path:
 
 def _pipe(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", "pipeline", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": str(THREADS)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
     if done.returncode:
         sys.exit(f"pipe {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
