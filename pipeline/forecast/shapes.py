@@ -154,6 +154,12 @@ class ModelShape(ABC):
         """The head's matrix, shape (vocabulary, hidden)."""
 
     @property
+    def tied(self) -> Weight | None:
+        """The embedding, if it is the head as well. Autograd adds its two gradients to each other
+        before it adds them to what there is."""
+        return self.output if self.output is self.root[0] else None
+
+    @property
     def changes_logits(self) -> bool:
         """Whether it computes something with what its head gives."""
         return False

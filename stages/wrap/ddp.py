@@ -51,6 +51,7 @@ class Ddp:
             Sizes.of(precision),
             ranks=site.ranks,
             views=self.gradient_as_bucket_view,
+            bucket=self.bucket_cap_mb << 20,
         )
 
     def trace(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from pipeline.forecast.ledger import Ledger, Place
 from pipeline.forecast.placement import (
@@ -14,11 +16,26 @@ from pipeline.forecast.placement import (
     UPDATE,
     Placement,
     Traffic,
+    Unit,
 )
 from pipeline.forecast.shapes import ModelShape, OptimizerShape, Weight
 from pipeline.forecast.sizes import Sizes
 from pipeline.forecast.tape import GRADIENTS as PASSING
 from pipeline.forecast.tape import Tape, Value
+from stages.wrap.ddp_buckets import cut
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights whose gradients are reduced together, and those of them that have one."""
+
+    weights: Sequence[Weight]
+    here: set[Weight] = field(default_factory=set)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return sum(weight.elements for weight in self.weights)
 
 
 class DdpPlacement(Placement):
@@ -26,7 +43,8 @@ class DdpPlacement(Placement):
 
     The buckets that are reduced are there from the start to the end. Gradients are views of them,
     or tensors of their own beside them. Where weights are cast for use, a module's forward makes
-    the copies, and what backward needs of them stays until it has run.
+    the copies, and what backward needs of them stays until it has run. A bucket is cast to be
+    reduced in another dtype.
     """
 
     def __init__(
@@ -38,7 +56,9 @@ class DdpPlacement(Placement):
         *,
         ranks: int,
         views: bool,
+        bucket: int,
     ) -> None:
+        """`bucket` is what one holds, in bytes."""
         self.ledger = ledger
         self.ranks = ranks
         self._optimizer = optimizer
@@ -48,6 +68,14 @@ class DdpPlacement(Placement):
         self._started = False
         self._apart: set[Weight] = set()
         """Whose gradients are tensors of their own."""
+        self._tied = model.tied
+        self._waiting: tuple[Tape, Weight, Value] | None = None
+        """What backward has so far of the tied weight's gradient, and on what tape."""
+        self._reduces = True
+        trained = [weight for weight in _ordered(model) if weight.trained]
+        self._buckets = [
+            Bucket(weights) for weights in cut(trained, lambda w: w.bytes(sizes.master), bucket)
+        ]
 
     @property
     def _trained(self) -> int:
@@ -80,9 +108,19 @@ class DdpPlacement(Placement):
     def _size(self, weight: Weight) -> int:
         return self._sizes.compute if weight.borrowed else self._sizes.master
 
+    def begin(self, *, last: bool) -> None:
+        self._reduces = last
+
     def use(self, tape: Tape, weight: Weight, size: int) -> Value:
         def leaf(made: Value) -> None:
-            self._add(tape, weight, made)
+            if weight is not self._tied:
+                self._add(tape, weight, made)
+            elif self._waiting is None:
+                self._waiting = tape, weight, made
+            else:
+                *_, waiting = self._waiting
+                tape.pulse(made.bytes if waiting.shared else 0, made.item)
+                tape.drop(made)
 
         own = Value(0, GATHERED, graded=weight.trained, leaf=leaf)
         if self._size(weight) == size:
@@ -94,6 +132,11 @@ class DdpPlacement(Placement):
 
         return tape.node(cast, [], back)
 
+    def after_backward(self, unit: Unit) -> None:
+        if unit is None and self._waiting is not None:
+            self._add(*self._waiting)
+            self._waiting = None
+
     def _add(self, tape: Tape, weight: Weight, made: Value) -> None:
         """Add a gradient to what there is of it."""
         size = weight.elements * self._size(weight)
@@ -101,8 +144,20 @@ class DdpPlacement(Placement):
             self.ledger.change(made.item, -made.bytes)  # it is this tensor
             self.ledger.change(GRADIENTS, size)
             self._apart.add(weight)
+        else:
+            tape.drop(made)
+        if self._reduces:
+            self._reduce(weight)
+
+    def _reduce(self, weight: Weight) -> None:
+        """A gradient is there; the last of a bucket's has the bucket reduced."""
+        if self._sizes.reduce == self._sizes.master:
             return
-        tape.drop(made)
+        bucket = next(each for each in self._buckets if weight in each.weights)
+        bucket.here.add(weight)
+        if len(bucket.here) == len(bucket.weights):
+            bucket.here.clear()
+            self.ledger.pulse(BUFFERS, bucket.elements * self._sizes.reduce)
 
     def step(self) -> None:
         if not self._started:
@@ -129,3 +184,12 @@ class DdpPlacement(Placement):
                 ranks=self.ranks,
                 what="gradients",
             )
+
+
+def _ordered(model: ModelShape) -> Iterator[Weight]:
+    """Weights in module order, nearly: the embedding, the blocks, what follows them."""
+    first, *rest = model.root
+    yield first
+    for block in model.blocks:
+        yield from block.weights
+    yield from rest

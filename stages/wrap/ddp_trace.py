@@ -17,14 +17,12 @@ from pipeline.engine import DataShard
 from pipeline.stage import Context
 from stages.wrap.birth import build_empty, cast_buffers, materialise, named_parameters, trained
 from stages.wrap.compute_cast import cast_on_use
+from stages.wrap.ddp_buckets import cut
 from stages.wrap.gradients import make_optimizer, make_scaler
 from stages.wrap.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
-
-FIRST = 1 << 20
-"""Bytes of torch's first bucket."""
 
 
 def build(
@@ -69,7 +67,7 @@ class TracedReplica(TorchEngine):
                 views=config.gradient_as_bucket_view,
                 reduce=torch_dtype(precision.reduce) if narrow else None,
             )
-            for parameters in _cut(module, config.bucket_cap_mb << 20)
+            for parameters in cut(list(trained(module)), _bytes, config.bucket_cap_mb << 20)
         ]
         for bucket in self._buckets:
             for parameter in bucket.views:
@@ -137,15 +135,5 @@ class _Bucket:
         return self._buffer if self._reduce is None else self._buffer.to(self._reduce)
 
 
-def _cut(module: nn.Module, cap: int) -> Iterator[list[nn.Parameter]]:
-    """Trained parameters from the last to the first, in buckets that are full at so many bytes."""
-    bucket: list[nn.Parameter] = []
-    size, full = 0, FIRST
-    for parameter in reversed(list(trained(module))):
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= full:
-            yield bucket
-            bucket, size, full = [], 0, cap
-    if bucket:
-        yield bucket
+def _bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()

@@ -68,6 +68,10 @@ class FsdpPlacement(Placement):
         """Weights whose gradient this backward has computed -> whether it is a view."""
         self._accumulated: set[Unit] = set()
         """Units whose whole gradients of earlier backwards are kept."""
+        self._adds_at_once = sizes.reduce == sizes.compute
+        """Whether what is kept is the parameter's own gradient, to which autograd adds; otherwise
+        it is a cast copy, to which the unit's gradients are added when all are there."""
+        self._tied = model.tied
         self._left = 0
         """Bytes of the forward buffer that waits for the next."""
         self._forward_ahead, self._backward_ahead = forward_ahead, backward_ahead
@@ -125,6 +129,9 @@ class FsdpPlacement(Placement):
             unit = self._owner[weight]
             if weight in self._graded:  # of a tied one, which is added
                 tape.pulse(gradient.bytes if self._graded[weight] else 0, gradient.item)
+                tape.drop(gradient)
+                return
+            if unit in self._accumulated and self._adds_at_once and weight is not self._tied:
                 tape.drop(gradient)
                 return
             self._graded[weight] = gradient.shared
@@ -224,7 +231,7 @@ class FsdpPlacement(Placement):
 
     def _accumulate(self, unit: Unit, trained: Sequence[Weight]) -> None:
         """Keep a unit's gradients whole, in the reduce dtype."""
-        if unit not in self._accumulated and self._sizes.reduce != self._sizes.compute:
+        if unit not in self._accumulated and not self._adds_at_once:
             for weight in trained:
                 self.ledger.change(WHOLE_GRADIENTS, weight.elements * self._sizes.reduce)
                 self.ledger.change(WHOLE_GRADIENTS, -weight.elements * self._sizes.compute)

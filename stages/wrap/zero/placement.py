@@ -85,7 +85,7 @@ class ZeroPlacement(Placement):
                 self._begun = True
                 self._at("backward", "head")
             tape.drop(made)
-            if weight is self._model.output and weight is self._model.root[0]:
+            if weight is self._model.tied:
                 return  # of a tied head, which the closed form counts
             kept = weight.elements * self._gradients.kept
             self.ledger.change(WHOLE_GRADIENTS, kept)
@@ -213,5 +213,5 @@ def _weights(model: ModelShape, precision: Precision) -> Weights:
     return Weights(
         blocks=tuple(tuple(map(weight, block.weights)) for block in model.blocks),
         root=tuple(map(weight, model.root)),
-        tied=model.output is model.root[0],
+        tied=model.tied is not None,
     )
