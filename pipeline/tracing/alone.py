@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, Precision, torch_dtype
 from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
@@ -18,7 +18,8 @@ from pipeline.tracing.session import Owners
 
 
 class Alone(Engine):
-    """Weights in the compute dtype; their gradients are dropped as soon as they are there."""
+    """Weights in the compute dtype; their gradients are dropped as soon as they are there. Tied
+    ones are two, so that no gradient waits for another: that is up to the strategy."""
 
     def __init__(
         self, source: ModelSource, precision: Precision, site: Site, watch: Owners
@@ -27,6 +28,8 @@ class Alone(Engine):
             with torch.device("meta"):
                 model = source.build()
             source.tie(model)
+            self.names = _names(model)
+            """Parameter -> the one that it is tied to, or itself."""
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch_dtype(precision.compute))
@@ -60,6 +63,12 @@ class Alone(Engine):
 
     def refresh(self) -> None:
         """There are no masters."""
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every}
 
 
 def _drop(name: str, watch: Owners) -> Callable[[Tensor], None]:

@@ -29,9 +29,9 @@ Pieces = Mapping[tuple[str, Unit], Sequence[Piece]]
 """Phase and part of the model -> in order."""
 
 
-def pieces(meter: Meter, names: Iterable[str]) -> Pieces:
-    """Those of the first micro-batch; `names` are the model's parameters."""
-    parameters = set(names)
+def pieces(meter: Meter, names: Mapping[str, str]) -> Pieces:
+    """Those of the first micro-batch; `names` are the model's parameters, each with what it is
+    called in a piece."""
     found: dict[tuple[str, Unit], list[Piece]] = {}
     order = [*meter.levels]
     unit: Unit = START
@@ -39,7 +39,7 @@ def pieces(meter: Meter, names: Iterable[str]) -> Pieces:
         phase, visit, mark = moment
         if phase not in (FORWARD, BACKWARD) or visit:
             continue
-        gradient = mark if isinstance(mark, str) and mark in parameters else None
+        gradient = names.get(mark) if isinstance(mark, str) else None
         unit = unit if gradient else mark
         level = meter.levels[moment]
         found.setdefault((phase, unit), []).append(

@@ -77,7 +77,7 @@ def run(
     return Traced(
         trace=Trace(blocks=len(built.blocks), moments=here.meter.moments),
         built=built,
-        alone=pieces(here.meter, built.parameters) if told.alone else None,
+        alone=pieces(here.meter, told.alone.names) if told.alone else None,
     )
 
 
@@ -113,8 +113,8 @@ def samples_of(plan: Plan, site: Site) -> SampleShape:
 class _Told(dict[str, Any]):
     """What stages have given, by slot."""
 
-    alone = False
-    """Whether a strategy left the model alone."""
+    alone: Alone | None = None
+    """The model, if its strategy left it alone."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class _Told(dict[str, Any]):
         if precision is None:
             raise UsageError("nothing can be traced: no slot of the recipe gives a precision")
         assert isinstance(self._watch, Owners)
-        self.alone = True
-        return Alone(source, precision, self._site, self._watch)
+        self.alone = Alone(source, precision, self._site, self._watch)
+        return self.alone
 
     def train(self, names: Sequence[str]) -> None:
         """The stage that trains; these modules are the model's blocks."""

@@ -27,11 +27,6 @@ class Structure:
     signatures: Sequence[Signature]
     """Of each block; those of a kind have the same."""
 
-    @property
-    def parameters(self) -> Sequence[str]:
-        """Names of all weights."""
-        return [weight.name for group in (self.root, *self.blocks) for weight in group]
-
 
 def structure(source: ModelSource) -> Structure:
     """Built on the meta device, without memory."""
