@@ -211,9 +211,8 @@ class Net:
         with self.module(weight):
             wide = self.normalised(x, weight.shape[-1])
             narrow = self.cast(wide, self.c)
-            self.tape.drop(wide)
             out = self.scaled(narrow, weight)
-            self.tape.drop(narrow)
+            self.tape.drop(wide, narrow)
             return out
 
     def normalised(self, x: Value, width: int) -> Value:

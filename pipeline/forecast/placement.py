@@ -98,7 +98,10 @@ class Placement(ABC):
         """A unit has run."""
 
     def before_backward(self, unit: Unit) -> None:
-        """Backward comes to a unit."""
+        """Backward comes to a unit; to the root when it begins."""
+
+    def backward_at_output(self) -> None:
+        """Backward comes to what the model's forward method has given: the loss, or logits."""
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of a unit are there."""

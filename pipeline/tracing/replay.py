@@ -11,7 +11,7 @@ from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, Weight
 from pipeline.forecast.tape import GRADIENTS, Tape, Value
 from pipeline.tracing.meter import REST, Meter, Unit
-from pipeline.tracing.session import HEAD, LOSS, START
+from pipeline.tracing.session import HEAD, INPUT, LOSS, START
 from pipeline.tracing.structure import Structure
 
 
@@ -105,8 +105,11 @@ class Replay:
         placement.before_backward(None)
         named = {name: root[weight] for name, weight in self._root.items()}
         self._walk(self._metered[BACKWARD, START], named)
+        placement.backward_at_output()
+        self._walk(self._metered.get((BACKWARD, HEAD), ()), named)
         for place in reversed(range(len(blocks))):
             self._backward(place, blocks[place], named)
+        self._walk(self._metered.get((BACKWARD, INPUT), ()), named)
         tape.run_back()
         tape.drop(*root.values())
         placement.after_backward(None)
@@ -145,7 +148,9 @@ class Replay:
     def _gradient(self, name: str) -> Value:
         weights = (*self._built.root, *(w for block in self._built.blocks for w in block))
         size = next(weight.elements for weight in weights if weight.name == name)
-        return self._tape.make(size * self._compute, GRADIENTS)
+        made = self._tape.make(size * self._compute, GRADIENTS)
+        made.shared = True  # as products of matrices give it, by which tied weights are first used
+        return made
 
 
 def kinds(count: int, metered: int, period: int) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +25,11 @@ from pipeline.tracing.fake_compat import without_values
 from pipeline.tracing.group_compat import silent_group, single_group
 from pipeline.tracing.meter import Meter, Unit
 from pipeline.tracing.watch import Watch
+from pipeline.tracing.watch_compat import tensors_in
 
-START, HEAD, LOSS = "start", "head", "loss"
-"""What comes before any block runs in a phase; behind all in forward; behind the model."""
+START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
+"""What comes before any block runs in a phase; behind all in forward, and before all in backward;
+behind the model in forward; behind all blocks in backward."""
 
 
 class Session:
@@ -117,7 +120,7 @@ class Owners(Watch):
         assert self._model is not None
         handles = [
             register_optimizer_step_post_hook(self._updated),
-            self._model.register_forward_hook(lambda *_: self.unit(LOSS)),
+            self._model.register_forward_hook(self._given),
         ]
         for place, block in enumerate(blocks):
             last = place == len(blocks) - 1
@@ -126,14 +129,24 @@ class Owners(Watch):
         for handle in handles:
             handle.remove()
 
+    def _given(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self.unit(LOSS)
+        self._mark(output, HEAD)
+
+    def _mark(self, tensors: Any, unit: Unit) -> None:
+        """When backward has the gradient of the first of them, it comes to this part."""
+        for first in itertools.islice(tensors_in(tensors), 1):
+            if first.requires_grad:
+                first.register_hook(lambda _: self.unit(unit))
+
     def _hooks(self, place: int, block: nn.Module, *, last: bool) -> list[RemovableHandle]:
         def before(module: nn.Module, inputs: Any) -> None:
             self.unit(place)
+            if place == 0:
+                self._mark(inputs, INPUT)
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = output if isinstance(output, Tensor) else output[0]
-            if first.requires_grad:
-                first.register_hook(lambda _: self.unit(place))
+            self._mark(output, place)
             if last:
                 self.unit(HEAD)
 

@@ -45,6 +45,7 @@ def structure(source: ModelSource) -> Structure:
             shape=tuple(parameter.shape),
             trained=parameter.requires_grad,
             borrowed=name in borrowed,
+            packed=None if parameter.is_floating_point() else parameter.nbytes,
         )
 
     modules = {module: name for name, module in model.named_modules()}

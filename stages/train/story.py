@@ -124,6 +124,7 @@ class Story:
         tape.then(lambda: placement.after_backward(None))
         out = self._model.forward(self._net, self._blocks, self._output)
         placement.after_forward(None)
+        tape.then(placement.backward_at_output)
         loss = self._in_full(out) if self._chunk is None else out
         tape.ledger.phase(BACKWARD)
         placement.before_backward(None)

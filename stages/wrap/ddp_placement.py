@@ -72,6 +72,7 @@ class DdpPlacement(Placement):
         self._waiting: tuple[Tape, Weight, Value] | None = None
         """What backward has so far of the tied weight's gradient, and on what tape."""
         self._reduces = True
+        self._blocks = len(model.blocks)
         trained = [weight for weight in _ordered(model) if weight.trained]
         self._buckets = [
             Bucket(weights) for weights in cut(trained, lambda w: w.bytes(sizes.master), bucket)
@@ -107,6 +108,16 @@ class DdpPlacement(Placement):
 
     def _size(self, weight: Weight) -> int:
         return self._sizes.compute if weight.borrowed else self._sizes.master
+
+    @property
+    def reach(self) -> int:
+        # Buckets end where no block does.
+        return self._blocks if self._narrow else 1
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether gradients are reduced in another dtype than they are kept in."""
+        return self._sizes.reduce != self._sizes.master
 
     def begin(self, *, last: bool) -> None:
         self._reduces = last
@@ -146,13 +157,11 @@ class DdpPlacement(Placement):
             self._apart.add(weight)
         else:
             tape.drop(made)
-        if self._reduces:
+        if self._reduces and self._narrow:
             self._reduce(weight)
 
     def _reduce(self, weight: Weight) -> None:
         """A gradient is there; the last of a bucket's has the bucket reduced."""
-        if self._sizes.reduce == self._sizes.master:
-            return
         bucket = next(each for each in self._buckets if weight in each.weights)
         bucket.here.add(weight)
         if len(bucket.here) == len(bucket.weights):

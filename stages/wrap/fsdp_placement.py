@@ -142,11 +142,20 @@ class FsdpPlacement(Placement):
 
         return Value(0, GATHERED, graded=weight.trained, leaf=leaf)
 
-    def _buffer(self, unit: Unit) -> int:
-        """What an all-gather of the unit fills; nothing where there is nobody to gather from."""
+    def _gather(self, unit: Unit) -> int:
+        """Fill a buffer with a unit, after the cast of what this rank has of it; its bytes. Nothing
+        where there is nobody to gather from."""
         if self._shards == 1:
             return 0
-        return self._shard(self._units[unit], self._sizes.compute) * self._shards
+        buffer = self._whole_unit(unit)
+        self.ledger.change(BUFFERS, buffer)
+        cast = [weight for weight in self._units[unit] if self._is_copied(weight)]
+        self.ledger.pulse(BUFFERS, self._shard(cast, self._sizes.compute))
+        return buffer
+
+    def _is_copied(self, weight: Weight) -> bool:
+        """Whether what is sent of it is not its shard itself."""
+        return self._home == "host" or self._size(weight) != self._sizes.compute
 
     def _open(self, unit: Unit) -> None:
         self._gathered.add(unit)
@@ -158,7 +167,8 @@ class FsdpPlacement(Placement):
             self.ledger.change(GATHERED, -self._whole_unit(unit))
 
     def _whole_unit(self, unit: Unit) -> int:
-        return sum(weight.bytes(self._sizes.compute) for weight in self._units[unit])
+        """Every matrix in as many rows as shards have together."""
+        return self._shard(self._units[unit], self._sizes.compute) * self._shards
 
     def before_forward(self, unit: Unit) -> None:
         if unit in self._gathered:
@@ -174,15 +184,12 @@ class FsdpPlacement(Placement):
         """The buffer of a unit that is needed now; its bytes."""
         if unit in self._ahead:
             return self._ahead.pop(unit)
-        buffer = self._buffer(unit)
-        self.ledger.change(BUFFERS, buffer)
-        return buffer
+        return self._gather(unit)
 
     def _gather_ahead(self, units: range) -> None:
         for unit in units:
             if unit in self._units and unit not in self._gathered and unit not in self._ahead:
-                self._ahead[unit] = self._buffer(unit)
-                self.ledger.change(BUFFERS, self._ahead[unit])
+                self._ahead[unit] = self._gather(unit)
 
     def after_forward(self, unit: Unit) -> None:
         if unit is None:
@@ -190,6 +197,11 @@ class FsdpPlacement(Placement):
             self._left = 0
         elif self._reshard:
             self._close(unit)
+
+    def backward_at_output(self) -> None:
+        # The root gathers one unit ahead, however many the others do.
+        last = len(self._units) - 2
+        self._gather_ahead(range(last, last - 1, -1))
 
     def before_backward(self, unit: Unit) -> None:
         if unit is None:
@@ -238,17 +250,21 @@ class FsdpPlacement(Placement):
         self._accumulated.add(unit)
 
     def _keep(self, unit: Unit, trained: Sequence[Weight], reduced: int) -> None:
-        """The gradient's shard, in the master dtype, is added to what is there."""
+        """The gradient's shard, in the master dtype, is added to what there is."""
         own = self._shard(trained, self._sizes.master)
-        self.ledger.change(GRADIENTS, reduced)
         moved = self._sizes.master != self._sizes.reduce or self._home == "host"
-        if self.ranks > self._shards and (moved or unit in self._sharded):
+        added = unit in self._sharded
+        # What was reduced over replicas stays, and if it is no gradient itself, beside them.
+        stays = self.ranks > self._shards and (moved or added)
+        if stays:
             self.ledger.change(BUFFERS, reduced)
             self._reducing += reduced
+        else:
+            self.ledger.change(GRADIENTS, reduced)
         if moved:
             self.ledger.change(GRADIENTS, own, self._home)
-            self.ledger.change(GRADIENTS, -reduced)
-        if unit in self._sharded:
+            self.ledger.change(GRADIENTS, 0 if stays else -reduced)
+        if added and (moved or not stays):
             self.ledger.change(GRADIENTS, -own, self._home)
         self._sharded.add(unit)
 
