@@ -133,24 +133,24 @@ class DecoderModel(ModelShape):
     ) -> Value:
         with net.module(self.head):
             with net.module(self.table, self.positions, *self.norm.own):
-                x = self._embedded(net)
+                x, embedded = self._embedded(net)
                 shared = [*self._angles(net), *self._masks(net)]
                 x = through(x)
                 x = net.replaced(x, self.norm.forward(net, x))
-                net.tape.drop(*shared)
+                net.tape.drop(*embedded, *shared)
             return loss(x)
 
-    def _embedded(self, net: Net) -> Value:
+    def _embedded(self, net: Net) -> tuple[Value, Sequence[Value]]:
+        """What the first block is given, and what stays until the last one has run."""
         x = net.embedding(self.table)
         if self.scaled:
             x = net.replaced(x, net.by_number(x))
+        stays = [net.tape.hold(x)]
         if self.positions is not None:
             rows = net.batch.tokens if net.batch.packed else net.batch.length
-            places = net.embedding(self.positions, rows)
-            total = shifted(net, x, places)
-            net.tape.drop(x, places)
-            x = total
-        return net.replaced(x, net.dropped(x)) if self.dropout else x
+            stays.append(net.embedding(self.positions, rows))
+            x = net.replaced(x, shifted(net, x, stays[-1]))
+        return (net.replaced(x, net.dropped(x)) if self.dropout else x), stays
 
     def _masks(self, net: Net) -> list[Value]:
         """Which tokens see which, one for all blocks with the same window: as bytes, or as numbers

@@ -156,11 +156,12 @@ class GatedModel(ModelShape):
         with net.module(self.head):
             with net.module(self.table, self.norm):
                 x = net.embedding(self.table)
+                embedded = net.tape.hold(x)  # a variable, until the method is through
                 angles = self._angles(net)
                 mask = self._mask(net)
                 x = through(x)
                 x = net.replaced(x, net.rms_norm(x, self.norm))
-                net.tape.drop(angles, mask)
+                net.tape.drop(embedded, angles, mask)
             return loss(x)
 
     def _mask(self, net: Net) -> Value:
