@@ -137,7 +137,7 @@ class Owners(Watch):
         """When backward has the gradient of the first of them, it comes to this part."""
         for first in itertools.islice(tensors_in(tensors), 1):
             if first.requires_grad:
-                first.register_hook(lambda _: self.unit(unit))
+                first.register_hook(lambda _: self.unit(unit))  # type: ignore[no-untyped-call]
 
     def _hooks(self, place: int, block: nn.Module, *, last: bool) -> list[RemovableHandle]:
         def before(module: nn.Module, inputs: Any) -> None:

@@ -3,6 +3,8 @@ model alone on one process."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.artifacts import Precision
 from pipeline.forecast.placement import BUFFERS, GRADIENTS, PARAMETERS
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
@@ -10,6 +12,8 @@ from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import Sizes
 from stages.wrap.ddp_placement import DdpPlacement
 
+BUCKET = 25 << 20
+"""Bytes of gradients that torch reduces at a time."""
 MESSAGE = 250 << 20
 """Bytes of weights that torch sends at a time while it makes replicas the same, of which two are
 under way (torch/nn/parallel/distributed.py, broadcast_bucket_size)."""
@@ -18,14 +22,16 @@ under way (torch/nn/parallel/distributed.py, broadcast_bucket_size)."""
 def replicated(
     site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
 ) -> AcceleratePlacement:
-    """For a model on every rank of the site."""
+    """For a model on every rank of the site, whose gradients are reduced as they are."""
+    sizes = Sizes.of(precision)
     return AcceleratePlacement(
         site.ledger,
         model,
         optimizer,
-        Sizes.of(precision),
+        replace(sizes, reduce=sizes.master),
         ranks=site.ranks,
         views=False,
+        bucket=BUCKET,
     )
 
 

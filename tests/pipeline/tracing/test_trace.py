@@ -82,6 +82,47 @@ def test_arithmetic_is_what_a_trace_says(
     assert abs(pair.error) < 0.02, f"{pair.told} instead of {pair.reference}"
 
 
+LATE = {"reduce_every_microbatch": False}
+AGAIN = {"activation_checkpointing": {}}
+TIED = {"config": {"tie_word_embeddings": True}}
+HALF = {"reduce": "bf16"}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "gradients are added at once": {"strategy": LATE, "accumulation": 3, **HALF, "model": AGAIN},
+    "a block is gathered at the output": {
+        "strategy": LATE, "accumulation": 2, **HALF, "chunk": 16, "length": 256,
+    },
+    "shards of replicas": {
+        "strategy": {"sharding": "hybrid_shard", "shard_size": 2}, "ranks": 16, **HALF,
+        "model": {"config": {"intermediate_size": 256}, **AGAIN},
+    },
+    "padded adapters": {
+        "strategy": {"sharding": "shard_grad_op"}, "ranks": 16, "adapter": {"rank": 4},
+    },
+    "offloaded, tied": {"strategy": {"cpu_offload": True}, "model": {**TIED, **AGAIN}},
+    "offloaded, 4 bits": {
+        "strategy": {"cpu_offload": True}, "adapter": {"quantize": "nf4"}, "model": AGAIN,
+    },
+    "cast buckets": {"wrap": "ddp", **HALF, "model": AGAIN},
+    "a tied weight's gradient waits": {
+        "wrap": "ddp", "compute": "fp32", "model": {**TIED, **AGAIN},
+    },
+}  # fmt: skip
+"""What decides where weights take more than activations."""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_arithmetic_of_few_tokens_is_what_a_trace_says(small: dict[str, Any], name: str) -> None:
+    from memories.compare import arithmetic_and_trace
+
+    changes = {"ranks": 4, "length": 32, **WEIGHTS[name]}
+    sizes = {"vocab_size": 1000, "intermediate_size": 2048}
+    model: dict[str, Any] = dict(small["FSDP"].model)
+    for more in ({"config": sizes}, changes.pop("model", {})):
+        model = {**model, **more, "config": {**model["config"], **more.get("config", {})}}
+    pair = arithmetic_and_trace(replace(small["FSDP"], model=model, **changes))
+    assert abs(pair.error) < 0.004, f"{pair.told} instead of {pair.reference}"
+
+
 @pytest.mark.parametrize("kernel", ["single", "foreach"])
 def test_what_an_update_takes(small: dict[str, Any], kernel: str, tmp_path: Path) -> None:
     plan = small["FSDP"].plan(tmp_path)
