@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,6 +220,19 @@ WELL_KNOWN = (
 )
 
 
+STRATEGIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("ddp", {}),
+    ("ddp", {"gradient_as_bucket_view": False}),
+    ("fsdp", {}),
+    ("fsdp", GRADIENTS_ONLY),
+    ("fsdp", HYBRID),
+    ("fsdp", LATE),
+    ("fsdp", {"cpu_offload": True}),
+    ("fsdp", {"forward_prefetch": 1, "backward_prefetch": 2}),
+)
+"""What is drawn from: wrap stage and its fields."""
+
+
 def drawn(count: int, seed: int = 0) -> Iterator[Case]:
     """Random shapes under random strategies."""
     random_ = random.Random(seed)
@@ -229,6 +242,25 @@ def drawn(count: int, seed: int = 0) -> Iterator[Case]:
 
 def _draw(number: int, random_: random.Random) -> Case:
     pick = random_.choice
+    wrap, strategy = pick(STRATEGIES)
+    return Case(
+        name=f"drawn {number}",
+        model=own(pick((None, 1, 3)), **_config(pick)),
+        wrap=wrap,
+        strategy=strategy,
+        ranks=pick((8, 16, 64)) if strategy == HYBRID else pick((1, 2, 4, 8, 16, 64)),
+        compute=pick(("bf16", "bf16", "fp32")),
+        reduce=pick(("fp32", "fp32", "bf16")),
+        length=pick((16, 64, 512, 1024, 4096)),
+        samples=pick((1, 2, 4)),
+        accumulation=pick((1, 2, 5)),
+        chunk=pick((None, None, 256)),
+        adapter=pick((None, None, None, {"rank": 16}, {"rank": 8, "quantize": "nf4"})),
+        packed=pick((False, False, False, True)),
+    )
+
+
+def _config(pick: Callable[[Sequence[Any]], Any]) -> dict[str, Any]:
     keys = pick((1, 2, 4, 8))
     config = {
         "model_type": pick(("llama", "mistral", "qwen2", "qwen3")),
@@ -243,21 +275,7 @@ def _draw(number: int, random_: random.Random) -> Case:
     config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
     if config["model_type"] == "qwen2":
         del config["head_dim"]
-    wrap, strategy = pick(
-        (("ddp", {}), ("fsdp", {}), ("fsdp", GRADIENTS_ONLY), ("fsdp", HYBRID), ("fsdp", LATE))
-    )
-    return Case(
-        name=f"drawn {number}",
-        model=own(pick((None, 1, 3)), **config),
-        wrap=wrap,
-        strategy=strategy,
-        ranks=pick((8, 16, 64)) if strategy == HYBRID else pick((1, 2, 4, 8, 16, 64)),
-        compute=pick(("bf16", "bf16", "fp32")),
-        length=pick((512, 1024, 4096)),
-        samples=pick((1, 2, 4)),
-        accumulation=pick((1, 2, 5)),
-        chunk=pick((None, None, 256)),
-    )
+    return config
 
 
 SMALL = (

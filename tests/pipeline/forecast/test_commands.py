@@ -81,7 +81,7 @@ def test_savings_of_the_recipes_own_stages_come_first() -> None:
 
 
 def test_what_would_make_a_recipe_for_cpus_fit_is_for_cpus() -> None:
-    result = pipe("plan", RECIPES / "smollm_ddp.yaml", "--host-memory", "7")
+    result = pipe("plan", RECIPES / "smollm_ddp.yaml", "--host-memory", "7.5")
     assert result.exit_code == 3
     lines = result.output.split("it would fit with\n")[1].splitlines()
     assert "GiB a node)" in lines[0]
@@ -121,7 +121,7 @@ def test_json_says_what_would_make_it_fit() -> None:
 
 
 def test_json_says_nothing_of_gpus_that_a_remedy_has_not() -> None:
-    record = planned(RECIPES / "smollm_ddp.yaml", "--host-memory", "7")
+    record = planned(RECIPES / "smollm_ddp.yaml", "--host-memory", "7.5")
     assert record["remedies"][0]["device_bytes"] is None
     assert record["remedies"][0]["host_bytes"] <= 7 << 30
 
