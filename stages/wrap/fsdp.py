@@ -113,6 +113,7 @@ class Fsdp:
             Sizes.of(precision),
             ranks=site.ranks,
             shards=shards.get(self.sharding, site.ranks),
+            replicated=self.sharding in shards,
             reshard=self.sharding in ("full_shard", "hybrid_shard"),
             reduce_always=self.reduce_every_microbatch,
             offload=self.cpu_offload,

@@ -43,6 +43,7 @@ class FsdpPlacement(Placement):
         *,
         ranks: int,
         shards: int,
+        replicated: bool,
         reshard: bool,
         reduce_always: bool,
         offload: bool,
@@ -52,6 +53,8 @@ class FsdpPlacement(Placement):
         self.ledger = ledger
         self.ranks = ranks
         self._shards = shards
+        self._replicated = replicated
+        """Whether shards are reduced over replicas too, be it one."""
         self._units: dict[Unit, Sequence[Weight]] = {None: model.root}
         self._units |= {place: block.weights for place, block in enumerate(model.blocks)}
         self._owner = {w: unit for unit, weights in self._units.items() for w in weights}
@@ -255,7 +258,7 @@ class FsdpPlacement(Placement):
         moved = self._sizes.master != self._sizes.reduce or self._home == "host"
         added = unit in self._sharded
         # What was reduced over replicas stays, and if it is no gradient itself, beside them.
-        stays = self.ranks > self._shards and (moved or added)
+        stays = self._replicated and (moved or added)
         if stays:
             self.ledger.change(BUFFERS, reduced)
             self._reducing += reduced

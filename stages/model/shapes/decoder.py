@@ -11,6 +11,7 @@ from pipeline.forecast.net import WIDE, Net
 from pipeline.forecast.shapes import BlockShape, ModelShape, Weight
 from pipeline.forecast.tape import Value
 from stages.model.shapes.attention import Attention, Rotary
+from stages.model.shapes.gated import mask_bytes
 from stages.model.shapes.mlp import Mlp
 from stages.model.shapes.norms import Norm
 from stages.model.shapes.part import Part
@@ -157,8 +158,7 @@ class DecoderModel(ModelShape):
         where a matrix is there to be added to."""
         attentions = [block.attention.inner for block in self.blocks]
         kinds = {a.window: a for a in attentions if isinstance(a, Attention) and a.masked(net)}
-        pairs = net.batch.tokens * net.batch.length
-        sizes = [pairs * (1 if one.eager is None else net.c) for one in kinds.values()]
+        sizes = [mask_bytes(net, eager=one.eager is not None) for one in kinds.values()]
         return [self._shared(net, net.tape.make(size)) for size in sizes]
 
     def _shared(self, net: Net, mask: Value) -> Value:

@@ -123,6 +123,15 @@ def masks(net: Net, window: int | None) -> bool:
     return net.batch.packed or (window is not None and net.batch.length >= window)
 
 
+def mask_bytes(net: Net, *, eager: bool) -> int:
+    """Of what the model makes of it for all blocks: a number for each pair of tokens that is added
+    to a matrix, or a byte, once for all samples that are one document each."""
+    if eager:
+        return net.batch.tokens * net.batch.length * net.c
+    rows = net.batch.tokens if net.batch.packed else net.batch.length
+    return rows * net.batch.length
+
+
 @dataclass(frozen=True, kw_only=True)
 class GatedModel(ModelShape):
     """Embedding, blocks, norm, head."""
@@ -169,8 +178,7 @@ class GatedModel(ModelShape):
         matrix is there to be added to; blocks that are computed again keep it for backward."""
         eager = any(block.eager for block in self.blocks)
         masked = eager or any(masks(net, block.window) for block in self.blocks)
-        pairs = net.batch.tokens * net.batch.length if masked else 0
-        mask = net.tape.make(pairs * (net.c if eager else 1))
+        mask = net.tape.make(mask_bytes(net, eager=eager) if masked else 0)
         if self.recomputed is not None:
             kept = net.tape.hold(mask)
             net.tape.then(lambda: net.tape.drop(kept))

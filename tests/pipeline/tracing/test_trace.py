@@ -95,6 +95,10 @@ WEIGHTS: dict[str, dict[str, Any]] = {
         "strategy": {"sharding": "hybrid_shard", "shard_size": 2}, "ranks": 16, **HALF,
         "model": {"config": {"intermediate_size": 256}, **AGAIN},
     },
+    "shards of one replica": {
+        "strategy": {"sharding": "hybrid_shard", "shard_size": 4}, **HALF,
+        "model": {"config": {"intermediate_size": 256}, **AGAIN},
+    },
     "padded adapters": {
         "strategy": {"sharding": "shard_grad_op"}, "ranks": 16, "adapter": {"rank": 4},
     },
@@ -121,6 +125,17 @@ def test_arithmetic_of_few_tokens_is_what_a_trace_says(small: dict[str, Any], na
         model = {**model, **more, "config": {**model["config"], **more.get("config", {})}}
     pair = arithmetic_and_trace(replace(small["FSDP"], model=model, **changes))
     assert abs(pair.error) < 0.004, f"{pair.told} instead of {pair.reference}"
+
+
+def test_a_window_has_one_mask_for_all_samples(small: dict[str, Any]) -> None:
+    from memories.compare import arithmetic_and_trace
+
+    narrow = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 300}
+    kind = {"model_type": "mistral", "sliding_window": 64, "num_attention_heads": 4}
+    config = {**small["DDP"].model["config"], **narrow, **kind, "num_key_value_heads": 2}
+    case = replace(small["DDP"], model={"config": config, **AGAIN}, samples=4, chunk=64, ranks=4)
+    pair = arithmetic_and_trace(case)
+    assert abs(pair.error) < 0.003, f"{pair.told} instead of {pair.reference}"
 
 
 @pytest.mark.parametrize("kernel", ["single", "foreach"])
