@@ -121,7 +121,7 @@ def test_json_says_what_would_make_it_fit() -> None:
 
 
 def test_json_says_nothing_of_gpus_that_a_remedy_has_not() -> None:
-    record = planned(RECIPES / "smollm_ddp.yaml", "--host-memory", "7.5")
+    record = planned(RECIPES / "smollm_ddp.yaml", "--host-memory", "7")
     assert record["remedies"][0]["device_bytes"] is None
     assert record["remedies"][0]["host_bytes"] <= 7 << 30
 
