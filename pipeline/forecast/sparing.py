@@ -161,17 +161,23 @@ def savings(drawn: Drawn) -> list[tuple[str, Saving]]:
 
 
 def best(found: Sequence[Way]) -> Way | None:
-    """Of those that fit, the first whose step is not longer than the shortest by what the estimate
-    can tell; where the estimate is not known of all of them, the first of those with the fewest
-    savings. None if none fits."""
-    fitting = [way for way in found if way.fits]
-    times = [way.drawn.time for way in fitting]
-    if not fitting:
-        return None
-    if all(time is not None and not time.unknown for time in times):
-        longest = TELLING * min(_seconds(way.drawn) for way in fitting)
-        return next(way for way in fitting if _seconds(way.drawn) <= longest)
-    return min(fitting, key=lambda way: len(way.saved))
+    """Of those that fit and whose step is not longer than the shortest by what the estimate can
+    tell, the first that no other one beats; where the estimate is not known of all that fit, the
+    first of these with the fewest savings. None if none fits."""
+    able = [way for way in found if way.fits]
+    times = [way.drawn.time for way in able]
+    if not able or not all(time is not None and not time.unknown for time in times):
+        return min(able, key=lambda way: len(way.saved), default=None)
+    longest = TELLING * min(_seconds(way.drawn) for way in able)
+    near = [way for way in able if _seconds(way.drawn) <= longest]
+    return next(way for way in near if not any(_beats(other, way) for other in near))
+
+
+def _beats(one: Way, other: Way) -> bool:
+    """Whether it is faster in less memory with fewer savings."""
+    faster = _seconds(one.drawn) < _seconds(other.drawn)
+    smaller = needed(one.drawn) < needed(other.drawn)
+    return faster and smaller and len(one.saved) < len(other.saved)
 
 
 def _seconds(drawn: Drawn) -> float:

@@ -108,6 +108,22 @@ def test_of_ways_that_take_as_long_the_first_is_taken(slower: float, first: bool
     assert best(found) is found[0 if first else 1]
 
 
+@pytest.mark.parametrize(
+    ("needs", "slower", "first"), [(2, 1.01, False), (2, 0.99, True), (1, 1.01, True)]
+)
+def test_a_way_that_is_beaten_in_everything_is_not_taken(
+    needs: int, slower: float, first: bool
+) -> None:
+    fine = [drawn([], {"": needs}), drawn([], {"": 1})]
+    fine[0].time = StepTime(parts={"compute": 4 * slower}, unknown=())
+    saving = Saving(order=RECOMPUTE, what="again", fields={"again": True})
+    found = [
+        Way(changes=[], saved=saved, drawn=one)
+        for saved, one in zip(((saving,), ()), fine, strict=True)
+    ]
+    assert best(found) is found[0 if first else 1]
+
+
 def test_without_rates_the_fewest_savings_are_taken() -> None:
     def draw(changes: Sequence[Change]) -> Any:
         return drawn(changes, {"": 17}, unknown=["network"])
