@@ -39,6 +39,11 @@ class Batch:
         """Padding counted."""
         return self.samples * self.length
 
+    @property
+    def positions(self) -> int:
+        """Tokens with a position of their own: samples that are one document each share theirs."""
+        return self.tokens if self.packed else self.length
+
 
 @dataclass(kw_only=True)
 class Kept:

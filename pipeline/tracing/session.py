@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -135,9 +134,9 @@ class Owners(Watch):
 
     def _mark(self, tensors: Any, unit: Unit) -> None:
         """When backward has the gradient of the first of them, it comes to this part."""
-        for first in itertools.islice(tensors_in(tensors), 1):
-            if first.requires_grad:
-                first.register_hook(lambda _: self.unit(unit))  # type: ignore[no-untyped-call]
+        first = next(tensors_in(tensors), None)
+        if first is not None and first.requires_grad:
+            first.register_hook(lambda _: self.unit(unit))  # type: ignore[no-untyped-call]
 
     def _hooks(self, place: int, block: nn.Module, *, last: bool) -> list[RemovableHandle]:
         def before(module: nn.Module, inputs: Any) -> None:

@@ -74,9 +74,8 @@ class DdpPlacement(Placement):
         self._reduces = True
         self._blocks = len(model.blocks)
         trained = [weight for weight in _ordered(model) if weight.trained]
-        self._buckets = [
-            Bucket(weights) for weights in cut(trained, lambda w: w.bytes(sizes.master), bucket)
-        ]
+        cuts = cut(trained, lambda weight: weight.bytes(sizes.master), bucket)
+        self._bucket = {weight: one for one in map(Bucket, cuts) for weight in one.weights}
 
     @property
     def _trained(self) -> int:
@@ -162,7 +161,7 @@ class DdpPlacement(Placement):
 
     def _reduce(self, weight: Weight) -> None:
         """A gradient is there; the last of a bucket's has the bucket reduced."""
-        bucket = next(each for each in self._buckets if weight in each.weights)
+        bucket = self._bucket[weight]
         bucket.here.add(weight)
         if len(bucket.here) == len(bucket.weights):
             bucket.here.clear()

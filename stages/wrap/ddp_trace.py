@@ -67,7 +67,9 @@ class TracedReplica(TorchEngine):
                 views=config.gradient_as_bucket_view,
                 reduce=torch_dtype(precision.reduce) if narrow else None,
             )
-            for parameters in cut(list(trained(module)), _bytes, config.bucket_cap_mb << 20)
+            for parameters in cut(
+                list(trained(module)), lambda one: one.nbytes, config.bucket_cap_mb << 20
+            )
         ]
         for bucket in self._buckets:
             for parameter in bucket.views:
@@ -133,7 +135,3 @@ class _Bucket:
 
     def _send(self) -> Tensor:
         return self._buffer if self._reduce is None else self._buffer.to(self._reduce)
-
-
-def _bytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.forecast.ledger import Ledger, Place
 from pipeline.forecast.placement import (
@@ -189,7 +189,7 @@ class FsdpPlacement(Placement):
             return self._ahead.pop(unit)
         return self._gather(unit)
 
-    def _gather_ahead(self, units: range) -> None:
+    def _gather_ahead(self, units: Iterable[Unit]) -> None:
         for unit in units:
             if unit in self._units and unit not in self._gathered and unit not in self._ahead:
                 self._ahead[unit] = self._gather(unit)
@@ -204,7 +204,7 @@ class FsdpPlacement(Placement):
     def backward_at_output(self) -> None:
         # The root gathers one unit ahead, however many the others do.
         last = len(self._units) - 2
-        self._gather_ahead(range(last, last - 1, -1))
+        self._gather_ahead([last])
 
     def before_backward(self, unit: Unit) -> None:
         if unit is None:
@@ -266,7 +266,8 @@ class FsdpPlacement(Placement):
             self.ledger.change(GRADIENTS, reduced)
         if moved:
             self.ledger.change(GRADIENTS, own, self._home)
-            self.ledger.change(GRADIENTS, 0 if stays else -reduced)
+            if not stays:
+                self.ledger.change(GRADIENTS, -reduced)
         if added and (moved or not stays):
             self.ledger.change(GRADIENTS, -own, self._home)
         self._sharded.add(unit)

@@ -148,8 +148,7 @@ class DecoderModel(ModelShape):
             x = net.replaced(x, net.by_number(x))
         stays = [net.tape.hold(x)]
         if self.positions is not None:
-            rows = net.batch.tokens if net.batch.packed else net.batch.length
-            stays.append(net.embedding(self.positions, rows))
+            stays.append(net.embedding(self.positions, net.batch.positions))
             x = net.replaced(x, shifted(net, x, stays[-1]))
         return (net.replaced(x, net.dropped(x)) if self.dropout else x), stays
 
@@ -168,10 +167,9 @@ class DecoderModel(ModelShape):
     def _angles(self, net: Net) -> list[Value]:
         """Sines and cosines of all positions, which all blocks keep for backward, together or
         each."""
-        rows = net.batch.tokens if net.batch.packed else net.batch.length
         made = []
         for one in self.angles:
-            numbers = 2 * rows * one.size
+            numbers = 2 * net.batch.positions * one.size
             net.tape.pulse(numbers * WIDE)
             angles = net.tensor(numbers, WIDE if one.wide else None, graded=False)
             if one.copied(net):

@@ -128,8 +128,7 @@ def mask_bytes(net: Net, *, eager: bool) -> int:
     to a matrix, or a byte, once for all samples that are one document each."""
     if eager:
         return net.batch.tokens * net.batch.length * net.c
-    rows = net.batch.tokens if net.batch.packed else net.batch.length
-    return rows * net.batch.length
+    return net.batch.positions * net.batch.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +185,9 @@ class GatedModel(ModelShape):
 
     def _angles(self, net: Net) -> Value:
         """Sines and cosines of all positions, which all blocks keep for backward."""
-        rows = net.batch.tokens if net.batch.packed else net.batch.length
-        net.tape.pulse(2 * rows * self.rotary * WIDE)
-        angles = net.tensor(2 * rows * self.rotary, graded=False)
+        numbers = 2 * net.batch.positions * self.rotary
+        net.tape.pulse(numbers * WIDE)
+        angles = net.tensor(numbers, graded=False)
         kept = net.tape.hold(angles)
         net.tape.then(lambda: net.tape.drop(kept))
         return angles
