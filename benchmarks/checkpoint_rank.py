@@ -32,8 +32,10 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
     import torch.distributed
 
     from pipeline.dist import Dist
+    from pipeline.launch.environment import stay_on_loopback
 
     torch.set_num_threads(1)
+    stay_on_loopback()
     store = torch.distributed.FileStore(f"{job['folder']}/store-{name}", world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     dist = Dist(

@@ -16,6 +16,7 @@ from pipeline.errors import CheckpointError, StageError
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -135,6 +136,10 @@ class ModelSource(ABC):
         """Modules that, other than by calling them, use parameters of the modules inside them."""
         return ()
 
+    def compiled(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Modules that are compiled, each as a whole."""
+        return ()
+
     @abstractmethod
     def tokenizer(self) -> Any:
         """The `transformers` tokenizer; raises StageError when the source has none."""
@@ -147,7 +152,14 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hex digest of architecture and weights identity; equal sources have equal digests."""
+        """Hex digest of architecture and weights identity; equal sources have equal digests. Quick:
+        it need not look at every byte."""
+
+    @property
+    def contents(self) -> str | None:
+        """Hex digest of all bytes of the files that `weights` reads; None when it reads none. Takes
+        as long as reading them, the first time that a machine is asked."""
+        return None
 
     @property
     def location(self) -> str | None:
@@ -238,6 +250,11 @@ class Samples(ABC):
     @abstractmethod
     def targets(self, index: int) -> int:
         """How many labels of this sample are trained on; known without reading the sample."""
+
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        """The sum of `targets` over indices, any of which can come several times. Every rank asks
+        it of every global batch, so a set that can tell many at once does."""
+        return sum(map(self.targets, indices.tolist()))
 
     def order(self, seed: int, *, shuffle: bool) -> Order:
         """The indices in the order in which a run visits them, epoch after epoch."""

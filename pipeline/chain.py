@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Generic
 from pipeline.artifacts import Durable
 from pipeline.errors import PluginError, Problem
 from pipeline.marks import Marks
-from pipeline.registry import BUILT_IN, Registry, kind_of
+from pipeline.registry import Registry, kind_of
 from pipeline.signature import Need, gives, needs
 
 _NO_ROLE: set[object] = {object, ABC, Durable, Generic}
@@ -90,7 +91,7 @@ def _exchange(
 ) -> str:
     here = [
         name
-        for name, kind in _built_in(registry).items()
+        for name, kind in _loaded(registry).items()
         if kind_of(name) == kind_of(link.use) and name != link.use and _fits(kind, earlier)
     ]
     there = _givers(need, registry)
@@ -104,16 +105,13 @@ def _fits(kind: type, earlier: Sequence[Link]) -> bool:
 
 
 def _givers(need: Need, registry: Registry) -> list[str]:
-    return [name for name, kind in _built_in(registry).items() if _meets(gives(kind), need)]
+    return [name for name, kind in _loaded(registry).items() if _meets(gives(kind), need)]
 
 
-def _built_in(registry: Registry) -> Mapping[str, type]:
-    """Our own stages that load. Others' are not imported for the sake of a suggestion."""
+def _loaded(registry: Registry) -> Mapping[str, type]:
+    """The installed stages that load."""
     found = {}
-    for entry in registry.entries():
-        if entry.distribution == BUILT_IN:
-            try:
-                found[entry.name] = registry.load(entry.name)
-            except PluginError:
-                continue
+    for name in registry.names():
+        with contextlib.suppress(PluginError):
+            found[name] = registry.load(name)
     return found

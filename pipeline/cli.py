@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 3 an import left something out or a
 plan does not fit, 4 a run is not what was planned, 5 training will fail on this machine (doctor),
-130 SIGINT, 143 SIGTERM, 129 SIGHUP.
+128 + N after signal N (130 SIGINT, 143 SIGTERM, 129 SIGHUP).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeline.errors import PipeError, RecipeError
+from pipeline.errors import PipeError, RecipeError, in_words, is_expected
+from pipeline.ranklog import hush_asides
+from pipeline.terminal import guard
 
 COMMANDS = {
     "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
@@ -57,6 +59,10 @@ COMMANDS = {
 class Commands(click.Group):
     """Imports a command's module when that command is used, and turns errors into messages."""
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        guard()
+        return super().main(*args, **kwargs)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -76,15 +82,16 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except PipeError as error:
             prefix = "" if isinstance(error, RecipeError) else "error: "
-            click.echo(f"{prefix}{error}", err=True)
-            sys.exit(error.exit_code)
+            _leave(f"{prefix}{error}", error.exit_code)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            sys.exit(130)
+            _leave("interrupted", 130)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            _give_up(error)
+            if not is_expected(error):
+                _give_up(error)
+            click.echo(f"error: {in_words(error)}", err=True)
+            sys.exit(1)
 
 
 def _give_up(error: Exception) -> NoReturn:
@@ -96,14 +103,23 @@ def _give_up(error: Exception) -> NoReturn:
     ) as file:
         file.writelines(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".splitlines()[0]
-    click.echo(f"error: a bug in pipe: {summary} (please report it with {file.name})", err=True)
-    sys.exit(1)
+    _leave(f"error: a bug in pipe: {summary} (please report it with {file.name})", 1)
+
+
+def _leave(last_words: str, code: int) -> NoReturn:
+    """End with this exit code, whether or not anybody can be told any more."""
+    try:
+        click.echo(last_words, err=True)
+    except OSError:  # a closed terminal; Python would try again at its end, and leave with 120
+        os._exit(code)
+    sys.exit(code)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pipetrain", prog_name="pipe")
 def main() -> None:
     """Train transformers with one recipe: a chain of stages, any parallelisation strategy."""
+    hush_asides()
 
 
 if __name__ == "__main__":

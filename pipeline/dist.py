@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import itertools
 import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.launch.environment import is_worker
+from pipeline.errors import UsageError
+from pipeline.launch.environment import (
+    STORE,
+    all_here,
+    is_worker,
+    stay_on_loopback,
+    worker_rank,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -72,24 +81,41 @@ class Dist:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        data = json.dumps(value).encode()
         if self.world_size == 1:
-            return [json.loads(json.dumps(value))]
+            return [json.loads(data)]
+        mine, sizes = self._padded(data)
+        texts = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(texts, mine)
+        return [json.loads(text) for text in _cut(texts, sizes)]
+
+    def collect(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""
+        import torch
+        import torch.distributed as dist
+
+        if self.world_size == 1:
+            return [value]
+        mine, sizes = self._padded(value)
+        found = [torch.empty_like(mine) for _ in sizes] if self.is_main else None
+        dist.gather(mine, found, dst=0)
+        return _cut(found or [], sizes)
+
+    def _padded(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
+        """Data as long as the longest rank's, and how long each rank's is (collective)."""
         import torch
         import torch.distributed as dist
 
         self.barrier()  # which waits longer than a collective may
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([text.numel()]))
-        longest = int(max(sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: text.numel()] = text
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(texts, padded)
-        return [
-            json.loads(text.numpy()[: int(size)].tobytes())
-            for text, size in zip(texts, sizes, strict=True)
-        ]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        known = [int(size) for size in sizes]
+        padded = torch.zeros(max(known), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return padded, known
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[bool]:
@@ -113,6 +139,12 @@ class Dist:
         self._spent.clear()
 
 
+def _cut(texts: list[torch.Tensor], sizes: list[int]) -> list[bytes]:
+    """Cut off what ranks have padded; gives each one's memory back as soon as it is copied."""
+    texts.reverse()
+    return [texts.pop()[:size].numpy().tobytes() for size in sizes if texts]
+
+
 def _next_key(what: str) -> str:
     return f"pipe/{what}/{next(_CALLS)}"
 
@@ -124,26 +156,68 @@ def receive(store: Store, key: str) -> str:
 
 
 def environment_store() -> Store | None:
-    """Meet the ranks that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT; the torchrun contract); None when there is no launcher."""
+    """Meet the ranks that the launcher's environment describes: in a file if it was `pipe`, else at
+    MASTER_ADDR and MASTER_PORT (the torchrun contract). None when there is no launcher."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
 
     if not is_worker():
         return None
+    if STORE in os.environ:
+        store = FileStore(os.environ[STORE], int(os.environ["WORLD_SIZE"]))
+        store.set_timeout(default_pg_timeout)
+        return store
+    if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _served(default_pg_timeout)
     store, _, _ = next(rendezvous("env://"))
     return store  # type: ignore[no-any-return]
+
+
+def _served(timeout: datetime.timedelta) -> Store:
+    """The store of all ranks, which this one serves at MASTER_ADDR alone; torch by itself would
+    listen at every address of the machine."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with _listening(host, port) as server:
+        return TCPStore(
+            host_name=host,
+            port=port,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=server.detach(),
+        )
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    place = f"rank 0 cannot listen at MASTER_ADDR={host} and MASTER_PORT={port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_loopback and not all_here():
+            raise UsageError(
+                f"{place}: that is {address[0]} here, which other machines do not reach",
+                hint="name an address that they reach, or set LOCAL_WORLD_SIZE if all is here",
+            )
+        return socket.create_server(address, family=family, backlog=1024)
+    except OSError as error:
+        hint = "it is to be an address of the machine that rank 0 runs on"
+        raise UsageError(f"{place}: {error.strerror}", hint=hint) from error
 
 
 def environment_dist(store: Store | None, *, device: str) -> Dist:
     """Start the process group of the ranks that meet in `store`, from `environment_store`.
 
     `device` is `cpu` or `cuda`. A group is started for one process too, because strategies need
-    one.
+    one. Where all are on this machine, no other can connect to them.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
+    if all_here():
+        stay_on_loopback()
     rank = int(os.environ.get("RANK", "0")) if store is not None else 0
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if store is not None else 0
     world_size = int(os.environ["WORLD_SIZE"]) if store is not None else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class Problem:
     key: str = ""
     hint: str = ""
     location: Location | None = None
+    warning: bool = False
+    """Whether the recipe can be run all the same."""
 
     def __str__(self) -> str:
         where = f"{self.location}: " if self.location else ""
@@ -147,7 +150,24 @@ class RunLocked(UsageError):
     """Another live process works in this run folder."""
 
 
-def in_words(error: Exception) -> str:
+class JournalDamaged(UsageError):
+    """A run's journal is not as it was written."""
+
+
+_OF_THE_MACHINE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT,
+}  # fmt: skip
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether a person can act on it and needs no traceback: an error of ours, or one that only the
+    machine can be at fault for (a full disk), wherever it is raised."""
+    machine = isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
+    return machine or isinstance(error, PipeError)
+
+
+def in_words(error: BaseException) -> str:
     """Any error in one line."""
     if isinstance(error, PipeError):
         return str(error)

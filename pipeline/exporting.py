@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,10 @@ from pipeline.recipe.render import render
 from pipeline.registry import Registry
 from pipeline.state import summary, whereabouts
 from pipeline.state.retention import best_of
-from pipeline.state.store import step_name, step_number
+from pipeline.state.store import step_number
+
+EXPORT = "export"
+"""The folder in a run where its model goes unless the recipe says another."""
 
 Slots = dict[str, dict[str, Any]]
 
@@ -42,10 +46,12 @@ class Choice:
 
 def chosen(source: str, *, step: str | None, model: str | None, to: Path | None) -> Choice:
     """Find the checkpoint and its run. Raises UsageError."""
+    if "://" not in source:
+        source = str(Path(source).resolve())  # the recipe that names it lies elsewhere
     run = _run(source)
-    if run is not None and str(run) == str(Path(source).absolute()):
+    if run is not None and str(run) == source:
         checkpoint = _checkpoint(source, step)
-        name = "export" if step is None else f"export-{step if step == 'best' else f'step-{step}'}"
+        name = EXPORT if step is None else f"{EXPORT}-{step if step == 'best' else f'step-{step}'}"
         folder = (to or run / name).absolute()
         job = run / "exports" / folder.name
         return Choice(checkpoint=checkpoint, run=run, model=model, folder=folder, job=job)
@@ -61,18 +67,20 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
     if to is None:
         raise UsageError("--to is missing: the folder to write")
     folder = to.absolute()
-    checkpoint = source if "://" in source else str(Path(source).absolute())
     job = folder.with_name(f"{folder.name}.job")
-    return Choice(checkpoint=checkpoint, run=run, model=model, folder=folder, job=job)
+    return Choice(checkpoint=source, run=run, model=model, folder=folder, job=job)
 
 
 def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
     """As YAML; `settings` are of the export slot. Raises UsageError, RecipeError, PluginError."""
     trained = {"use": "train.finished", "checkpoint": choice.checkpoint}
-    if choice.run is not None and choice.model is None:
+    if choice.run is not None:
         recipe = load_recipe(choice.run / rundir.RECIPE)
         content = recipe.public()
         slots = _kept(recipe, content["stages"], trained)
+        if choice.model is not None:  # in place of the run's; an adapter on it stays
+            source = next(link.slot for link in _links(slots) if _gives(link, ModelSource))
+            slots[source] = _model(choice.model)
         name, seed, env = recipe.name, recipe.seed, content.get("env")
     else:
         assert choice.model is not None
@@ -91,16 +99,26 @@ def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
     )
 
 
+def exports_of(run: Path) -> list[Path]:
+    """The folders that a run's recipe exports to. Raises UsageError."""
+    stages = load_recipe(run / rundir.RECIPE).public()["stages"]
+    slots = [stages[link.slot] for link in _links(stages) if _gives(link, ExportedModel)]
+    if not slots:
+        raise UsageError(f"{run} exports nothing", hint="pipe export writes one")
+    return [Path(slot.get("folder") or run / EXPORT) for slot in slots]
+
+
 def _run(source: str) -> Path | None:
     """The run that `source` is, or that has saved it."""
     if "://" in source:
         return None
-    folder = Path(source).absolute()
+    folder = Path(source)
     if (folder / rundir.RECIPE).is_file():
         return folder
     saver = folder.parent.parent
     ours = step_number(folder.name) is not None and (saver / rundir.RECIPE).is_file()
-    return saver if ours and whereabouts.known(saver) == str(folder.parent) else None
+    place = whereabouts.known(saver) if ours else None
+    return saver if place and Path(place).resolve() == folder.parent else None
 
 
 def _checkpoint(run: str, step: str | None) -> str:
@@ -115,10 +133,12 @@ def _checkpoint(run: str, step: str | None) -> str:
             if not best:
                 raise UsageError(f"no checkpoint of {run} has a loss on held-out data")
             name = best.pop()
-        elif not step.isdecimal():
-            raise UsageError(f"--step {step}: neither a number nor `best`")
+        elif not re.fullmatch("[0-9]{1,18}", step):
+            raise UsageError(
+                f"--step {step[:40]}: neither `best` nor a number that a step can have"
+            )
         else:
-            name = step_name(int(step))
+            name = f"step-{step:0>8}"
             if name not in names:
                 there = ", ".join(str(step_number(one)) for one in names)
                 raise UsageError(f"{run} has no checkpoint of step {step}; there are {there}")

@@ -5,7 +5,9 @@ failures/rank-N.json is for the launching process, failures/rank-N.txt is the tr
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -17,25 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipeError, ResumeRefused, RunFailed
+from pipeline.errors import ResumeRefused, RunFailed, in_words, is_expected
+from pipeline.files import private_folder, replace_text
+from pipeline.terminal import shown
 
 FOLDER = "failures"
+SPARE = "PIPE_FAILURES"
+"""Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
 MOST_LINES = 12
 """Of an error's message; libraries append whole native stacks to theirs."""
-CONSEQUENCES = {signal.SIGTERM, signal.SIGABRT}
-"""How ranks end because of another: stopped by the launcher, or aborted by a library that lost its
-peer."""
-SAME_TIME_SECONDS = 5
-"""The launcher kills what does not end on request, later than this after the first failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a rank's process ended: a negative code is a signal's number; `time` in seconds."""
+    """How a rank's process ended by itself: a negative code is a signal's number."""
 
     rank: int
     code: int
-    time: float
 
 
 def clear(run_dir: Path) -> None:
@@ -46,31 +46,38 @@ def clear(run_dir: Path) -> None:
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
     """Write what went wrong on this rank, with the time, for the launching process to read.
 
-    What cannot be written, on a full disk say, goes to standard error.
+    What the run's disk does not take goes to the launcher's file, and the traceback to standard
+    error.
     """
-    facts = {
-        "time": time.time(),
-        "rank": rank,
-        "slot": slot,
-        "message": describe(error),
-        "expected": isinstance(error, PipeError),
-        "refused": isinstance(error, ResumeRefused),
-        "place": _place(error),
-    }
-    trace = "".join(traceback.format_exception(error))
+    facts = json.dumps(
+        {
+            "time": time.time(),
+            "rank": rank,
+            "slot": slot,
+            "message": shown(describe(error)),
+            "expected": is_expected(error),
+            "refused": isinstance(error, ResumeRefused),
+            "place": _place(error),
+        }
+    )
+    trace = shown("".join(traceback.format_exception(error)))
+    folder = run_dir / FOLDER
     try:
-        (run_dir / FOLDER).mkdir(exist_ok=True)
-        _traceback_file(run_dir, rank).write_text(trace, "utf-8")
-        report = run_dir / FOLDER / f"rank-{rank:05d}.json"
-        report.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+        private_folder(folder)
+        replace_text(folder / f"rank-{rank:05d}.json", facts + "\n")
+        replace_text(_traceback_file(run_dir, rank), trace)
     except OSError:
-        print(trace, file=sys.stderr)
+        if SPARE in os.environ:
+            with Path(os.environ[SPARE]).open("a", encoding="utf-8") as spare:
+                spare.write(facts + "\n")
+        if SPARE not in os.environ or not is_expected(error):
+            print(describe(error) if is_expected(error) else trace, file=sys.stderr)
 
 
 def describe(error: BaseException) -> str:
     """The error in one paragraph; a PipeError's message stands for itself."""
-    if isinstance(error, PipeError):
-        return str(error)
+    if is_expected(error):
+        return in_words(error)
     name = type(error).__name__
     lines = str(error).strip().splitlines()
     if len(lines) > MOST_LINES:
@@ -86,19 +93,21 @@ def _place(error: BaseException) -> str:
 def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunFailed:
     """The error to show: of the rank that failed first.
 
-    `exits` are those of ranks that did not end well, `slot` the one that was running. A rank that
-    died without a word comes before ranks that raised, because a lost peer makes others raise.
+    `exits` are those of ranks that did not end well, earliest first, without what the launcher
+    itself brought about; `slot` is the one that was running. A rank that died without a word comes
+    before ranks that raised, because a lost peer makes others raise, or has a library abort them.
     """
     reports = _reports(run_dir)
-    silent = _silent(exits, {report["rank"] for report in reports})
-    causes = [end for end in silent if -end.code not in CONSEQUENCES]
+    reported = {report["rank"] for report in reports}
+    silent = [end for end in exits if end.rank not in reported]
+    causes = [end for end in silent if end.code != -signal.SIGABRT]
     if causes:
         return RunFailed(_died(run_dir, causes[0], slot))
     if reports:
         return RunFailed(_raised(run_dir, reports[0]))
     if silent:
         return RunFailed(_died(run_dir, silent[0], slot))
-    return RunFailed(f"the run failed without saying why\n{_continue(run_dir)}")
+    return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")
 
 
 def first_rank(run_dir: Path) -> int | None:
@@ -113,28 +122,21 @@ def refused(run_dir: Path) -> bool:
 
 def _reports(run_dir: Path) -> list[dict[str, Any]]:
     """What ranks wrote, earliest first; what a rank did not finish writing does not count."""
+    texts = [path.read_text("utf-8") for path in (run_dir / FOLDER).glob("rank-*.json")]
+    if SPARE in os.environ:
+        texts += Path(os.environ[SPARE]).read_text("utf-8").splitlines()
     reports = []
-    for path in (run_dir / FOLDER).glob("rank-*.json"):
-        try:
-            reports.append(json.loads(path.read_bytes()))
-        except ValueError:
-            continue
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            reports.append(json.loads(text))
     return sorted(reports, key=lambda report: (report["time"], report["rank"]))
-
-
-def _silent(exits: Sequence[Exit], reported: set[int]) -> list[Exit]:
-    """Ends without a report, earliest first, less those that the launcher itself brought about."""
-    earliest = min((end.time for end in exits), default=0.0)
-    silent = [end for end in exits if end.rank not in reported]
-    silent = [end for end in silent if end.time <= earliest + SAME_TIME_SECONDS]
-    return sorted(silent, key=lambda end: (end.time, end.rank))
 
 
 def _died(run_dir: Path, end: Exit, slot: str | None) -> str:
     where = f"in slot `{slot}`" if slot else "before the first slot"
     return (
         f"rank {end.rank} {manner(end.code)} {where}\n"
-        f"  log: {run_dir}/logs/rank-{end.rank:05d}.log\n{_continue(run_dir)}"
+        f"  log: {run_dir}/logs/rank-{end.rank:05d}.log\n{continuation(run_dir)}"
     )
 
 
@@ -156,12 +158,13 @@ def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
     if not report["expected"]:
         lines.append(f"  at {report['place']}")
         lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
-    return "\n".join([*lines, _continue(run_dir)])
+    return "\n".join([*lines, continuation(run_dir)])
 
 
 def _traceback_file(run_dir: Path, rank: int) -> Path:
     return run_dir / FOLDER / f"rank-{rank:05d}.txt"
 
 
-def _continue(run_dir: Path) -> str:
+def continuation(run_dir: Path) -> str:
+    """The line that says how to go on."""
     return f"  continue with: pipe resume {shlex.quote(str(run_dir))}"

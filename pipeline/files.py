@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 WRITE = 1 << 17
 """Bytes of one call. ext4 and XFS take memory for a call in as large a piece as it has (large
@@ -12,11 +17,59 @@ folios); a virtual machine may have given pieces of 2 MiB back to its host, and 
 takes ten times as long as writing does."""
 
 
+def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
+    """A file to write, which only its owner can read if it is new. Raises OSError for a link: in a
+    folder that came from elsewhere it leads to any file of ours."""
+
+    def opener(name: str, flags: int) -> int:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW, permissions)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise _is_link(path) from None
+
+    encoding = None if "b" in mode else "utf-8"
+    return open(path, mode, encoding=encoding, opener=opener)
+
+
+def private_folder(path: Path) -> Path:
+    """`path` as a folder of its owner's, made if need be. Raises OSError for a link."""
+    if path.is_symlink():
+        raise _is_link(path)
+    path.mkdir(exist_ok=True, mode=0o700)
+    return path
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """The system's errors about an open file do not say which."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _is_link(path: str | Path) -> OSError:
+    return OSError(errno.ELOOP, "is a link, and nothing is written through links", str(path))
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Whoever reads the file sees all of the old text or all of the new."""
+    """Whoever reads the file sees all of the old text or all of the new. Only its owner can."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, "utf-8")
+    temporary.unlink(missing_ok=True)
+    with naming(temporary), opened(temporary, "x") as file:
+        file.write(text)
     temporary.replace(path)
+
+
+def anonymous_file(purpose: str) -> int:
+    """A descriptor of a file without a name, in memory where the system has such; it is gone with
+    the last process that has it open."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"pipe-{purpose}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def try_writing(path: Path) -> None:

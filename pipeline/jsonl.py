@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import naming, opened
+
 TAIL_BYTES = 1 << 16
 
 
@@ -16,7 +18,7 @@ def append(path: Path, record: Mapping[str, Any], *, sync: bool = False) -> None
 
     A line that an earlier writer left unfinished is ended first, so that it spoils only itself.
     """
-    with path.open("ab+") as file:
+    with naming(path), opened(path, "ab+") as file:
         if _ends_in_midline(file):
             file.write(b"\n")
         file.write(json.dumps(record, allow_nan=False).encode() + b"\n")

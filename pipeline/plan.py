@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +12,16 @@ from pipeline.chain import Link, inputs, unmet
 from pipeline.devices import gpu_count
 from pipeline.errors import PluginError, Problem, RecipeError
 from pipeline.fields import build
+from pipeline.machine import total_memory
 from pipeline.marks import Marks
 from pipeline.recipe import Launch, Recipe, read_recipe, unless_reported
 from pipeline.registry import Registry
 from pipeline.signature import needs
 from pipeline.stage import PlanView
+from pipeline.throughput import human
+
+PROCESS_BYTES = 100 * 10**6
+"""Bytes of host memory, fewer than any process with torch takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,8 @@ class Plan:
     recipe: Recipe
     view: PlanView
     steps: tuple[Step, ...]
+    warnings: tuple[Problem, ...] = ()
+    """Findings that are hardly meant, and no mistake."""
 
     def last_reader(self, slot: str) -> str | None:
         """The last slot that reads what `slot` gives, by itself or in what another made of it; None
@@ -81,13 +89,16 @@ def plan_file(
     *,
     registry: Registry | None = None,
     here: bool = False,
+    forecast: bool = False,
     procs: int | None = None,
 ) -> Plan:
-    """`load_recipe` and `make_plan` in one, so that the problems of both come together."""
+    """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
+    leaves out what only a run needs."""
     recipe, problems = read_recipe(path, overrides)
     if recipe is None:
         raise RecipeError(in_order(problems))
-    plan, more = _draft(recipe, registry or Registry.installed(), here=here, procs=procs)
+    known = registry or Registry.installed()
+    plan, more = _draft(recipe, known, here=here, forecast=forecast, procs=procs)
     problems += unless_reported(more, problems)
     if problems:
         raise RecipeError(in_order(problems))
@@ -120,11 +131,16 @@ def in_order(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _draft(
-    recipe: Recipe, registry: Registry, *, here: bool, procs: int | None
+    recipe: Recipe,
+    registry: Registry,
+    *,
+    here: bool,
+    forecast: bool = False,
+    procs: int | None,
 ) -> tuple[Plan, list[Problem]]:
     links, stages, problems = load_slots(recipe, registry)
     problems += unmet(links, registry, recipe.marks)
-    view = _view(recipe, stages, procs)
+    view = replace(_view(recipe, stages, procs), forecast=forecast)
     for slot, stage in stages.items():
         problems += _checked(slot, stage, view, recipe.marks)
     if not recipe.stages:
@@ -145,7 +161,9 @@ def _draft(
         for index, link in enumerate(links)
         if link.slot in stages
     )
-    return Plan(recipe=recipe, view=view, steps=steps), problems
+    warnings = tuple(in_order([problem for problem in problems if problem.warning]))
+    mistakes = [problem for problem in problems if not problem.warning]
+    return Plan(recipe=recipe, view=view, steps=steps, warnings=warnings), mistakes
 
 
 def _kind(
@@ -199,13 +217,23 @@ def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
         key, message = "device", "this machine has no CUDA device"
         hint = "use launch.device=cpu or auto"
     elif procs is None and gpus and launch.device != "cpu" and (launch.procs or 1) > gpus:
-        key, message = "procs", f"{launch.procs} processes, but this machine has {gpus} GPUs"
-        hint = "start it on every node: torchrun --nnodes NODES --nproc-per-node GPUS "
-        hint += "--rdzv-backend c10d --rdzv-endpoint HOST -m pipeline run RECIPE"
+        key, message = "procs", f"{_processes(launch.procs)}, but this machine has {gpus} GPUs"
+        hint = "start it on every node: torchrun --nnodes NODES --node-rank NUMBER "
+        hint += "--nproc-per-node GPUS --master-addr HOST -m pipeline run RECIPE"
+    elif procs is not None and launch.procs not in (None, procs):
+        key, message = "procs", f"{_processes(launch.procs)}, but the launcher started {procs}"
+        hint = f"set launch.procs={procs}, or null to take as many as are started"
+    elif procs is None and (launch.procs or 1) * PROCESS_BYTES > (total_memory() or math.inf):
+        key, message = "procs", f"this machine has no memory for {launch.procs} processes"
+        hint = f"each takes at least {human(PROCESS_BYTES)} of it, without any model"
     else:
         return []
     location = recipe.marks.value(("launch", key))
     return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
+
+
+def _processes(count: int | None) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _checked(slot: str, stage: Any, view: PlanView, marks: Marks) -> list[Problem]:

@@ -8,13 +8,24 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+from pipeline.errors import StageError, system_errors_as
+from pipeline.files import opened, private_folder
+from pipeline.terminal import ShownFormatter
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's output goes; its folder is there when this returns."""
-    folder = run_dir / "logs"
-    folder.mkdir(exist_ok=True)
-    return folder / f"rank-{rank:05d}.log"
+    """Where a rank's output goes; its folder is there when this returns. Raises StageError."""
+    with system_errors_as(StageError):
+        return private_folder(run_dir / "logs") / f"rank-{rank:05d}.log"
+
+
+def open_log(run_dir: Path, rank: int) -> IO[str]:
+    """A rank's log, to be added to. Raises StageError."""
+    path = log_file(run_dir, rank)
+    with system_errors_as(StageError):
+        return opened(path, "a")
 
 
 @contextlib.contextmanager
@@ -23,13 +34,12 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
 
     Other ranks' raw output goes to their file too, whatever prints it.
     """
-    path = log_file(run_dir, rank)
     log = logging.getLogger("pipe")
     log.setLevel(logging.DEBUG)
     log.propagate = False
     with contextlib.ExitStack() as stack:
-        to_file = logging.FileHandler(path, encoding="utf-8")
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        to_file = logging.StreamHandler(stack.enter_context(open_log(run_dir, rank)))
+        to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
         stack.enter_context(_attached(log, to_file))
         stack.enter_context(_warnings_to(to_file))
         if rank == 0:
@@ -37,12 +47,20 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
             to_screen.setLevel(logging.INFO)
             stack.enter_context(_attached(log, to_screen))
         else:
-            stack.enter_context(_output_to(path))
+            stack.enter_context(_output_to(to_file.stream))
         yield log
 
 
 ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
 """Loggers of what libraries tell each other: warnings, and which kernels were not built."""
+
+
+def hush_asides() -> None:
+    """Keep them off the screen of a command, which has no log: they have a handler, so logging does
+    not print them for want of one."""
+    for name in ASIDES:
+        if not logging.getLogger(name).handlers:
+            logging.getLogger(name).addHandler(logging.NullHandler())
 
 
 @contextlib.contextmanager
@@ -74,12 +92,10 @@ def _attached(log: logging.Logger, handler: logging.Handler) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Standard output and error of this process, native libraries' included, end up in `path`."""
+def _output_to(file: IO[str]) -> Iterator[None]:
+    """Standard output and error of this process, native libraries' included, end up in `file`."""
     saved = [os.dup(descriptor) for descriptor in (1, 2)]
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    _point_output_at(file, file)
-    os.close(file)
+    _point_output_at(file.fileno(), file.fileno())
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """The run's folder: its names, its creation, and the lock that keeps a second process out.
 
 recipe.yaml      the merged recipe; `pipe resume` reads it
-environment.json versions and command of the newest start
+environment.json versions and command of the newest start; the journal has those of every start
 engine.json      what really ran
 journal.jsonl    stages started, finished, failed
 metrics.jsonl    one record a step
@@ -24,18 +24,20 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
 
-from pipeline.errors import RunLocked, UsageError
-from pipeline.files import replace_text
+from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
+from pipeline.files import naming, opened, replace_text
 
 RECIPE = "recipe.yaml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 ENGINE = "engine.json"
 ENVIRONMENT = "environment.json"
+LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
+"""Left by a run, and taken by a new one in the same folder for its own."""
 LOCK = "lock"
 LOCK_SECONDS = 1.0
 """How long to ask for the lock before another process is believed to hold it for good."""
@@ -60,9 +62,17 @@ def create(root: Path, name: str) -> Path:
 
 
 def claim(folder: Path) -> Path:
-    """Use `folder`, given by the user, for a new run. Raises UsageError if it already holds one."""
+    """Use `folder`, given by the user, for a new run. Raises UsageError if it already holds one, or
+    what one has left, from which the new run would go on."""
     if (folder / RECIPE).exists():
         raise UsageError(f"{folder} already holds a run", hint=f"continue it: pipe resume {folder}")
+    left = next((name for name in LEFT if (folder / name).exists()), None)
+    if left is not None:
+        raise UsageError(
+            f"{folder} holds {left} of another run, and no {RECIPE}",
+            hint="name a new folder; to start from a checkpoint in this one, name that as the "
+            "checkpoint slot's start_from",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -86,21 +96,21 @@ def locked(folder: Path) -> Iterator[None]:
     Raises RunLocked while another live process holds it, UsageError if there can be no lock.
     """
     try:
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = opened(folder / LOCK, "a+")
     except OSError as error:
-        raise UsageError(f"cannot write in {folder}: {error.strerror}") from error
+        raise UsageError(f"cannot write in {folder}: {in_words(error)}") from error
     with file:
         if not _acquired(file):
             file.seek(0)
             owner = file.read().strip() or "another process"
             raise RunLocked(f"{folder} is in use by {owner}")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
+        with system_errors_as(UsageError), naming(folder / LOCK):
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
 
 
-def _acquired(file: TextIO) -> bool:
+def _acquired(file: IO[str]) -> bool:
     # A dying owner, and `pipe ls` looking, hold the lock for a moment.
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -149,9 +159,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_environment(folder: Path) -> None:
-    """Record what this start runs on."""
-    facts = {
+def environment() -> dict[str, Any]:
+    """Facts of the machine and the packages that this start runs on."""
+    return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "folder": str(Path.cwd()),
@@ -159,4 +169,28 @@ def write_environment(folder: Path) -> None:
         "platform": platform.platform(),
         "packages": versions(),
     }
-    (folder / ENVIRONMENT).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+
+
+def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
+    """Record what this start runs on. Returns what was another when the run was last started, as in
+    `torch 2.12.0 -> 2.13.0`."""
+    file = folder / ENVIRONMENT
+    before: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads(file.read_text("utf-8"))
+    replace_text(file, json.dumps(facts, indent=1) + "\n")
+    then, now = _versions_in(before), _versions_in(facts)
+    return [
+        f"{name} {then.get(name, 'not there')} -> {now.get(name, 'not there')}"
+        for name in sorted(then.keys() | now.keys())
+        if then and then.get(name) != now.get(name)
+    ]
+
+
+def _versions_in(facts: Any) -> dict[str, str]:
+    """Empty where a record is missing or is none."""
+    packages = facts.get("packages") if isinstance(facts, dict) else None
+    if not isinstance(packages, dict):
+        return {}
+    found = {"python": facts.get("python"), **packages}
+    return {name: version for name, version in found.items() if isinstance(version, str)}

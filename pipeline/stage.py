@@ -14,6 +14,9 @@ it is called on rank 0 alone, as soon as the artifacts that it takes are there.
 `ctx.run_dir`, which is another than the run's and is removed afterwards, and with nothing left
 anywhere else (`ctx.on_exit`).
 
+`prove(self, result)`, also optional, raises StageError where a durable result of the stage is not
+as it was left. A resume asks it, in one process, before the slot counts as done.
+
 Two are for `pipe bench` and `pipe advise`. A class method `presets(cls)` of a stage that wraps
 gives strategies by name, each a `Preset` with the fields of a slot that stand for it. They are what
 `--strategies` can name, and those with an `order` are what `pipe advise` tries. `shortened(self,
@@ -81,6 +84,9 @@ class PlanView:
     """`cpu` or `cuda`, as asked; `auto` is already decided."""
     slots: Mapping[str, Any]
     """Slot name -> stage instance, in order. Slots with mistakes of their own are missing."""
+    forecast: bool = False
+    """Whether it is asked what the recipe would need, and nothing is to run: files that only a run
+    reads may still be missing."""
 
     def find(self, kind: type[T]) -> T | None:
         """The first slot's stage that is an instance of `kind`."""

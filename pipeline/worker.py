@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING
 
 from pipeline import failure, rundir
 from pipeline.dist import Dist, environment_dist, environment_store
+from pipeline.errors import StageError
 from pipeline.journal import Journal
 from pipeline.launch.children import die_with
-from pipeline.launch.environment import worker_rank, worker_world_size
+from pipeline.launch.environment import FINISHED, worker_rank, worker_world_size
 from pipeline.launch.signals import Interrupted, default_signals
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan, make_plan
-from pipeline.ranklog import log_file, rank_log
+from pipeline.ranklog import open_log, rank_log
 from pipeline.recipe import load_recipe
 from pipeline.runner import Runner
 from pipeline.stage import Context
+from pipeline.terminal import guard
 
 if TYPE_CHECKING:
     import logging
@@ -35,16 +37,21 @@ ranks that will never come."""
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of a launched rank; the exit code is 1 after a failure that has been recorded."""
+    """Entry point of a launched rank: its exit code, 1 after a failure that has been recorded."""
     run_dir, launcher = Path(argv[0]), int(argv[1])
     die_with(launcher)
     default_signals()
-    faulthandler.enable(_open_log(run_dir))
+    guard()
+    try:
+        faulthandler.enable(open_log(run_dir, worker_rank()))
+    except StageError as error:
+        failure.record(run_dir, worker_rank(), "", error)
+        return 1
     try:
         run_rank(run_dir, accept=argv[2:])
     except BaseException:
         return 1
-    return 0
+    return FINISHED
 
 
 def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str] = ()) -> None:
@@ -64,6 +71,8 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             ctx.accept = frozenset(accept)
             ctx.on_exit = stack.callback
             current.append(ctx)
+            for warning in plan.warnings:
+                log.warning("%s", warning)
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
             stack.callback(runner.close)
             runner.run()
@@ -75,7 +84,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             log.debug("failed", exc_info=True)
             if worker_world_size() is not None:
                 faulthandler.dump_traceback_later(
-                    CLEANUP_SECONDS, exit=True, file=_open_log(run_dir)
+                    CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
                 )
             raise
 
@@ -106,15 +115,10 @@ def process_group(plan: Plan, store: Store | None) -> Iterator[Dist]:
         torch.distributed.destroy_process_group()
 
 
-def _open_log(run_dir: Path) -> int:
-    """A descriptor of this rank's log that stays open to the end of the process."""
-    path = log_file(run_dir, worker_rank())
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-
-
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            stream.flush()
     # Library threads still hold C++ state here, and tearing it down can abort a finished run.
     os._exit(code)

@@ -10,35 +10,63 @@ import sys
 import pytest
 from hypothesis import settings
 
+from tests.support.tier import FULL, times
+
 # One thread a process: results do not depend on the machine's cores, and ranks do not fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing in the suite may reach for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Time limits on shared machines measure the machine.
-settings.register_profile("pipetrain", deadline=None)
+settings.register_profile("pipetrain", deadline=None, max_examples=times(quick=25, full=300))
 settings.load_profile("pipetrain")
 
 # A suite started in the background inherits signals that are ignored, and so would every run in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-COMPILE = """
-import logging, torch
-from pipeline.dist import Dist
-from stages.wrap.zero.compat import point_at_device
-point_at_device(Dist(device=torch.device("cpu")))
-from deepspeed.accelerator import get_accelerator
-for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "PinMemoryBuilder",
-             "AsyncIOBuilder"):
-    builder = get_accelerator().create_op_builder(name)
-    if builder is not None and builder.is_compatible():
-        builder.load(verbose=False)
-"""
-
 
 @pytest.fixture(scope="session")
 def deepspeed_operators() -> None:
     """DeepSpeed's operators, compiled before any test whose time is limited needs one."""
-    said = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    code = "from tests.support.preloaded import load_operators; load_operators()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0, said.stdout + said.stderr
+
+
+LONGEST_FIRST = (
+    "tests/parity/test_combinations.py",
+    "tests/stages/checkpoint/test_continuation.py",
+    "tests/plugins/test_third_party_package.py",
+    "tests/recipes/test_quickstart.py",
+    "tests/faults/test_export_command.py",
+    "tests/pipeline/forecast/test_commands.py",
+    "tests/parity/test_parity.py",
+    "tests/pipeline/bench/test_runs.py",
+    "tests/stages/checkpoint/test_any_to_any.py",
+    "tests/faults/test_checkpoint_ranks.py",
+    "tests/faults/test_resumed_decisions.py",
+    "tests/benchmarks/test_loading_and_export.py",
+    "tests/faults/test_killed_training.py",
+    "tests/faults/test_resume_elsewhere.py",
+    "tests/faults/test_random_kills.py",
+    "tests/faults/test_failing_ranks.py",
+    "tests/stages/checkpoint/test_optimizers.py",
+    "tests/stages/train/test_anomalies.py",
+    "tests/stages/average/test_ema.py",
+)
+"""Files whose tests take longest, so that no process is left alone with one of them at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: runs in the full tier alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for the full tier, and begin with the files that take longest."""
+    if not FULL:
+        out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    places = {file: place for place, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

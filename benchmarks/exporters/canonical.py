@@ -17,10 +17,19 @@ from apart.child import Job, Place, Work
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.artifacts import Progress
 from pipeline.state.checkpoints import sums_name
-from pipeline.state.manifest import Group, Piece, State, TensorEntry
-from pipeline.state.planning import Layout, Sharded
+from pipeline.state.division import Run
+from pipeline.state.manifest import Group, State, TensorEntry
+from pipeline.state.planning import (
+    Holding,
+    Layout,
+    Sharded,
+    divided,
+    message,
+    spans_of,
+    unpacked,
+)
 from pipeline.state.retention import Retention
-from pipeline.state.spans import Span, share_writing
+from pipeline.state.staging import Staging, stage
 from pipeline.state.store import step_name
 from pipeline.state.writer import Job as Save
 from pipeline.state.writer import Setup, Skeleton, carry_out
@@ -34,15 +43,16 @@ def write(job: Job, place: Place) -> Work:
 
     def work() -> Any:
         model, root = trained(job["config"]), Path(job["folder"])
-        tensors, layouts = lay_out(model, job["strategy"], job["ranks"])
-        skeleton = _skeleton(tensors, layouts)
+        tensors, runs, layouts = lay_out(model, job["strategy"], job["ranks"])
+        skeleton = _skeleton(tensors, runs, layouts)
+        table = {entry.key: entry for entry in tensors}
         for rank in reversed(range(job["ranks"])):  # that of rank 0 waits for the others
+            staging = stage(layouts[rank], table, lambda key: False)
             setup = Setup(
-                store=str(root), rank=rank, size=layouts[rank].size, files=layouts[rank].files,
-                writes=layouts[rank].writes, sums=sums_name(rank),
-                skeleton=None if rank else skeleton,
+                store=str(root), rank=rank, size=staging.size, files=layouts[rank].files,
+                rounds=staging.rounds, sums=sums_name(rank), skeleton=None if rank else skeleton,
             )  # fmt: skip
-            snapshot: Any = _Snapshot(layouts[rank])
+            snapshot: Any = _Snapshot(staging)
             save = Save(name=step_name(STEP), identity="benchmark", facts=_facts(job, model))
             outcome = carry_out(setup, save, snapshot)
             if outcome.problem:
@@ -54,39 +64,29 @@ def write(job: Job, place: Place) -> Work:
 
 def lay_out(
     model: Trained, strategy: str, ranks: int
-) -> tuple[dict[str, TensorEntry], list[Layout]]:
+) -> tuple[list[TensorEntry], list[list[Run]], list[Layout]]:
     """All tensors, and what each rank writes: what `planning.make_plan` agrees on."""
+    made = Sharded()
     held = [
         [
-            Span(f"{kind}/{name}", start, stop)
+            Holding(f"{kind}/{name}", "F32", model.shapes[name], start, stop, True)
             for name, start, stop in HOLDERS[strategy](model, rank, ranks)
             for kind in KINDS
         ]
         for rank in range(ranks)
     ]
-    tensors: dict[str, TensorEntry] = {}
-    for span in (span for rank in held for span in rank):
-        shape = model.shapes[span.key.partition("/")[2]]
-        tensors.setdefault(span.key, TensorEntry(key=span.key, dtype="F32", shape=shape))
-    shares = share_writing(held)
-    return tensors, [Sharded().lay_out(rank, shares[rank], tensors) for rank in range(ranks)]
+    tensors, runs = unpacked(divided([message(own, {}) for own in held], made))
+    table = {entry.key: entry for entry in tensors}
+    spans = (spans_of(rank, tensors, runs) for rank in range(ranks))
+    return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]
 
 
-def _skeleton(tensors: dict[str, TensorEntry], layouts: list[Layout]) -> Skeleton:
-    files = [file for layout in layouts for file in layout.described]
-    numbers = {file.name: number for number, file in enumerate(files)}
-    places = {key: number for number, key in enumerate(tensors)}
+def _skeleton(tensors: list[TensorEntry], runs: list[list[Run]], layouts: list[Layout]) -> Skeleton:
     return Skeleton(
-        tensors=list(tensors.values()),
-        files=files,
+        tensors=tensors,
+        runs=runs,
+        files=[file for layout in layouts for file in layout.described],
         sums=[sums_name(rank) for rank in range(len(layouts))],
-        pieces=[
-            [
-                Piece(places[key], numbers[file], offset, start, stop)
-                for (key, start, stop), file, offset in layout.pieces
-            ]
-            for layout in layouts
-        ],
         retention=Retention(),
     )
 
@@ -112,18 +112,21 @@ def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int
     for layout in layouts:
         for span, file, offset in layout.pieces:
             if span.key.startswith("weight/"):
-                yield str(folder / file), offset, offset + (span.stop - span.start) * ITEM
+                yield (
+                    str(folder / layout.files[file].name),
+                    offset,
+                    offset + (span.stop - span.start) * ITEM,
+                )
 
 
 class _Snapshot:
     """Stands in for the memory that a rank's writer writes from."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._starts = [write.start for write in layout.writes]
-        spans, heads = iter(layout.pieces), dict(layout.heads)
-        self._content = [
-            next(spans)[0] if write.piece else heads[write.start] for write in layout.writes
-        ]
+    def __init__(self, staging: Staging) -> None:
+        content = [*staging.heads, *((copy.place, copy) for copy in staging.whole)]
+        content.sort(key=lambda item: item[0])
+        self._starts = [start for start, _ in content]
+        self._content = [found for _, found in content]
 
     def __getitem__(self, part: slice) -> memoryview:
         """A part that lies within one of the writes."""

@@ -43,7 +43,7 @@ class Case:
         text, recipe = folder / "text.txt", folder / "recipe.yaml"
         text.write_text("text\n", "utf-8")
         recipe.write_text(yaml.safe_dump(self._recipe(text, device), sort_keys=False), "utf-8")
-        return plan_file(recipe)
+        return plan_file(recipe, forecast=True)
 
     def site(self, device: str = "cuda") -> Site:
         """Nodes of eight GPUs."""

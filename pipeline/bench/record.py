@@ -60,7 +60,7 @@ def _row(row: Row) -> dict[str, Any]:
     m = row.measured
     return {
         "strategy": row.strategy, "use": row.use, "procs": row.procs,
-        "error": row.error or None, "note": row.note or None,
+        "error": row.error or None,
         "tokens_per_second": m and vars(m.tokens_per_second),
         "step_seconds": m and vars(m.step_seconds),
         "efficiency": row.efficiency, "efficiency_base": row.efficiency_base,

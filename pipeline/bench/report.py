@@ -83,7 +83,6 @@ def _conditions(session: Session, rows: Sequence[Row]) -> Iterator[str]:
     if ran:
         kinds = {m.memory.kind for m in ran}
         yield "memory: " + " / ".join(MEMORY[kind] for kind in sorted(kinds))
-    yield from (f"{row.label}: {row.note}" for row in rows if row.note)
     for row in rows:
         left_out = row.measured.steps_left_out if row.measured else 0
         if left_out:

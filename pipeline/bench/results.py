@@ -87,8 +87,6 @@ class Row:
     measured: Measured | None = None
     error: str = ""
     """One line, where there are no numbers."""
-    note: str = ""
-    """What is another than in the recipe."""
     efficiency: float | None = None
     """T_N / (N * T_1), or with the smallest measured number of processes in place of 1."""
     efficiency_base: int | None = None

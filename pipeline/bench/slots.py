@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.artifacts import Checkpoints, TrainedRun
-from pipeline.chain import Link, inputs
+from pipeline.artifacts import TrainedRun
 from pipeline.engine import Engine
 from pipeline.errors import UsageError
 from pipeline.field_table import plain_value
 from pipeline.fields import adapter
 from pipeline.plan import Plan, Step
 from pipeline.registry import Registry
-from pipeline.signature import needs
 from pipeline.stage import Trial
 
 Slot = Mapping[str, Any]
 """`use` and fields, as a recipe has them."""
 METHOD = "shortened"
-CHECKPOINT = "checkpoint.sharded"
-"""Where the recipe's own checkpoints do not go with a strategy."""
 
 
 def wrap_of(plan: Plan) -> Step:
@@ -68,29 +64,7 @@ def another(slot: Slot, trial: Trial, registry: Registry) -> Slot:
     return _shortened(slot, stage, trial)
 
 
-def fit_checkpoints(slots: dict[str, Slot], trial: Trial, registry: Registry) -> str:
-    """Exchange a checkpoint slot that needs another engine than there is; says so."""
-    links = list(_links(slots, registry))
-    for index, link in enumerate(links):
-        if link.gives and issubclass(link.gives, Checkpoints) and not _is_met(links, index):
-            slots[link.slot] = another({"use": CHECKPOINT}, trial, registry)
-            return f"{CHECKPOINT} in place of {link.use}, which does not go with it"
-    return ""
-
-
 def _shortened(slot: Slot, stage: Any, trial: Trial) -> Slot:
     if not hasattr(stage, METHOD):
         return slot
     return {"use": slot["use"], **plain_value(getattr(stage, METHOD)(trial))}
-
-
-def _links(slots: Mapping[str, Slot], registry: Registry) -> Iterator[Link]:
-    for slot, fields in slots.items():
-        yield Link(slot=slot, use=fields["use"], kind=registry.load(fields["use"]))
-
-
-def _is_met(links: Sequence[Link], index: int) -> bool:
-    kind = links[index].kind
-    assert kind is not None
-    found = inputs(links, index)
-    return all(need.optional or found[need.parameter] is not None for need in needs(kind))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pipeline.bench.results import Row
-from pipeline.bench.slots import another, as_written, fit_checkpoints, shortened, wrap_of
+from pipeline.bench.slots import another, as_written, shortened, wrap_of
 from pipeline.errors import UsageError
 from pipeline.machine import cores_each
 from pipeline.plan import Plan
@@ -96,12 +96,11 @@ def _write(
     trial = length.trial(procs, own=plan.view.procs, most=most)
     slots = shortened(plan, trial)
     slots[wrap_of(plan).slot] = another(strategy.slot, trial, registry)
-    note = fit_checkpoints(slots, trial, registry)
     content = plan.recipe.public()
     launch = {"procs": procs, "device": plan.view.device, "threads": threads(plan, most)}
     head = {"name": plan.recipe.name, "seed": plan.recipe.seed, "launch": launch}
     env = {"env": content["env"]} if content.get("env") else {}
-    row = Row(strategy=strategy.name, use=strategy.use, procs=procs, note=note)
+    row = Row(strategy=strategy.name, use=strategy.use, procs=procs)
     return Written(row=row, text=render({**head, **env, "stages": slots}))
 
 

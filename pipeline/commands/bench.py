@@ -65,12 +65,13 @@ def bench(
     from pipeline.bench import report, trials
     from pipeline.bench.session import Session
     from pipeline.errors import RunStopped, UsageError
-    from pipeline.launch.environment import is_worker
+    from pipeline.launch.environment import is_worker, require_contract
     from pipeline.plan import plan_file
     from pipeline.presets import chosen
 
     if is_worker():
         raise UsageError("pipe bench starts its own processes", hint="run it without torchrun")
+    require_contract()
     registry = registry or Registry.installed()
     plan = plan_file(recipe, overrides, registry=registry)
     trials.require_measurable(plan)

@@ -31,6 +31,9 @@ def check(
             raise
         click.echo(json.dumps({"ok": False, "problems": [_problem(p) for p in error.problems]}))
         sys.exit(error.exit_code)
+    if not as_json:
+        for warning in plan.warnings:
+            click.echo(f"warning: {warning}", err=True)
     click.echo(json.dumps(_summary(plan)) if as_json else _line(plan))
 
 
@@ -42,7 +45,14 @@ def _line(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> dict[str, object]:
     steps = [{"slot": step.slot, "use": step.use} for step in plan.steps]
-    return {"ok": True, "name": plan.recipe.name, "stages": steps, "problems": []}
+    warnings = [_problem(warning) for warning in plan.warnings]
+    return {
+        "ok": True,
+        "name": plan.recipe.name,
+        "stages": steps,
+        "problems": [],
+        "warnings": warnings,
+    }
 
 
 def _problem(problem: Problem) -> dict[str, object]:

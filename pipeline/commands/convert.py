@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.terminal import bare
+
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
@@ -86,7 +88,7 @@ def _progress(source: StateSource) -> Iterator[Callable[[int], None]]:
     done = 0
     bar: ProgressBar[int] = click.progressbar(
         length=total,
-        file=sys.stderr,
+        file=bare(sys.stderr),
         hidden=not sys.stderr.isatty(),
         item_show_func=lambda _: f"{done / 1e6:.0f} of {total / 1e6:.0f} MB",
     )

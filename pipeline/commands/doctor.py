@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands.machines import GPUS
+
 if TYPE_CHECKING:
     from pipeline.doctor.report import Machine
     from pipeline.doctor.rules.finding import Finding
 
 
 @click.command("doctor")
-@click.option(
-    "--procs", type=click.IntRange(min=1), help="Processes (default: one per GPU; without, two)."
-)
+@click.option("--procs", type=GPUS, help="Processes (default: one per GPU; without, two).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--out",

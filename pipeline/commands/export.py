@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--to", type=click.Path(path_type=Path), help="The folder to write.")
 @click.option(
     "--model",
-    help="Where architecture and tokenizer come from, for a checkpoint outside of a run: a folder "
+    help="Where architecture and tokenizer come from, if not from the checkpoint's run: a folder "
     "in Hugging Face layout, a GGUF file or a hub id with its revision, ID@COMMIT.",
 )
 @click.option("--dtype", help="fp32, bf16, fp16, or source: as in the model that was trained from.")
@@ -42,6 +42,7 @@ def export(
     from pipeline import rundir
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.exporting import chosen, recipe_text
+    from pipeline.files import replace_text
     from pipeline.launch.environment import worker_world_size
     from pipeline.launch.start import start
     from pipeline.machine import cores_each
@@ -55,12 +56,12 @@ def export(
         choice = chosen(source, step=step, model=model, to=to)
         settings: Mapping[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
         given = {key: value for key, value in settings.items() if value is not None}
-        count = procs or min(4, cores_each(1))
-        choice.job.mkdir(parents=True, exist_ok=True)
+        count = worker_world_size() or procs or min(4, cores_each(1))
+        choice.job.mkdir(parents=True, exist_ok=True, mode=0o700)
         # The stages look for themselves what is there already, and whether it is as it should be.
         (choice.job / rundir.JOURNAL).unlink(missing_ok=True)
         file = choice.job / "export.yaml"
-        file.write_text(recipe_text(choice, given, count), "utf-8")
+        replace_text(file, recipe_text(choice, given, count))
         plan = plan_file(file, here=True, procs=worker_world_size())
         click.echo(f"{choice.checkpoint} -> {choice.folder}")
         return plan, choice.job

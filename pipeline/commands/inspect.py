@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.terminal import bare
 from pipeline.throughput import human
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _read(reader: CheckpointReader) -> None:
 
     watched = sys.stderr.isatty()
     with click.progressbar(
-        length=data_bytes(reader), label="reading", file=sys.stderr, hidden=not watched
+        length=data_bytes(reader), label="reading", file=bare(sys.stderr), hidden=not watched
     ) as bar:
         reader.verify(bar.update)
 

@@ -24,11 +24,13 @@ def ls(runs: Path, as_json: bool) -> None:
     for run in found:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
         loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
-        slot = "" if run["state"] == "finished" else f"in {run['slot']}"
+        slot = "" if run["slot"] is None or run["state"] == "finished" else f"in {run['slot']}"
         step = "" if run["step"] is None else f"step {run['step']}"
         best = run["best"] and f"best {run['best']['eval_loss']:.4f} at step {run['best']['step']}"
         fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot)
         click.echo("  ".join(field for field in fields if field))
+        if run["damage"]:
+            click.echo(f"  {run['damage']}", err=True)
     if not found:
         click.echo(f"no runs in {runs}", err=True)
 
@@ -44,16 +46,24 @@ def _runs(root: Path) -> Iterator[dict[str, Any]]:
 
 def _describe(folder: Path) -> dict[str, Any]:
     from pipeline import rundir
+    from pipeline.errors import JournalDamaged
     from pipeline.journal import Journal
     from pipeline.jsonl import read_tail
+    from pipeline.metrics import is_record
 
-    events = list(Journal(folder / rundir.JOURNAL).events())
+    events: list[dict[str, Any]] = []
+    damage = None
+    try:
+        events = Journal(folder / rundir.JOURNAL).events()
+    except JournalDamaged as error:
+        damage = str(error)
     slots = [event["slot"] for event in events if event["event"] == "slot started"]
-    newest = read_tail(folder / rundir.METRICS)
+    newest = [one for one in read_tail(folder / rundir.METRICS) if is_record(one)]
     metrics: dict[str, Any] = next((record for record in reversed(newest) if "loss" in record), {})
     return {
         "folder": str(folder),
-        "state": _state(folder, events),
+        "state": "damaged" if damage else _state(folder, events),
+        "damage": damage,
         "started": events[0]["time"] if events else folder.stat().st_mtime,
         "slot": slots[-1] if slots else None,
         "step": metrics.get("step"),

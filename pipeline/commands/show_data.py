@@ -11,10 +11,12 @@ from pathlib import Path
 
 import click
 
+from pipeline import terminal
 from pipeline.artifacts import Sample
 from pipeline.plan import plan_file
 from pipeline.preview import Preview, Token, documents, preview
 from pipeline.registry import Registry
+from pipeline.terminal import bare
 
 MARKS = "⟦", "⟧"
 """Around what is trained on, where there are no colours."""
@@ -41,7 +43,8 @@ def show_data(
         for place, index in enumerate(indices):
             # a stream's own index says nothing to people
             number = place if shown.size is None else index
-            click.echo(f"\n{_described(shown, index, number, colour=colour)}")
+            text = _described(shown, index, number, colour=colour)
+            click.echo(f"\n{text}", file=bare(sys.stdout))
 
 
 def _log() -> logging.Logger:
@@ -79,21 +82,13 @@ def _marked(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> str:
 
 def _runs(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> Iterator[str]:
     for trained, run in groupby(tokens, key=lambda token: token.trained):
-        text = _printable(shown.tokenizer.decode([token.id for token in run]))
+        text = terminal.shown(shown.tokenizer.decode([token.id for token in run]))
         if not trained:
             yield text
         elif colour:
             yield click.style(text, fg="green", bold=True)
         else:
             yield f"{MARKS[0]}{text}{MARKS[1]}"
-
-
-def _printable(text: str) -> str:
-    """Data must not command the terminal."""
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
-        for each in text
-    )
 
 
 def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:

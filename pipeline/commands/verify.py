@@ -10,18 +10,31 @@ import click
 
 
 @click.command("verify")
-@click.argument("folder", metavar="EXPORT", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="EXPORT|RUN", type=click.Path(path_type=Path))
 @click.option(
     "--trust-remote-code",
     is_flag=True,
     help="Run the model code that came with the export, which some architectures need.",
 )
 def verify(folder: Path, trust_remote_code: bool) -> None:
-    """Prove that EXPORT is whole and computes what it did when it was made.
+    """Prove that EXPORT, or what RUN has exported, is whole and computes what it did when made.
 
     Every byte is read and compared; then the model is loaded with transformers and run on the
     prompt of its first proof. Exit code 1 if anything differs.
     """
+    from pipeline import rundir
+    from pipeline.errors import UsageError
+    from pipeline.exporting import exports_of
+
+    folder = folder.resolve()
+    for export in exports_of(folder) if (folder / rundir.RECIPE).is_file() else [folder]:
+        if not export.is_dir():
+            raise UsageError(f"{export} is not there", hint="`pipe resume RUN` finishes a run")
+        _prove(export, trust_remote_code=trust_remote_code)
+    click.echo("verified")
+
+
+def _prove(folder: Path, *, trust_remote_code: bool) -> None:
     from pipeline.errors import ExportError, UsageError, system_errors_as
     from pipeline.registry import Registry
 
@@ -31,8 +44,7 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
     if not callable(prove):
         raise UsageError(f"the stage {name}, which wrote {folder}, cannot verify it")
     with system_errors_as(ExportError):
-        prove(folder.absolute(), click.echo, trust_remote_code=trust_remote_code)
-    click.echo("verified")
+        prove(folder, click.echo, trust_remote_code=trust_remote_code)
 
 
 def _writer(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -17,7 +16,8 @@ from typing import Any
 
 from pipeline import jsonl
 from pipeline.errors import in_words
-from pipeline.launch.children import none_left
+from pipeline.launch.children import kill_sessions, none_left
+from pipeline.launch.environment import place
 from pipeline.machine import cores_each
 
 LOOK_SECONDS = 0.02
@@ -78,7 +78,7 @@ def measure(
         except OSError as error:
             end = _End(failure=f"no process could be started: {error}")
         finally:
-            _kill(started)
+            kill_sessions(started)
         records = [tuple(jsonl.read(told(folder, rank))) for rank in range(procs)]
         printed = _printed(folder, end.rank)[-LONGEST_PRINTED:] if end.failure else ""
         return Told(records=tuple(records), failure=end.failure, late=end.late, printed=printed)
@@ -114,13 +114,7 @@ def _started(
 
 def _environment(rank: int, procs: int) -> dict[str, str]:
     """As the ranks of a run have it: the cores shared among them."""
-    place = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(procs),
-        "LOCAL_WORLD_SIZE": str(procs),
-    }
-    return {"OMP_NUM_THREADS": str(cores_each(procs)), **os.environ, **place}
+    return {"OMP_NUM_THREADS": str(cores_each(procs)), **os.environ, **place(rank, procs)}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> _End:
@@ -143,10 +137,3 @@ def _reason(code: int, printed: str) -> str:
         return f"its process was killed ({signal.Signals(-code).name})"
     lines = printed.splitlines()
     return lines[-1][:LONGEST_REASON] if lines else f"exit code {code}"
-
-
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # each leads a session, and so a group
-        process.wait()

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from pipeline.accelerators import GIB
-from pipeline.artifacts import TrainedRun
+from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, TrainedRun
+from pipeline.engine import Engine
 from pipeline.errors import UsageError
 from pipeline.forecast.ledger import Peak, Place
 from pipeline.forecast.phases import LOAD
 from pipeline.forecast.placement import Copies, Placement
-from pipeline.forecast.result import Device, Extras, Forecast, Host, Step
-from pipeline.forecast.shapes import ModelShape, SampleShape
+from pipeline.forecast.result import Extras, Forecast, Host, Step
+from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
 from pipeline.forecast.site import PROCESS, Site
 from pipeline.plan import Plan
 from pipeline.plan import Step as Slot
@@ -23,6 +24,15 @@ T = TypeVar("T")
 
 METHOD = "forecast"
 PROCESSES = "processes"
+TELLS: Mapping[type, type] = {
+    ModelSource: ModelShape,
+    Data: SampleShape,
+    Precision: Precision,
+    OptimizerPlan: OptimizerShape,
+    Engine: Placement,
+    TrainedRun: Step,
+}
+"""A type that a stage gives -> what its forecast tells, without which a training has none."""
 
 
 def forecast(plan: Plan, site: Site) -> Forecast:
@@ -35,14 +45,14 @@ def assemble(plan: Plan, site: Site, told: Mapping[str, Any]) -> Forecast:
     step = latest(told, Step)
     placement = latest(told, Placement)
     if step is None or placement is None:
-        mute = [f"{s.slot}: {s.use}" for s in _trained(plan) if not hasattr(s.stage, METHOD)]
+        mute = [f"{slot.slot}: {slot.use}" for slot in _mute(plan, told)]
         raise UsageError(
             f"what this recipe needs cannot be told: {', '.join(mute) or 'nothing is trained'}",
-            hint="these stages have no forecast" if mute else "give it a train slot",
+            hint="without a forecast, which others build on" if mute else "give it a train slot",
         )
     extras = list(each(told, Extras))
     return Forecast(
-        device=_device(site, [need for extra in extras for need in extra.device]),
+        device=site.ledger.peaks("device"),
         host=_host(site, [need for extra in extras for need in extra.host]),
         disk={item: size * site.local_ranks for item, size in site.ledger.held("disk").items()},
         storage=[file for extra in extras for file in extra.files(step.length)],
@@ -93,12 +103,12 @@ def _asked(stage: Any) -> tuple[Need, ...]:
     return needs(kind, METHOD)
 
 
-def _trained(plan: Plan) -> Iterator[Slot]:
-    """The slots up to the first that trains."""
-    for step in plan.steps:
-        yield step
-        if issubclass(step.gives or object, TrainedRun):
-            return
+def _mute(plan: Plan, told: Mapping[str, Any]) -> Iterator[Slot]:
+    """The slots without a forecast of which nobody else tells what others build on."""
+    for slot in plan.steps:
+        meant = [TELLS[kind] for kind in TELLS if issubclass(slot.gives or object, kind)]
+        if not hasattr(slot.stage, METHOD) and any(latest(told, each) is None for each in meant):
+            yield slot
 
 
 def _caveats(plan: Plan, told: Mapping[str, Any]) -> Iterator[str]:
@@ -129,17 +139,6 @@ def _beyond(model: ModelShape, data: SampleShape | None) -> Iterator[str]:
         f"what becomes of positions beyond the {model.context} of the model's config: samples have "
         f"{data.length} tokens{apart}"
     )
-
-
-def _device(site: Site, extra: Sequence[Device]) -> dict[str, Peak]:
-    """Of the fullest rank: what its ledger says, and what stages take beside that."""
-    peaks = site.ledger.peaks("device")
-    for need in extra:
-        site.ledger.explain(need.what, need.formula)
-        peak = peaks[need.phase]
-        items = {**peak.items, need.what: peak.items.get(need.what, 0) + need.bytes}
-        peaks[need.phase] = Peak(bytes=peak.bytes + need.bytes, items=items)
-    return peaks
 
 
 def _copies(site: Site, copies: Copies) -> Copies:

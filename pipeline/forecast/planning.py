@@ -149,7 +149,7 @@ def draw_up(
     RecipeError, UsageError, StageError and RunFailed."""
     # The recipe's device gives way to options; one that is said beside them contradicts them.
     lines = [*asked.overrides, *overrides]
-    plan = plan_file(recipe, lines, registry=registry, procs=asked.procs)
+    plan = plan_file(recipe, lines, registry=registry, forecast=True, procs=asked.procs)
     drawn = draw_up_plan(plan, asked, margins, trace=trace)
     if not measure:
         return drawn

@@ -66,17 +66,6 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """Memory of every rank's accelerator that a stage takes in a phase of the ledger's, beyond what
-    that says."""
-
-    phase: str
-    what: str
-    bytes: int
-    formula: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Extras:
     """What a stage needs beside the step: gives for slots that save, export and the like.
     `Extras()` says that it needs nothing to speak of."""
@@ -85,7 +74,6 @@ class Extras:
     saved: Callable[[Length], Storage] | None = None
     """Files of which a longer training leaves more."""
     host: Sequence[Host] = ()
-    device: Sequence[Device] = ()
     caveats: Sequence[str] = ()
     """What this arithmetic leaves out of account."""
 

@@ -79,6 +79,10 @@ class Translator(ABC):
     def kind(self, content: Mapping[str, Any]) -> str | None:
         """What kind of file has such keys, for people; None if this translator knows it not."""
 
+    def foreign(self, content: Mapping[str, Any]) -> str | None:
+        """Whose file it is, for one that is known to be none of this translator's."""
+        return None
+
     @abstractmethod
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
         """The recipe of all files together. Raises UsageError for files that do not belong
@@ -97,8 +101,12 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
             return translator
     for file in files:
         if not any(translator.kind(file.content) for translator in translators):
+            told = (translator.foreign(file.content) for translator in translators)
+            tool = next((name for name in told if name is not None), None)
+            known = f"is a file of {tool}, which cannot be imported"
+            unknown = "its keys are those of no configuration that can be imported"
             raise UsageError(
-                f"{file.path}: its keys are those of no configuration that can be imported",
+                f"{file.path}: {known if tool else unknown}",
                 hint="an accelerate config, a DeepSpeed JSON, or transformers' TrainingArguments",
             )
     raise UsageError("these files belong to different tools", hint="import them one by one")

@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -43,6 +44,14 @@ def none_left() -> Iterator[None]:
     finally:
         _kill_children()
         prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Kill processes that lead sessions of their own, with their groups, and wait for them."""
+    for process in leaders:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _kill_children() -> None:

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 import os
 
+from pipeline.errors import UsageError
+
 CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+STORE = "PIPE_STORE"
+"""The file where the ranks of one machine meet; `pipe` sets it, in place of MASTER_ADDR and
+MASTER_PORT."""
+FINISHED = 76
+"""Exit code of a rank of ours whose stages have all run. What calls exit(0) inside of a rank ends
+it too, and no library leaves with this one."""
+STARTED = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "MV2_COMM_WORLD_SIZE": "mpirun_rsh",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "PET_NNODES": "Kubeflow",
+}
+"""Where launchers that do not speak the contract tell how many processes or nodes they started."""
+LOOPBACK = "lo"
+"""Is up everywhere, and enough within a machine."""
 
 
 def is_worker() -> bool:
     """Whether this process is a rank under torchrun or something that speaks its contract."""
-    return all(name in os.environ for name in CONTRACT)
+    return STORE in os.environ or all(name in os.environ for name in CONTRACT)
+
+
+def place(rank: int, procs: int) -> dict[str, str]:
+    """Environment of a process that is `rank` among `procs`, all on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(procs),
+        "LOCAL_WORLD_SIZE": str(procs),
+    }
 
 
 def worker_rank() -> int:
@@ -27,3 +56,50 @@ def worker_local_world_size() -> int | None:
     tell."""
     told = os.environ.get("LOCAL_WORLD_SIZE")
     return int(told) if is_worker() and told else None
+
+
+def all_here() -> bool:
+    """Whether every process of this one's group is known to be on this machine."""
+    return worker_world_size() in (None, 1, worker_local_world_size())
+
+
+def stay_on_loopback() -> None:
+    """Have gloo and NCCL listen on the loopback interface alone, whatever the environment says for
+    runs of several nodes."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+
+
+def require_contract() -> None:
+    """Raises UsageError where another launcher has started several processes without telling them
+    all that they need to be one run: each would make a run of its own."""
+    missing = [name for name in CONTRACT if name not in os.environ]
+    if not missing:
+        _require_numbers()
+        return
+    told = [name for name in CONTRACT[:3] if name in os.environ]
+    if told and os.environ.get("WORLD_SIZE") != "1":
+        raise UsageError(
+            f"{_told(told)}, but not {', '.join(missing)}: a launcher that tells a part only would "
+            "make each of its processes a run of its own",
+            hint=f"start it with torchrun, or unset {', '.join(told)} for a run by itself",
+        )
+    for name, launcher in STARTED.items():
+        if os.environ.get(name, "1") not in ("", "1"):
+            raise UsageError(
+                f"{_told([name])}: {launcher} has started several processes, each of which would "
+                "make a run of its own",
+                hint="have it start torchrun, once a node, and that `-m pipeline run`; "
+                f"or unset {name} for a run by itself",
+            )
+
+
+def _require_numbers() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise UsageError(f"{_told([name])}, which is no number")
+    if worker_rank() >= int(os.environ["WORLD_SIZE"]):
+        raise UsageError(f"{_told(['RANK', 'WORLD_SIZE'])}: ranks count from 0")
+
+
+def _told(names: list[str]) -> str:
+    return " and ".join(f"{name}={os.environ[name]}" for name in names)

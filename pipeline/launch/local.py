@@ -1,26 +1,27 @@
-"""Start the ranks of a run on this machine with torch's elastic agent and wait for them."""
+"""Start the ranks of a run on this machine and wait for them."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
+import signal
+import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline import failure, rundir
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, in_words
+from pipeline.failure import Exit
+from pipeline.files import anonymous_file
 from pipeline.journal import Journal
-from pipeline.launch.children import none_left
+from pipeline.launch.children import kill_sessions, none_left
+from pipeline.launch.environment import FINISHED, STORE, place
 from pipeline.machine import cores_each
 from pipeline.plan import Plan
 
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
+LOOK_SECONDS = 0.05
 SHUTDOWN_SECONDS = 10
 """How long ranks get to end when the run is stopped, before they are killed."""
 
@@ -28,15 +29,14 @@ SHUTDOWN_SECONDS = 10
 def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
     """Run every rank to its end. Raises RunFailed with the first failing rank's error.
 
-    `accept` names changes that are intended. No rank outlives this call: the agent stops the rest
-    when one fails, and ranks die with it.
+    `accept` names changes that are intended. No rank outlives this call: the rest are
+    stopped when one fails, and ranks die with this process.
     """
     _set_threads(plan)
     if plan.view.procs == 1:
         _one(run_dir, accept)
     else:
-        with none_left():
-            _many(plan.view.procs, run_dir, accept)
+        _many(plan.view.procs, run_dir, accept)
 
 
 def _set_threads(plan: Plan) -> None:
@@ -60,49 +60,77 @@ def _one(run_dir: Path, accept: Sequence[str]) -> None:
 
 
 def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
-
-    _silence_agent()
     # -P: what lies in the user's folder must not stand in for modules that ranks import
-    command = ("-P", "-m", "pipeline.worker", str(run_dir), str(os.getpid()), *accept)
-    with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
+    command = [sys.executable, "-P", "-m", "pipeline.worker", str(run_dir), str(os.getpid())]
+    ranks: list[subprocess.Popen[bytes]] = []
+    ends: list[Exit] = []
+    with none_left(), _spare_failures() as spare:
         try:
-            elastic_launch(_config(procs, folder), sys.executable)(*command)
-        except ChildFailedError as error:
-            exits = [
-                failure.Exit(rank=rank, code=child.exitcode, time=child.timestamp)
-                for rank, child in error.failures.items()
-            ]
+            ranks += _started([*command, *accept], procs, spare)
+            ends += _first_ends(ranks)
+        except OSError as error:
+            reason = in_words(error)
+            raise RunFailed(f"the processes could not be started: {reason}") from error
+        finally:
+            ends += _stopped(ranks)
+        if ends:
             slot = Journal(run_dir / rundir.JOURNAL).running()
-            raise failure.first(run_dir, exits, slot) from None
-        except (RuntimeError, OSError, RendezvousError) as error:
-            raise RunFailed(f"the processes could not be started: {error}") from error
+            raise failure.first(run_dir, ends, slot)
 
 
-def _config(procs: int, folder: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=procs,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # this machine's own name need not resolve
-        max_restarts=0,
-        monitor_interval=0.1,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-        signals_to_handle="",  # ours stay in place; see launch/signals.py
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-    )
+@contextlib.contextmanager
+def _spare_failures() -> Iterator[int]:
+    """A file in memory for reports of failures that a full disk does not take."""
+    spare = anonymous_file("failures")
+    os.environ[failure.SPARE] = f"/proc/self/fd/{spare}"
+    try:
+        yield spare
+    finally:
+        del os.environ[failure.SPARE]
+        os.close(spare)
 
 
-def _silence_agent() -> None:
-    """The agent's own report of a failure is long and lacks the cause; ours follows it."""
-    log = logging.getLogger("torch.distributed.elastic")
-    log.addHandler(logging.NullHandler())
-    log.propagate = False
+def _started(command: Sequence[str], procs: int, spare: int) -> Iterator[subprocess.Popen[bytes]]:
+    """They meet in a file in memory: nobody else can open it, and it ends with them."""
+    store = anonymous_file("store")
+    try:
+        for rank in range(procs):
+            own = {STORE: f"/proc/self/fd/{store}", **place(rank, procs)}
+            yield subprocess.Popen(
+                command, env=os.environ | own, pass_fds=[store, spare], stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+    finally:
+        os.close(store)
+
+
+def _first_ends(ranks: Sequence[subprocess.Popen[bytes]]) -> list[Exit]:
+    """Wait for all to finish, or for the first that end otherwise, which are returned."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        ends = [
+            Exit(rank=rank, code=code)
+            for rank, code in enumerate(codes)
+            if code not in (None, FINISHED)
+        ]
+        if ends or None not in codes:
+            return ends
+        time.sleep(LOOK_SECONDS)
+
+
+def _stopped(ranks: Sequence[subprocess.Popen[bytes]]) -> list[Exit]:
+    """End those that are left. Returns the ones that another signal than ours ended: a dying
+    process can take longer to be gone than its peers take to notice."""
+    for process in ranks:
+        process.terminate()
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    for process in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    codes = [process.returncode for process in ranks]
+    kill_sessions(ranks)
+    return [
+        Exit(rank=rank, code=code)
+        for rank, code in enumerate(codes)
+        if code is not None and code < 0 and code != -signal.SIGTERM
+    ]

@@ -9,7 +9,15 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
+    signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
+"""Those that end a process by default and are sent to ask for it: batch systems choose any of them
+to say that time is up."""
+
+
+AFTER_THE_FIRST = (signal.SIG_DFL, signal.SIG_IGN)
 
 
 class Interrupted(BaseException):
@@ -61,7 +69,7 @@ def _forced_end(seconds: float) -> Iterator[None]:
 
     def watch() -> None:
         number = os.read(reader, 1)
-        while number and number[0] not in ENDING:  # a stage's own handler is for another signal
+        while number and not _is_ours(number[0]):
             number = os.read(reader, 1)
         if number and not over.wait(seconds):
             os._exit(128 + number[0])
@@ -79,8 +87,27 @@ def _forced_end(seconds: float) -> Iterator[None]:
         os.close(reader)
 
 
+def _is_ours(number: int) -> bool:
+    """Whether the signal asks this process to end: a stage may have a handler of its own for it."""
+    return number in ENDING and signal.getsignal(number) in (_raise, *AFTER_THE_FIRST)
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
+    for other in ENDING:
+        if signal.getsignal(other) is _raise:
+            signal.signal(other, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise Interrupted(number)
+
+
+def _in_forked_child() -> None:
+    """It ends by a signal at once, and does not tell its parent's watching thread of it through the
+    pipe that both have."""
+    ours = [number for number in ENDING if signal.getsignal(number) is _raise]
+    for number in ours:
+        signal.signal(number, signal.SIG_DFL)
+    if ours:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

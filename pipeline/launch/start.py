@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline import failure, rundir
-from pipeline.errors import PipeError, RunStopped
+from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
 from pipeline.journal import Journal
-from pipeline.launch.environment import is_worker, worker_rank
+from pipeline.launch.environment import is_worker, require_contract, worker_rank
 from pipeline.launch.signals import Interrupted, default_signals, interruptible
 from pipeline.plan import Plan
 from pipeline.todo import decide, results
@@ -33,8 +33,10 @@ FOLDER_KEY = "pipe/folder"
 def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
     """Run what is not done yet; `accept` names changes that are intended.
 
-    Raises what `prepare` raises, RunLocked, RunFailed, RunStopped.
+    Raises what `prepare` raises, RunLocked, RunFailed, RunStopped, and UsageError where another
+    launcher has not told enough.
     """
+    require_contract()
     if worker_rank() > 0:
         _follow(accept)
         return
@@ -46,8 +48,12 @@ def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
             else:
                 _start_here(prepare, accept)
         except Interrupted as interrupted:
-            number = interrupted.number
-            raise RunStopped(number, f"stopped by {number.name}") from None
+            raise _stopped(interrupted) from None
+
+
+def _stopped(interrupted: Interrupted, then: str = "") -> RunStopped:
+    number = interrupted.number
+    return RunStopped(number, f"stopped by {number.name}{then}")
 
 
 def _start_here(prepare: Prepare, accept: Sequence[str]) -> None:
@@ -120,7 +126,7 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
 def _is_done(plan: Plan, folder: Path) -> bool:
     """Whether every stage has finished already; says so."""
     journal = Journal(folder / rundir.JOURNAL)
-    if decide(plan, journal).run:
+    if decide(plan, journal, thorough=False).run or decide(plan, journal).run:
         return False
     if not journal.ended_well():
         journal.write("run finished")
@@ -143,11 +149,21 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
     A recipe that the run refuses to go on under does not replace the run's own.
     """
     journal = Journal(folder / rundir.JOURNAL)
-    before = rundir.read_recipe(folder)
-    rundir.write_recipe(folder, plan.recipe.dump())
-    rundir.write_environment(folder)
-    failure.clear(folder)
-    journal.write("run started", procs=plan.view.procs, device=plan.view.device)
+    with system_errors_as(UsageError):
+        before = rundir.read_recipe(folder)
+        rundir.write_recipe(folder, plan.recipe.dump())
+        environment = rundir.environment()
+        changes = rundir.write_environment(folder, environment)
+        failure.clear(folder)
+        journal.write(
+            "run started", procs=plan.view.procs, device=plan.view.device, environment=environment
+        )
+    if changes:
+        click.echo(
+            f"other versions than when this run was last started: {', '.join(changes)}; results "
+            "may differ in the last bits",
+            err=True,
+        )
     began = time.monotonic()
     try:
         yield
@@ -156,6 +172,8 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
             _journal_end(journal, folder, error)
             if before is not None and failure.refused(folder):
                 rundir.write_recipe(folder, before)
+        if isinstance(error, Interrupted):
+            raise _stopped(error, f"\n{failure.continuation(folder)}") from None
         raise
     journal.write("run finished")
     click.echo(f"finished in {_duration(time.monotonic() - began)}")

@@ -17,6 +17,7 @@ from pipeline.marks import Path, dotted
 from pipeline.recipe.nodes import Node, plain, walk
 from pipeline.recipe.references import MAX_EXPANSIONS, Call, Text, expansions, read
 from pipeline.suggest import closest
+from pipeline.terminal import hide
 
 _HIDDEN = "\\${hidden}"
 """Resolves to text that holds `${`, also where another value refers to it."""
@@ -45,9 +46,16 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
             _put(data, path, None)
         else:
             sound.append((path, node))
+            _hide(texts[path])
             if hide_env and texts[path].calls:
                 _put(data, path, _HIDDEN)
     return data, problems + _fill(data, sound, root)
+
+
+def _hide(text: Text) -> None:
+    """Values of the environment are not said again, here or in logs."""
+    for call in text.calls:
+        hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
 
 
 def _problem(message: str, hint: str, path: Path, node: Node) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,7 @@ SLOT = re.compile(r"[a-z][a-z0-9_]*")
 class Launch:
     """How a run becomes processes."""
 
-    procs: Annotated[int, Field(ge=1)] | None = None
+    procs: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Processes; null is one per GPU, or one on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto is cuda where there is a GPU."""
@@ -113,12 +113,12 @@ def read_recipe(
 
     None when a file cannot be read at all. Parts with problems hold defaults.
     """
-    sources = Sources()
+    sources = Sources(TOP_LEVEL)
     tree = sources.read(Path(path))
     if tree is None:
         return None, sources.problems
     tree, wrong_overrides = apply(tree, overrides)
-    tree = drop_removed(tree)
+    tree, unknown = _known(drop_removed(tree))
     data, unresolved = resolve(tree)
     marks = marks_of(tree)
     header, wrong_header = _header(data, marks)
@@ -130,21 +130,27 @@ def read_recipe(
         source_files=tuple(sources.files),
         tree=tree,
     )
-    known = [*sources.problems, *wrong_overrides, *unresolved]
+    known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
     return recipe, known + unless_reported(wrong_header + wrong_slots, known)
 
 
+def _known(tree: Node) -> tuple[Node, list[Problem]]:
+    """Without keys that are not a recipe's: interpolations must not find what stands there."""
+    entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
+    problems = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
+    return replace(tree, value=entries), problems
+
+
 def _header(data: Mapping[str, Any], marks: Marks) -> tuple[Header, list[Problem]]:
-    problems = [_unknown_key(key, data[key], marks) for key in data if key not in TOP_LEVEL]
     given = {key: value for key, value in data.items() if key in HEADER_KEYS}
     header, wrong = build(Header, given, marks=marks, path=())
-    return header or Header(name="unnamed"), problems + wrong
+    return header or Header(name="unnamed"), wrong
 
 
-def _unknown_key(key: str, value: Any, marks: Marks) -> Problem:
-    is_slot = isinstance(value, Mapping) and "use" in value
+def _unknown_key(key: str, tree: Node) -> Problem:
+    is_slot = "use" in tree.entries()[key].entries()
     hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
-    return Problem(message="unknown key", key=key, hint=hint, location=marks.key((key,)))
+    return Problem(message="unknown key", key=key, hint=hint, location=tree.keys[key])
 
 
 def _slots(stages: Any, marks: Marks) -> tuple[dict[str, SlotSpec], list[Problem]]:

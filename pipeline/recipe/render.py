@@ -10,6 +10,7 @@ import yaml
 
 from pipeline.marks import Path
 from pipeline.scalars import FLOAT
+from pipeline.terminal import UNSAFE
 
 
 class _Dumper(yaml.SafeDumper):
@@ -61,12 +62,19 @@ def _block(data: dict[str, Any], path: Path, indent: str) -> Iterator[tuple[str,
 
 def inline(value: Any) -> str:
     """The value as YAML on one line."""
-    text = yaml.dump(
+    text = _dumped(value, allow_unicode=True)
+    if UNSAFE.search(text):
+        text = _dumped(value, allow_unicode=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _dumped(value: Any, *, allow_unicode: bool) -> str:
+    text: str = yaml.dump(
         value,
         Dumper=_Dumper,
         default_flow_style=True,
-        allow_unicode=True,
+        allow_unicode=allow_unicode,
         sort_keys=False,
         width=10**9,
     )
-    return text.removesuffix("\n").removesuffix("\n...")
+    return text

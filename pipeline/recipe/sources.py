@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import Location, Problem
@@ -21,9 +23,11 @@ def shown(path: Path) -> str:
 
 
 class Sources:
-    """Reads files into one tree; keeps every file read and every problem found."""
+    """Reads files into one tree; keeps every file read and every problem found. A file without any
+    of the top-level `keys` is no recipe, and nothing in it is shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = keys
         self.files: list[Path] = []
         self.problems: list[Problem] = []
 
@@ -77,14 +81,22 @@ class Sources:
             locate=lambda line, column: Location(file=name, line=line + 1, column=column + 1),
             folder=path.parent,
         )
-        self.problems.extend(problems)
         if root is None and not problems:
             self._say("the recipe is empty", Location(file=name))
             return None
-        if root is not None and not isinstance(root.value, dict):
-            self._say("a recipe is a mapping with `name` and `stages`", root.at)
+        if not self._is_recipe(root, text):
+            # Not a word of it: `extends` can name any file that this person may read.
+            where = Location(file=name) if root is None else root.at
+            place = problems[0].location if problems else where
+            self._say("a recipe is a mapping with `name` and `stages`", place)
             return None
+        self.problems.extend(problems)
         return root
+
+    def _is_recipe(self, root: Node | None, text: str) -> bool:
+        if root is not None:
+            return not root.entries().keys().isdisjoint(self._keys)
+        return any(re.search(rf"""^[{{"']*{key}["']?\s*:""", text, re.M) for key in self._keys)
 
     def _text(self, path: Path, asked: Location) -> str | None:
         try:
@@ -107,5 +119,5 @@ class Sources:
             self._say(f"byte 0x{data[error.start]:02x} is not UTF-8", place)
             return None
 
-    def _say(self, message: str, place: Location) -> None:
+    def _say(self, message: str, place: Location | None) -> None:
         self.problems.append(Problem(message=message, location=place))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
+
+from pipeline.files import anonymous_file
 
 
 class Arena:
@@ -13,7 +14,7 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.descriptor = _anonymous_file()
+        self.descriptor = anonymous_file("snapshot")
         os.truncate(self.descriptor, max(size, 1))
         self._map = mmap.mmap(self.descriptor, max(size, 1))
         self.memory = memoryview(self._map)[:size]
@@ -27,10 +28,3 @@ class Arena:
         self.memory.release()
         self._map.close()
         os.close(self.descriptor)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("pipe-snapshot")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

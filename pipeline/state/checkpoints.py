@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from pipeline import rundir
 from pipeline.artifacts import Checkpoints, Progress, TrainedRun
@@ -21,16 +17,16 @@ from pipeline.errors import CheckpointError, UsageError, in_words, system_errors
 from pipeline.length import Length
 from pipeline.room import require_room
 from pipeline.stage import Context, Room
-from pipeline.state import randomness, summary, whereabouts
-from pipeline.state.arena import Arena
+from pipeline.state import summary, whereabouts
 from pipeline.state.count import count, room
-from pipeline.state.dtypes import dtype
 from pipeline.state.manifest import FILE, Group, Manifest, Scale, State
 from pipeline.state.own import own_state
-from pipeline.state.planning import Arrangement, make_plan, random_key
+from pipeline.state.planning import Arrangement, make_plan
 from pipeline.state.reader import CheckpointReader
 from pipeline.state.restore import Restoration, saved_progress
 from pipeline.state.retention import Retention, best_of
+from pipeline.state.snapshot import Snapshot
+from pipeline.state.staging import Staging, stage
 from pipeline.state.store import locate, open_store, step_name
 from pipeline.state.visibility import require_shared
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton
@@ -42,9 +38,10 @@ CLOSING_SECONDS = 4.0
 
 
 class StateCheckpoints(Checkpoints):
-    """Checkpoints of an engine in a store. The loop waits for the snapshot alone; a process of each
-    rank writes it. `every` counts steps; None means only at the end. Tensors that are `borrowed`
-    from the model's source are left out."""
+    """Checkpoints of an engine in a store, written by a process of each rank. The loop waits until
+    its state may change (`staging.py`), or, unless `asynchronous`, until all is on disk. `every`
+    counts steps; None means only at the end. Tensors that are `borrowed` from the model's source
+    are left out."""
 
     def __init__(
         self,
@@ -78,18 +75,15 @@ class StateCheckpoints(Checkpoints):
         self._attempts = 0
         self._writer_facts = {"engine": dict(engine.facts()), "packages": rundir.versions()}
         self._plan = make_plan(engine, ctx.dist, arrangement, without=borrowed)
-        layout = self._plan.layout
-        _require_memory(ctx, layout.size)
-        self._arena = Arena(layout.size)
-        self._targets = self._find_targets()
-        for place, head in layout.heads:
-            self._arena.memory[place : place + len(head)] = head
-        self._writer = WriterProcess(self._setup(address, retention), self._arena)
+        self._staging = self._staged(asynchronous)
+        _require_memory(ctx, self._staging.size)
+        self._snapshot = Snapshot(engine, ctx.dist, self._plan, self._staging)
+        self._writer = WriterProcess(self._setup(address, retention), self._snapshot.arena)
 
     @property
     def snapshot_bytes(self) -> int:
-        """Host memory of this rank's snapshot."""
-        return self._arena.size
+        """Host memory that this rank's share of a checkpoint takes on its way to the disk."""
+        return self._staging.size
 
     @property
     def size(self) -> int:
@@ -128,12 +122,15 @@ class StateCheckpoints(Checkpoints):
         if self._attempts:
             # Rank 0's writer ends last; the next collective must not wait for it.
             self._ctx.dist.barrier()
-        self._snapshot()
         self._attempts += 1
         facts = self._facts(progress) if self._ctx.dist.is_main else {}
         identity = f"{self._identity}-{self._attempts}"
-        self._writer.begin(Job(name=name, identity=identity, facts=facts))
+        job = Job(name=name, identity=identity, facts=facts)
+        failed = self._snapshot.hand_over(self._writer, job)
+        if failed is not None:
+            self._settle(failed)
         self._pending = self._last = name
+        self._ctx.dist.barrier()  # a disk may be slower than the next collective waits
         self._ctx.log.debug("snapshot of %s: %.3f s", name, time.perf_counter() - began)
         if not self._asynchronous:
             self._settle_pending()
@@ -189,8 +186,7 @@ class StateCheckpoints(Checkpoints):
             while self._is_unfinished() and time.monotonic() < deadline:
                 time.sleep(0.02)
         self._writer.close()
-        self._targets.clear()
-        self._arena.close()
+        self._snapshot.close()
 
     def _agreed_start(self, address: str) -> str:
         """The checkpoint that `start_from` means, as rank 0 finds it."""
@@ -208,45 +204,26 @@ class StateCheckpoints(Checkpoints):
         world = self._ctx.dist.world_size
         skeleton = Skeleton(
             tensors=plan.tensors,
+            runs=plan.runs,
             files=plan.files,
             sums=[sums_name(rank) for rank in range(world)],
-            pieces=plan.pieces,
             retention=retention,
         )
         return Setup(
             store=address,
             rank=rank,
-            size=plan.layout.size,
+            size=self._staging.size,
             files=plan.layout.files,
-            writes=plan.layout.writes,
+            rounds=self._staging.rounds,
             sums=sums_name(rank),
             skeleton=skeleton if self._ctx.dist.is_main else None,
         )
 
-    def _snapshot(self) -> None:
-        """Copy this rank's share of the state into the arena."""
-        with torch.no_grad():
-            for part in self._engine.fragments():
-                for kind, tensor in part.state.items():
-                    for start, stop, target in self._targets.get(f"{kind}/{part.name}", ()):
-                        if part.start <= start and stop <= part.stop:
-                            _copy(target, tensor[start - part.start : stop - part.start])
-        for name, state in randomness.capture(self._ctx.dist.device).items():
-            ((_, _, target),) = self._targets[random_key(self._ctx.dist.rank, name)]
-            target.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    def _find_targets(self) -> dict[str, list[tuple[int, int, Tensor]]]:
-        """Key -> (start, stop, where in the arena) of every part that this rank writes."""
-        memory = torch.frombuffer(self._arena.memory or bytearray(1), dtype=torch.uint8)
-        entries = {entry.key: entry for entry in self._plan.tensors}
-        found: dict[str, list[tuple[int, int, Tensor]]] = {}
-        for key, copies in self._plan.layout.copies.items():
-            kind, itemsize = dtype(entries[key].dtype), entries[key].itemsize
-            found[key] = [
-                (start, stop, memory[place : place + (stop - start) * itemsize].view(kind))
-                for start, stop, place in copies
-            ]
-        return found
+    def _staged(self, asynchronous: bool) -> Staging:
+        """Training waits for what passes, which is all that it need not copy whole to go on."""
+        passing = set(self._plan.on_host if asynchronous else self._plan.held)
+        tensors = {entry.key: entry for entry in self._plan.tensors}
+        return stage(self._plan.layout, tensors, passing.__contains__)
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         return {
@@ -292,7 +269,7 @@ class StateCheckpoints(Checkpoints):
 
 
 def _require_memory(ctx: Context, size: int) -> None:
-    """Room for the snapshots of all ranks of this machine, before any of them is made."""
+    """Room for the arenas of all ranks of this machine, before any of them is made."""
     require_room(
         [
             Room(
@@ -302,14 +279,6 @@ def _require_memory(ctx: Context, size: int) -> None:
         ]
     )
     ctx.dist.barrier()
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Both flat and of one dtype. In host memory the C library copies faster than torch."""
-    if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
-    else:
-        target.copy_(source)
 
 
 def address(run_dir: Path, folder: str | None) -> str:

@@ -12,10 +12,10 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.files import read_at, sync, write_at
+from pipeline.files import naming, read_at, sync, write_at
 from pipeline.state.manifest import FILE as MANIFEST
 from pipeline.state.store import Attempt, Sink, Source, Store, steps_in_order
 
@@ -89,7 +89,7 @@ class _LocalAttempt(Attempt):
         self._final = final
         self._folder = folder
         _make_durable(folder.parent)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
 
     def create(self, file: str, size: int, *, shared: bool) -> Sink:
         return _LocalSink(self._folder / file, size, shared=shared)
@@ -123,7 +123,8 @@ class _LocalAttempt(Attempt):
 
 class _LocalSink(Sink):
     def __init__(self, path: Path, size: int, *, shared: bool) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if shared else os.O_EXCL)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= 0 if shared else os.O_EXCL
         self._path = path
         self._file = os.open(path, flags, 0o600)
         try:
@@ -136,7 +137,7 @@ class _LocalSink(Sink):
             raise
 
     def _reserve(self, size: int) -> None:
-        with _naming(self._path):
+        with naming(self._path):
             try:
                 os.posix_fallocate(self._file, 0, size)
             except OSError as error:
@@ -144,11 +145,11 @@ class _LocalSink(Sink):
                     raise
 
     def write(self, offset: int, data: memoryview) -> None:
-        with _naming(self._path):
+        with naming(self._path):
             write_at(self._file, offset, data)
 
     def finish(self) -> None:
-        with _naming(self._path):
+        with naming(self._path):
             os.fsync(self._file)
             os.close(self._file)
 
@@ -182,7 +183,7 @@ def _make_durable(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_durable(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, mode=0o700)
     _sync(folder.parent)
 
 
@@ -193,14 +194,5 @@ def _remove(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    with _naming(folder):
+    with naming(folder):
         sync(folder)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """The system's errors about an open file do not say which."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -14,25 +14,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import CheckpointError
 from pipeline.state import blocks
+from pipeline.state.division import LARGEST, Count, Division, Run
 from pipeline.state.safetensors_file import ITEM_BYTES
 from pipeline.state.spans import Misfit, require_cover
 
 FILE = "manifest.json"
 FIRST_SUMS = "rank-00000.sums"
 """In every checkpoint in a folder; who finds it without a manifest has lost the manifest."""
-VERSION = 1
 _HEAD = b'{"checkpoint": '
 _MIDDLE = b', "sha256": "'
 _TAIL = b'"}\n'
 _DIGEST = 64
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
-
-Count = Annotated[int, Ge(0)]
 
 
 class Damaged(CheckpointError):
@@ -47,7 +45,8 @@ class Damaged(CheckpointError):
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of tensor number `tensor`, at byte `offset` of file number `file`."""
+    """Elements [start, stop) of tensor number `tensor`, at byte `offset` of file number `file`.
+    Version 1 lists them all; later ones say them by rule (`places.py`)."""
 
     tensor: Count
     file: Count
@@ -68,6 +67,8 @@ class TensorEntry(_Model):
     key: str
     dtype: str
     shape: tuple[Count, ...]
+    file: Count | None = None
+    """Number of the file that it lies in whole; else each part is in its rank's file."""
 
     @property
     def numel(self) -> int:
@@ -90,12 +91,13 @@ class DataFile(_Model):
 
 
 class Part(_Model):
-    """What one rank wrote: its pieces, and the file with their block checksums, piece after
-    piece. `digest` is the XXH3 (64 bits) of that file."""
+    """Written by one rank: the file with the block checksums of its pieces, piece after piece.
+    `digest` is the XXH3 (64 bits) of that file."""
 
     sums: str
     digest: Count
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece] = ()
+    """In version 1."""
 
 
 class Group(_Model):
@@ -127,8 +129,8 @@ class State(_Model):
 class Manifest(_Model):
     """A whole checkpoint."""
 
-    version: Literal[1] = 1
-    step: Count
+    version: Literal[1, 2] = 2
+    step: Annotated[int, Ge(0), Le(10**18)]
     written: str
     """Date and time, ISO 8601."""
     world_size: Annotated[int, Ge(1)]
@@ -138,8 +140,11 @@ class Manifest(_Model):
     state: State
     block: Literal[16384] = blocks.BLOCK
     tensors: Sequence[TensorEntry]
+    runs: Sequence[Sequence[Run]] = ()
+    """For each tensor, which rank has which part of it; not in version 1."""
     files: Sequence[DataFile]
     parts: Sequence[Part]
+    """By rank. Where tensors do not lie whole in files, file number N is that of part number N."""
 
     def dump(self) -> bytes:
         """The file's bytes."""
@@ -177,6 +182,31 @@ class Manifest(_Model):
         for file in self.files:
             if file.data_start > file.size:
                 raise Damaged(f"{where}: {file.name}: its header is longer than the file")
+        for tensor in self.tensors:
+            if tensor.dtype not in ITEM_BYTES:
+                raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
+        try:
+            if self.version == 1:
+                self._require_listed(where)
+            else:
+                self._require_ruled(where)
+        except Misfit as misfit:
+            raise Damaged(f"{where}: {self.tensors[misfit.tensor].key}: {misfit}") from None
+
+    def _require_ruled(self, where: str) -> None:
+        if len(self.runs) != len(self.tensors) or any(part.pieces for part in self.parts):
+            raise Damaged(f"{where}: does not say who has which tensor")
+        for tensor in self.tensors:
+            if tensor.numel >= LARGEST:
+                raise Damaged(f"{where}: {tensor.key}: {tensor.numel} elements")
+            if tensor.file is None and len(self.files) != len(self.parts):
+                raise Damaged(f"{where}: {len(self.files)} files of {len(self.parts)} ranks")
+            if tensor.file is not None and tensor.file >= len(self.files):
+                raise Damaged(f"{where}: {tensor.key}: lies in an unknown file")
+        numels = [tensor.numel for tensor in self.tensors]
+        Division(self.runs).require_sense(numels, len(self.parts))
+
+    def _require_listed(self, where: str) -> None:
         ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for part in self.parts:
             for piece in part.pieces:
@@ -186,14 +216,13 @@ class Manifest(_Model):
             try:
                 require_cover(ranges[number], tensor.numel)
             except Misfit as misfit:
-                raise Damaged(f"{where}: {tensor.key}: {misfit}") from None
+                misfit.tensor = number
+                raise
 
     def _require_inside(self, piece: Piece, where: str) -> None:
         if piece.tensor >= len(self.tensors) or piece.file >= len(self.files):
             raise Damaged(f"{where}: a piece of an unknown tensor or file")
         tensor, file = self.tensors[piece.tensor], self.files[piece.file]
-        if tensor.dtype not in ITEM_BYTES:
-            raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
         end = piece.offset + (piece.stop - piece.start) * tensor.itemsize
         if piece.start >= piece.stop or piece.offset < file.data_start or end > file.size:
             raise Damaged(f"{where}: {tensor.key}: a piece lies outside of {file.name}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import shutil
 import uuid
@@ -19,12 +20,12 @@ from pipeline.errors import CheckpointError, UsageError
 from pipeline.files import sync, sync_tree
 from pipeline.state import blocks
 from pipeline.state.checkpoints import sums_name
-from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
+from pipeline.state.division import Run
+from pipeline.state.manifest import Manifest, Part, TensorEntry
 from pipeline.state.planning import Arrangement, Layout
 from pipeline.state.source import StateSource
 from pipeline.state.spans import Span
 from pipeline.state.store import Attempt, Sink, Store, step_name, step_number
-from pipeline.state.writer import Write
 
 
 def step_target(folder: Path, step: int) -> Path:
@@ -45,9 +46,9 @@ def write_checkpoint(
     source: StateSource, store: Store, name: str, arrangement: Arrangement
 ) -> None:
     """Commit `source` as the checkpoint `name`, with checksums. Raises CheckpointError."""
-    tensors = {key: entry for key, entry in source.tensors.items() if entry.numel}
-    spans = [Span(key, 0, entry.numel) for key, entry in tensors.items()]
-    spans.sort(key=lambda span: -tensors[span.key].itemsize)
+    entries = arrangement.in_order(entry for entry in source.tensors.values() if entry.numel)
+    tensors = {entry.key: entry for entry in entries}
+    spans = [Span(entry.key, 0, entry.numel) for entry in entries]
     layout = arrangement.lay_out(0, spans, tensors)
     attempt = store.attempt(name, uuid.uuid4().hex[:12])
     try:
@@ -76,30 +77,24 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 def _write(source: StateSource, layout: Layout, attempt: Attempt) -> Iterator[int]:
     """Write the files; yields the block checksums of all pieces."""
-    heads = dict(layout.heads)
-    spans = iter(layout.pieces)
-    for number, file in enumerate(layout.files):
+    for number, pieces in itertools.groupby(layout.pieces, key=lambda piece: piece[1]):
+        file = layout.files[number]
         with attempt.create(file.name, file.size, shared=file.shared) as sink:
-            for write in layout.writes:
-                if write.file != number:
-                    continue
-                if write.piece:
-                    yield from _copy(source, next(spans)[0], write, sink)
-                else:
-                    sink.write(write.offset, memoryview(heads[write.start]))
+            sink.write(0, memoryview(layout.heads[number]))
+            for span, _, offset in pieces:
+                yield from _copy(source, span, offset, sink)
 
 
-def _copy(source: StateSource, span: Span, write: Write, sink: Sink) -> Iterator[int]:
+def _copy(source: StateSource, span: Span, offset: int, sink: Sink) -> Iterator[int]:
     done = 0
     parts = (data for _, data in source.read(span.key, span.start, span.stop))
     for chunk in regrouped(parts, blocks.CHUNK):
         yield from blocks.sums(chunk)
-        sink.write(write.offset + done, chunk)
+        sink.write(offset + done, chunk)
         done += len(chunk)
-    if done != write.size:
-        raise CheckpointError(
-            f"{source.where}: {span.key} has {done} bytes instead of {write.size}"
-        )
+    size = source.entry(span.key).itemsize * (span.stop - span.start)
+    if done != size:
+        raise CheckpointError(f"{source.where}: {span.key} has {done} bytes instead of {size}")
 
 
 def regrouped(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
@@ -122,13 +117,7 @@ def _manifest(
     source: StateSource, tensors: dict[str, TensorEntry], layout: Layout, prefix: str, sums: bytes
 ) -> Manifest:
     files = [file.model_copy(update={"name": prefix + file.name}) for file in layout.described]
-    places = {key: number for number, key in enumerate(tensors)}
-    numbers = {file.name: number for number, file in enumerate(layout.described)}
-    pieces = [
-        Piece(places[key], numbers[file], offset, start, stop)
-        for (key, start, stop), file, offset in layout.pieces
-    ]
-    part = Part(sums=prefix + sums_name(0), digest=xxh3_64_intdigest(sums), pieces=pieces)
+    part = Part(sums=prefix + sums_name(0), digest=xxh3_64_intdigest(sums))
     return Manifest(
         step=source.step,
         world_size=source.world_size,
@@ -137,6 +126,7 @@ def _manifest(
         progress=source.progress,
         state=source.state,
         tensors=list(tensors.values()),
+        runs=[[Run(0, entry.numel, entry.numel, 0)] for entry in tensors.values()],
         files=files,
         parts=[part],
     )

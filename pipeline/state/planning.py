@@ -1,28 +1,36 @@
 """Who writes which part of every tensor to which place; settled once a run, before the first save.
 
-Every rank tells what it holds. All compute the same division of the work, and each lays out its own
-files.
+Every rank tells rank 0 what it holds. Rank 0 divides the work and says by rule who writes what, and
+each lays out its own files. So only rank 0 has work that grows with the number of ranks.
 """
 
 from __future__ import annotations
 
+import base64
+import itertools
+import json
+import zlib
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import StageError
 from pipeline.state import randomness
+from pipeline.state.division import Division, Pieces, Run
 from pipeline.state.dtypes import code
-from pipeline.state.manifest import DataFile, Piece, TensorEntry
+from pipeline.state.manifest import DataFile, TensorEntry
 from pipeline.state.safetensors_file import ITEM_BYTES, Entry, header
-from pipeline.state.spans import Misfit, Span, require_cover, share_writing
-from pipeline.state.writer import NewFile, Write
+from pipeline.state.sharing import share_writing
+from pipeline.state.spans import Misfit, Span
+from pipeline.state.writer import NewFile
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pipeline.dist import Dist
     from pipeline.engine import Engine
 
@@ -38,24 +46,21 @@ class Holding(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+    on_host: bool
+    """Whether they lie in this machine's memory, not on an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What one rank writes, and where it comes from."""
+    """Files of one rank, and what it writes into each."""
 
     files: Sequence[NewFile]
     described: Sequence[DataFile]
     """Of these files, those whose head this rank writes."""
-    heads: Sequence[tuple[int, bytes]]
-    """Bytes at places of the arena that are the same at every save."""
-    writes: Sequence[Write]
-    pieces: Sequence[tuple[Span, str, int]]
-    """Each piece in the order of `writes`: what, in which file, at which byte."""
-    copies: Mapping[str, Sequence[tuple[int, int, int]]]
-    """Key -> (start, stop, place in the arena) of the parts that this rank writes."""
-    size: int
-    """Bytes of the arena."""
+    heads: Mapping[int, bytes]
+    """Number of a file -> what this rank writes at its begin, the same at every save."""
+    pieces: Sequence[tuple[Span, int, int]]
+    """What, in which file, at which byte: file by file, each from its start to its end."""
 
 
 class Arrangement(ABC):
@@ -64,10 +69,16 @@ class Arrangement(ABC):
     name: str
 
     @abstractmethod
+    def in_order(self, tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+        """The order in which every rank writes its parts of them, each entry with the number of
+        the file that it lies in whole, if ranks share files."""
+
+    @abstractmethod
     def lay_out(
         self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
     ) -> Layout:
-        """The files of `rank`, which writes `mine`; `tensors` are those of all ranks in order."""
+        """The files of `rank`, which writes `mine`; `tensors` are those of all ranks. Both are in
+        order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +87,13 @@ class Plan:
 
     layout: Layout
     tensors: Sequence[TensorEntry]
+    runs: Sequence[Sequence[Run]]
     files: Sequence[DataFile]
-    pieces: Sequence[Sequence[Piece]]
-    """By rank; on rank 0 alone, as there can be millions."""
+    """On rank 0."""
+    held: Set[str]
+    """Keys of what this rank's engine has."""
+    on_host: Set[str]
+    """Bytes of these that lie in this machine's memory."""
 
 
 def make_plan(
@@ -86,37 +101,34 @@ def make_plan(
 ) -> Plan:
     """Agree with all ranks (collective); parameters `without` are not written. Raises StageError
     when what ranks hold does not make up the tensors."""
-    own = [*held(engine, without), *_random(dist)]
-    everyone = [[Holding(*item) for item in rank] for rank in dist.gather(own)]
-    tensors = _tensors(holding for rank in everyone for holding in rank)
-    shares = share_writing([[Span(h.key, h.start, h.stop) for h in rank] for rank in everyone])
-    _require_whole(shares, tensors)
-    mine = sorted(shares[dist.rank], key=lambda span: -tensors[span.key].itemsize)
-    layout = arrangement.lay_out(dist.rank, mine, tensors)
-    told = dist.gather(
-        [[file.model_dump() for file in layout.described], [list(p) for p in layout.pieces]]
+    own = held(engine, without)
+    messages = dist.collect(message(own, _random(dist)))
+    tensors, runs = unpacked(dist.share(divided(messages, arrangement) if dist.is_main else None))
+    layout = arrangement.lay_out(
+        dist.rank, spans_of(dist.rank, tensors, runs), {entry.key: entry for entry in tensors}
     )
-    files = [DataFile(**file) for described, _ in told for file in described]
-    numbers = {file.name: number for number, file in enumerate(files)}
-    places = {key: number for number, key in enumerate(tensors)}
-    pieces = [
-        [
-            Piece(places[key], numbers[file], offset, start, stop)
-            for (key, start, stop), file, offset in pieces
-        ]
-        for _, pieces in (told if dist.is_main else ())
-    ]
-    return Plan(layout=layout, tensors=list(tensors.values()), files=files, pieces=pieces)
+    told = dist.collect(json.dumps([file.model_dump() for file in layout.described]).encode())
+    return Plan(
+        layout=layout,
+        tensors=tensors,
+        runs=runs,
+        files=[DataFile(**file) for described in told for file in json.loads(described)],
+        held={holding.key for holding in own},
+        on_host={holding.key for holding in own if holding.on_host},
+    )
 
 
 def held(engine: Engine, without: Set[str] = frozenset()) -> list[Holding]:
     """What this rank's fragments are, but for those of parameters `without`."""
     return [
-        Holding(f"{kind}/{part.name}", code(tensor.dtype), tuple(part.shape), part.start, part.stop)
+        Holding(
+            f"{kind}/{part.name}", code(tensor.dtype), tuple(part.shape), part.start, part.stop,
+            tensor.device.type == "cpu",
+        )
         for part in engine.fragments()
         for kind, tensor in part.state.items()
         if tensor.numel() and part.name not in without
-    ]
+    ]  # fmt: skip
 
 
 def random_key(rank: int, name: str) -> str:
@@ -124,32 +136,83 @@ def random_key(rank: int, name: str) -> str:
     return f"random/{rank:05d}/{name}"
 
 
-def _random(dist: Dist) -> list[Holding]:
+def _random(dist: Dist) -> dict[str, int]:
+    return {name: len(state) for name, state in randomness.capture(dist.device).items()}
+
+
+def message(own: Sequence[Holding], random: Mapping[str, int]) -> bytes:
+    """Message of a rank to rank 0: which tensors, which ranges of them, bytes of random states. The
+    first is equal on most ranks, so that rank 0 reads it once."""
+    table = zlib.compress(json.dumps([[h.key, h.dtype, h.shape] for h in own]).encode())
+    ranges = np.array([(h.start, h.stop) for h in own], dtype="<i8").tobytes()
+    return json.dumps({"random": random, "table": len(table)}).encode() + b"\n" + table + ranges
+
+
+def divided(messages: Sequence[bytes], arrangement: Arrangement) -> str:
+    """All tensors in order and who writes them, from what every rank has told; for `unpacked`."""
+    known: dict[bytes, NDArray[np.int64]] = {}
+    numbers: dict[str, int] = {}
+    entries: list[TensorEntry] = []
+    held, random = [], []
+    for rank, told in enumerate(messages):
+        begin = told.index(b"\n") + 1
+        facts = json.loads(told[:begin])
+        end = begin + facts["table"]
+        table = told[begin:end]
+        if table not in known:
+            own = list(_numbered(json.loads(zlib.decompress(table)), numbers, entries))
+            known[table] = np.array(own, dtype=np.int64)
+        columns = np.frombuffer(told, "<i8", offset=end).reshape(-1, 2).T
+        held.append(Pieces(known[table], *columns))
+        random += [(rank, random_key(rank, name), size) for name, size in facts["random"].items()]
+    tensors = arrangement.in_order(
+        [*entries, *(TensorEntry(key=key, dtype="U8", shape=(size,)) for _, key, size in random)]
+    )
+    runs = {key: [Run(0, size, size, rank)] for rank, key, size in random}
+    runs.update(zip(numbers, _shared(entries, held), strict=True))
+    made = [[*entry.model_dump().values(), runs[entry.key]] for entry in tensors]
+    return base64.b64encode(zlib.compress(json.dumps(made).encode())).decode()
+
+
+def unpacked(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:
+    """Division that rank 0 has made."""
+    tensors, runs = [], []
+    for key, dtype, shape, file, own in json.loads(zlib.decompress(base64.b64decode(text))):
+        tensors.append(TensorEntry(key=key, dtype=dtype, shape=tuple(shape), file=file))
+        runs.append([Run(*run) for run in own])
+    return tensors, runs
+
+
+def spans_of(
+    rank: int, tensors: Sequence[TensorEntry], runs: Sequence[Sequence[Run]]
+) -> list[Span]:
+    """Spans that a rank writes, in order."""
+    columns = (column.tolist() for column in Division(runs).of(rank))
     return [
-        Holding(random_key(dist.rank, name), "U8", (len(state),), 0, len(state))
-        for name, state in randomness.capture(dist.device).items()
+        Span(tensors[number].key, start, stop) for number, start, stop in zip(*columns, strict=True)
     ]
 
 
-def _tensors(holdings: Iterable[Holding]) -> dict[str, TensorEntry]:
-    found: dict[str, TensorEntry] = {}
-    for holding in holdings:
-        entry = TensorEntry(key=holding.key, dtype=holding.dtype, shape=tuple(holding.shape))
-        if found.setdefault(holding.key, entry) != entry:
-            raise StageError(f"{holding.key}: ranks differ in its shape or dtype")
-    return found
+def _numbered(
+    table: Iterable[Any], numbers: dict[str, int], entries: list[TensorEntry]
+) -> Iterable[int]:
+    """The numbers of a rank's tensors; those that are new are entered."""
+    for key, dtype, shape in table:
+        entry = TensorEntry(key=key, dtype=dtype, shape=tuple(shape))
+        number = numbers.setdefault(key, len(entries))
+        if number == len(entries):
+            entries.append(entry)
+        if entries[number] != entry:
+            raise StageError(f"{key}: ranks differ in its shape or dtype")
+        yield number
 
 
-def _require_whole(shares: Sequence[Sequence[Span]], tensors: Mapping[str, TensorEntry]) -> None:
-    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for share in shares:
-        for span in share:
-            ranges[span.key].append((span.start, span.stop))
-    for key, entry in tensors.items():
-        try:
-            require_cover(ranges[key], entry.numel)
-        except Misfit as misfit:
-            raise StageError(f"the ranks' parts of {key} do not make it up: {misfit}") from None
+def _shared(entries: Sequence[TensorEntry], held: Sequence[Pieces]) -> list[list[Run]]:
+    try:
+        return share_writing(held, [entry.numel for entry in entries])
+    except Misfit as misfit:
+        key = entries[misfit.tensor].key
+        raise StageError(f"the ranks' parts of {key} do not make it up: {misfit}") from None
 
 
 class Sharded(Arrangement):
@@ -158,32 +221,23 @@ class Sharded(Arrangement):
 
     name = "sharded"
 
+    def in_order(self, tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+        ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
+        return [tensor.model_copy(update={"file": None}) for tensor in ordered]
+
     def lay_out(
         self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
     ) -> Layout:
-        file = f"rank-{rank:05d}.safetensors"
+        name = f"rank-{rank:05d}.safetensors"
         entries = [_entry(span, tensors[span.key]) for span in mine]
         head = header(entries, metadata={"format": "pt"}, align=ALIGN)
-        writes = [Write(0, 0, 0, len(head), False)]
-        pieces, copies = [], defaultdict(list)
-        place = len(head)
-        for span, entry in zip(mine, entries, strict=True):
-            writes.append(Write(0, place, place, entry.size, True))
-            pieces.append((span, file, place))
-            copies[span.key].append((span.start, span.stop, place))
-            place += entry.size
+        places = list(itertools.accumulate((e.size for e in entries), initial=len(head)))
+        size, digest = places[-1], xxh3_64_intdigest(head)
         return Layout(
-            files=[NewFile(name=file, size=place, shared=False)],
-            described=[
-                DataFile(
-                    name=file, size=place, data_start=len(head), header=xxh3_64_intdigest(head)
-                )
-            ],
-            heads=[(0, head)],
-            writes=writes,
-            pieces=pieces,
-            copies=copies,
-            size=place,
+            files=[NewFile(name=name, size=size, shared=False)],
+            described=[DataFile(name=name, size=size, data_start=len(head), header=digest)],
+            heads={0: head},
+            pieces=[(span, 0, place) for span, place in zip(mine, places, strict=False)],
         )
 
 

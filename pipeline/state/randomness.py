@@ -54,10 +54,15 @@ def apply(states: Mapping[str, bytes], device: torch.device) -> None:
 
 def derive(seed: int, step: int, rank: int, world_size: int) -> None:
     """Start new streams, a pure function of the arguments."""
-    import torch
-
     text = f"{seed}/{step}/{rank}/{world_size}".encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+    start(number)
+
+
+def start(number: int) -> None:
+    """Start streams of torch, Python and numpy that are a pure function of `number`."""
+    import torch
+
     torch.manual_seed(number % 2**63)
     random.seed(number)
     np.random.seed(number % 2**32)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -22,23 +19,14 @@ from pipeline.state.manifest import (
     Damaged,
     DataFile,
     Manifest,
-    Piece,
     TensorEntry,
 )
+from pipeline.state.places import Place, Places
 from pipeline.state.source import StateSource
 from pipeline.state.store import Source, Store, step_number
 
 SUMS_IN_MEMORY = 64 << 20
 """Bytes; the checksums of larger states are read where they are needed."""
-
-
-class _Stored(NamedTuple):
-    start: int
-    stop: int
-    file: int
-    offset: int
-    part: int
-    first_sum: int
 
 
 class _Chunk(NamedTuple):
@@ -74,18 +62,13 @@ class CheckpointReader(StateSource):
         self.state = self.manifest.state
         self.tensors: Mapping[str, TensorEntry] = {t.key: t for t in self.manifest.tensors}
         self.bytes_read = 0
-        self._in_file: Mapping[int, list[tuple[TensorEntry, Piece]]] = defaultdict(list)
-        self._pieces = self._index()
+        self._places = Places(self.manifest, where)
         self._sources: dict[int, Source] = {}
         self._sums: dict[int, memoryview] = {}
         self._sum_sources: dict[int, Source] = {}
         total = sum(entry.numel * entry.itemsize for entry in self.manifest.tensors)
         self._sums_fit = blocks.count(total) * blocks.SUM_BYTES <= SUMS_IN_MEMORY
-        longest = max(
-            ((p.stop - p.start) * t.itemsize for f in self._in_file.values() for t, p in f),
-            default=0,
-        )
-        self._buffer = page_aligned(min(blocks.CHUNK, longest))
+        self._buffer = page_aligned(min(blocks.CHUNK, self._places.longest))
 
     def close(self) -> None:
         for source in (*self._sources.values(), *self._sum_sources.values()):
@@ -111,7 +94,7 @@ class CheckpointReader(StateSource):
         for file in self.manifest.files:
             self._require_size(file.name, file.size)
         for number, part in enumerate(self.manifest.parts):
-            self._require_size(part.sums, self._sum_count(number) * blocks.SUM_BYTES)
+            self._require_size(part.sums, self._places.sums(number) * blocks.SUM_BYTES)
 
     def require_headers(self) -> None:
         """Every file is there and begins as it should."""
@@ -126,38 +109,18 @@ class CheckpointReader(StateSource):
             for _, data in self.read(key, 0, entry.numel):
                 advance(len(data))
 
-    def _index(self) -> dict[str, list[_Stored]]:
-        found: dict[str, list[_Stored]] = defaultdict(list)
-        for number, part in enumerate(self.manifest.parts):
-            first = 0
-            for piece in part.pieces:
-                tensor = self.manifest.tensors[piece.tensor]
-                stored = _Stored(piece.start, piece.stop, piece.file, piece.offset, number, first)
-                found[tensor.key].append(stored)
-                self._in_file[piece.file].append((tensor, piece))
-                first += blocks.count((piece.stop - piece.start) * tensor.itemsize)
-        for entry in self.manifest.tensors:
-            found[entry.key].sort()
-        return dict(found)
-
-    def _stored(self, key: str, start: int, stop: int) -> Iterator[tuple[_Stored, int, int]]:
+    def _stored(self, key: str, start: int, stop: int) -> Iterator[tuple[Place, int, int]]:
         """Pieces that hold elements of [start, stop), and which of the tensor's elements."""
         numel = self.entry(key).numel
         if not 0 <= start <= stop <= numel:
             raise CheckpointError(
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
-        pieces = self._pieces[key]
-        place = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
-        for piece in itertools.islice(pieces, max(place, 0), None):
-            if piece.start >= stop:
-                return
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low < high:
-                yield piece, low, high
+        for piece in self._places.find(key, start, stop):
+            yield piece, max(start, piece.start), min(stop, piece.stop)
 
     def _read_piece(
-        self, key: str, piece: _Stored, low: int, high: int
+        self, key: str, piece: Place, low: int, high: int
     ) -> Iterator[tuple[int, memoryview]]:
         itemsize = self.tensors[key].itemsize
         for chunk in _chunks(piece, low, high, itemsize):
@@ -166,7 +129,7 @@ class CheckpointReader(StateSource):
             element = piece.start + (chunk.start + chunk.first) // itemsize
             yield element, data[chunk.first : chunk.last]
 
-    def _fill(self, key: str, piece: _Stored, low: int, out: memoryview) -> None:
+    def _fill(self, key: str, piece: Place, low: int, out: memoryview) -> None:
         """Read from element `low` of the tensor on; whole blocks go right to where they belong."""
         itemsize, done = self.tensors[key].itemsize, 0
         for chunk in _chunks(piece, low, low + len(out) // itemsize, itemsize):
@@ -177,7 +140,7 @@ class CheckpointReader(StateSource):
                 target[:] = data[chunk.first : chunk.last]
             done += len(target)
 
-    def _read_blocks(self, key: str, piece: _Stored, begin: int, into: memoryview) -> None:
+    def _read_blocks(self, key: str, piece: Place, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
         file = self.manifest.files[piece.file]
         try:
@@ -214,7 +177,7 @@ class CheckpointReader(StateSource):
 
     def _require_agreement(self, head: bytes, number: int, where: str) -> None:
         try:
-            problem = contradiction(head, self._in_file[number])
+            problem = contradiction(head, self._places.in_file(number))
         except ValueError as error:
             raise Damaged(f"{where}: its header cannot be read: {error}") from error
         if problem:
@@ -245,16 +208,9 @@ class CheckpointReader(StateSource):
             if xxh3_64_intdigest(data) != part.digest:
                 raise Damaged(f"{where}: damaged")
             self._sums[number] = blocks.unpack(data)
-            if len(self._sums[number]) != self._sum_count(number):
+            if len(self._sums[number]) != self._places.sums(number):
                 raise Damaged(f"{where}: of another file")
         return self._sums[number]
-
-    def _sum_count(self, number: int) -> int:
-        tensors = self.manifest.tensors
-        return sum(
-            blocks.count((piece.stop - piece.start) * tensors[piece.tensor].itemsize)
-            for piece in self.manifest.parts[number].pieces
-        )
 
     def _require_size(self, file: str, size: int, key: str = "") -> None:
         where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
@@ -270,7 +226,7 @@ class CheckpointReader(StateSource):
         return f"{where} ({key})" if key else where
 
 
-def _chunks(piece: _Stored, low: int, high: int, itemsize: int) -> Iterator[_Chunk]:
+def _chunks(piece: Place, low: int, high: int, itemsize: int) -> Iterator[_Chunk]:
     """The blocks that hold the tensor's elements [low, high), all of which the piece has. One of
     which only a part is wanted is alone."""
     begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))

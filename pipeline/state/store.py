@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-([0-9]{8,18})")
+"""No training has 10^18 steps, and they fit what other tools count in."""
 
 
 def step_name(step: int) -> str:

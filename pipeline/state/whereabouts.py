@@ -13,6 +13,8 @@ from pipeline.files import replace_text
 DEFAULT = "checkpoints"
 """Folder of a run's checkpoints in its own folder."""
 FILE = "checkpoints.at"
+LONGEST = 4096
+"""Characters of a path or an address."""
 
 
 def default(run_dir: Path) -> str:
@@ -22,19 +24,27 @@ def default(run_dir: Path) -> str:
 
 def known(run_dir: Path) -> str | None:
     """Path or address of the checkpoints that the run has saved; None if it has saved none. Inside
-    the run's folder they move with it."""
+    the run's folder they move with it. Raises CheckpointError for a file that names no place."""
     file = run_dir / FILE
-    text = file.read_text("utf-8") if file.exists() else ""
+    try:
+        text = file.read_text("utf-8") if file.exists() else ""
+    except ValueError:
+        text = "\0"
+    if not text.isprintable() or len(text) > LONGEST:
+        raise CheckpointError(
+            f"{file}: damaged: it names no place of checkpoints",
+            hint=f"write into it where they are (`{DEFAULT}`: in the run's folder)",
+        )
     return default(run_dir) if text == DEFAULT else text or None
 
 
 def remember(run_dir: Path, address: str) -> None:
     """A checkpoint has been saved at `address`. Raises CheckpointError."""
-    if known(run_dir) == address:
-        return
     text = DEFAULT if address == default(run_dir) else address
+    file = run_dir / FILE
     try:
-        replace_text(run_dir / FILE, text)
+        if not file.exists() or file.read_bytes() != text.encode():
+            replace_text(file, text)
     except OSError as error:
         raise CheckpointError(f"{run_dir / FILE}: {error.strerror}") from error
 

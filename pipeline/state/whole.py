@@ -15,15 +15,13 @@ from xxhash import xxh3_64_intdigest
 from pipeline.engine import WEIGHT
 from pipeline.state.manifest import DataFile, TensorEntry
 from pipeline.state.planning import ALIGN, Arrangement, Layout
-from pipeline.state.safetensors_file import ITEM_BYTES, Entry, header
+from pipeline.state.safetensors_file import Entry, header
 from pipeline.state.spans import Span
-from pipeline.state.writer import NewFile, Write
+from pipeline.state.writer import NewFile
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
-LONGEST_ITEM = max(ITEM_BYTES.values())
-"""Pieces begin at multiples of this in the arena, whose parts are viewed in their dtypes."""
 
 
 class Whole(Arrangement):
@@ -32,37 +30,29 @@ class Whole(Arrangement):
 
     name = "full"
 
+    def in_order(self, tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+        ordered = sorted(tensors, key=lambda tensor: (_file(tensor.key), -tensor.itemsize))
+        names = sorted({_file(tensor.key) for tensor in ordered})
+        return [
+            tensor.model_copy(update={"file": names.index(_file(tensor.key))}) for tensor in ordered
+        ]
+
     def lay_out(
         self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
     ) -> Layout:
         files = list(_files(tensors.values()))
-        names = [file.described.name for file in files]
         place = {key: (number, at) for number, file in enumerate(files) for key, at in file.at}
-        size, heads, writes = 0, [], []
-        for number, file in enumerate(files if rank == 0 else ()):
-            heads.append((size, file.head))
-            writes.append(Write(number, 0, size, len(file.head), False))
-            size += len(file.head)
-        pieces, copies = [], defaultdict(list)
-        for span in sorted(mine, key=lambda span: place[span.key][0]):
+        pieces = []
+        for span in mine:
             number, begin = place[span.key]
-            size += -size % LONGEST_ITEM
-            itemsize = tensors[span.key].itemsize
-            offset, length = begin + span.start * itemsize, (span.stop - span.start) * itemsize
-            writes.append(Write(number, offset, size, length, True))
-            pieces.append((span, names[number], offset))
-            copies[span.key].append((span.start, span.stop, size))
-            size += length
+            pieces.append((span, number, begin + span.start * tensors[span.key].itemsize))
         return Layout(
             files=[
                 NewFile(name=f.described.name, size=f.described.size, shared=True) for f in files
             ],
             described=[file.described for file in files] if rank == 0 else [],
-            heads=heads,
-            writes=writes,
+            heads={number: f.head for number, f in enumerate(files)} if rank == 0 else {},
             pieces=pieces,
-            copies=copies,
-            size=size,
         )
 
 
@@ -76,10 +66,11 @@ class _File(NamedTuple):
 
 
 def _files(tensors: Iterable[TensorEntry]) -> Iterator[_File]:
+    """In order, as the tensors are."""
     content: dict[str, list[TensorEntry]] = defaultdict(list)
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
+    for tensor in tensors:
         content[_file(tensor.key)].append(tensor)
-    for name in sorted(content):
+    for name in content:
         head = _head(content[name])
         at, end = [], len(head)
         for tensor in content[name]:

@@ -1,20 +1,23 @@
 """The process that writes one rank's part of every checkpoint, while training goes on.
 
 `python -m pipeline.state.writer DESCRIPTOR PARENT`: DESCRIPTOR is the arena's. Standard input is
-one line of JSON with the Setup, then a line with a Job for each checkpoint; standard output one
-line of JSON for each, an Outcome. The writer of rank 0 also waits for what the others report in the
-attempt, commits, and then deletes what need not be kept.
+one line of JSON with the Setup, then a line with a Job for each checkpoint, whose first round is
+then in the arena, and an empty line for each further round; standard output one line of JSON for
+each checkpoint, an Outcome, and before it an empty line for each round whose place in the arena is
+wanted for another. The writer of rank 0 also waits for what the others report in the attempt,
+commits, and then deletes what need not be kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import mmap
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -23,9 +26,11 @@ from xxhash import xxh3_64_intdigest
 from pipeline.errors import CheckpointError, in_words
 from pipeline.launch.children import die_with
 from pipeline.state import blocks
-from pipeline.state.manifest import DataFile, Manifest, Part, Piece, TensorEntry
+from pipeline.state.division import Run
+from pipeline.state.manifest import DataFile, Manifest, Part, TensorEntry
 from pipeline.state.retention import Retention, forget
 from pipeline.state.store import Attempt, Sink, Store, open_store
+from pipeline.terminal import guard
 
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
@@ -58,9 +63,9 @@ class Skeleton(BaseModel):
     """What all manifests of a run have in common; checksums and names' prefix are still missing."""
 
     tensors: Sequence[TensorEntry]
+    runs: Sequence[Sequence[Run]]
     files: Sequence[DataFile]
     sums: Sequence[str]
-    pieces: Sequence[Sequence[Piece]]
     retention: Retention
 
 
@@ -72,14 +77,15 @@ class Setup(BaseModel):
     size: int
     """Bytes of the arena."""
     files: Sequence[NewFile]
-    writes: Sequence[Write]
+    rounds: Sequence[Sequence[Write]]
+    """File by file, each from its start to its end."""
     sums: str
     skeleton: Skeleton | None
     """On rank 0."""
 
 
 class Job(BaseModel):
-    """One checkpoint: the arena is filled."""
+    """One checkpoint."""
 
     name: str
     identity: str
@@ -109,26 +115,47 @@ class Outcome(BaseModel):
 def main(argv: Sequence[str]) -> None:
     """Write until standard input ends."""
     die_with(int(argv[1]))
+    guard()
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     orders, told = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
     setup = Setup.model_validate_json(orders.readline())
     arena = memoryview(mmap.mmap(int(argv[0]), max(setup.size, 1), prot=mmap.PROT_READ))
+
+    def filled(number: int) -> None:
+        if number and not orders.readline():
+            raise CheckpointError("the process that trains has ended")
+
+    def taken(number: int) -> None:
+        if number + 2 < len(setup.rounds):
+            told.write(b"\n")
+            told.flush()
+
     for line in orders:
-        outcome = carry_out(setup, Job.model_validate_json(line), arena)
+        if not line.strip():  # of a save that has failed
+            continue
+        outcome = carry_out(setup, Job.model_validate_json(line), arena, filled, taken)
         told.write(outcome.model_dump_json().encode() + b"\n")
         told.flush()
 
 
-def carry_out(setup: Setup, job: Job, arena: memoryview) -> Outcome:
-    """Write, report, and on rank 0 commit. Whatever goes wrong is told, not raised."""
+def carry_out(
+    setup: Setup,
+    job: Job,
+    arena: memoryview,
+    filled: Callable[[int], None] = lambda number: None,
+    taken: Callable[[int], None] = lambda number: None,
+) -> Outcome:
+    """Write, report, and on rank 0 commit. Whatever goes wrong is told, not raised. `filled`
+    returns when a round is in the arena; `taken` is told that it is in the files."""
     began = time.perf_counter()
     outcome = Outcome(name=job.name)
     attempt = None
     try:
         store = open_store(setup.store)
         attempt = store.attempt(job.name, job.identity)
-        report = Report(digest=_write(setup, attempt, arena))
+        writes = _in_turn(setup.rounds, filled, taken)
+        report = Report(digest=_write(setup, attempt, writes, arena))
         if setup.skeleton is None:
             _report(setup, attempt, report)
             return outcome
@@ -199,14 +226,24 @@ def _forget(store: Store, retention: Retention) -> list[str]:
     return warnings
 
 
-def _write(setup: Setup, attempt: Attempt, arena: memoryview) -> int:
+def _in_turn(
+    rounds: Sequence[Sequence[Write]], filled: Callable[[int], None], taken: Callable[[int], None]
+) -> Iterator[Write]:
+    """Every write, when there is something to write. One is done when the next is asked for."""
+    for number, writes in enumerate(rounds):
+        filled(number)
+        yield from writes
+        taken(number)
+
+
+def _write(setup: Setup, attempt: Attempt, writes: Iterator[Write], arena: memoryview) -> int:
     """Write the arena to the files; the digest of the checksums."""
     found: list[int] = []
-    for number, file in enumerate(setup.files):
+    for number, group in itertools.groupby(writes, key=lambda write: write.file):
+        file = setup.files[number]
         with attempt.create(file.name, file.size, shared=file.shared) as sink:
-            for write in setup.writes:
-                if write.file == number:
-                    found.extend(_copy(sink, write, arena))
+            for write in group:
+                found.extend(_copy(sink, write, arena))
     data = blocks.pack(found)
     attempt.put(setup.sums, data)
     return xxh3_64_intdigest(data)
@@ -236,14 +273,15 @@ def _collect(skeleton: Skeleton, attempt: Attempt, own: Report) -> list[int]:
 
 def _manifest(skeleton: Skeleton, job: Job, prefix: str, digests: Sequence[int]) -> Manifest:
     parts = [
-        Part(sums=prefix + sums, digest=digest, pieces=pieces)
-        for sums, digest, pieces in zip(skeleton.sums, digests, skeleton.pieces, strict=True)
+        Part(sums=prefix + sums, digest=digest)
+        for sums, digest in zip(skeleton.sums, digests, strict=True)
     ]
     files = [file.model_copy(update={"name": prefix + file.name}) for file in skeleton.files]
     return Manifest(
         **job.facts,
         written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tensors=skeleton.tensors,
+        runs=skeleton.runs,
         files=files,
         parts=parts,
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import signal
 import subprocess
 import sys
-from typing import IO
 
 from pipeline.errors import CheckpointError
 from pipeline.state.arena import Arena
@@ -28,8 +28,18 @@ class WriterProcess:
         self._send(setup.model_dump_json())
 
     def begin(self, job: Job) -> None:
-        """Have the arena written; it must not change before the outcome is there."""
+        """Have a checkpoint written, whose first round is in the arena. A round must not change
+        before it is taken, the last two not before the outcome is there."""
         self._send(job.model_dump_json())
+
+    def go_on(self) -> None:
+        """The next round is in the arena."""
+        self._send("")
+
+    def wait_taken(self) -> Outcome | None:
+        """Wait until one more round is in the files; the outcome, if that has failed."""
+        line = self._line()
+        return Outcome.model_validate_json(line) if line.strip() else None
 
     def poll(self) -> Outcome | None:
         """The outcome if it is there already. Raises CheckpointError when the writer is dead."""
@@ -39,10 +49,7 @@ class WriterProcess:
 
     def wait(self) -> Outcome:
         """The outcome. Raises CheckpointError when the writer is dead."""
-        line = self._output.readline()
-        if not line:
-            raise self._dead()
-        return Outcome.model_validate_json(line)
+        return Outcome.model_validate_json(self._line())
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -53,10 +60,18 @@ class WriterProcess:
             with contextlib.suppress(BrokenPipeError):  # what it did not read any more
                 pipe.close()
 
+    def _line(self) -> bytes:
+        line = self._output.readline()
+        if not line:
+            raise self._dead()
+        return line
+
     @property
-    def _output(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
+    def _output(self) -> io.RawIOBase:
+        """Without a buffer: `poll` would overlook a line that was read together with another."""
+        assert isinstance(self._process.stdout, io.BufferedReader)
+        raw: io.RawIOBase = self._process.stdout.raw
+        return raw
 
     def _send(self, text: str) -> None:
         assert self._process.stdin is not None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipeline.launch.environment import stay_on_loopback
+
 
 def silent_group(ranks: int) -> AbstractContextManager[None]:
     """Inside, this process is rank 0 of so many. Every collective is over at once."""
@@ -22,6 +24,7 @@ def silent_group(ranks: int) -> AbstractContextManager[None]:
 def single_group() -> AbstractContextManager[None]:
     """Inside, this process is a group of its own, which really sends. DistributedDataParallel needs
     the results of its collectives, which a silent group has not."""
+    stay_on_loopback()
     return _group("gloo", dist.HashStore(), 1)  # type: ignore[attr-defined]
 
 

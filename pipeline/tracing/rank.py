@@ -20,7 +20,7 @@ def steps(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -
     ranks, device, folder = settings["ranks"], settings["device"], Path(settings["folder"])
     store = torch.distributed.FileStore(settings["store"], ranks)  # type: ignore[attr-defined]
     here = environment_dist(store, device=device)
-    plan = plan_file(settings["recipe"], [f"launch.device={device}"], procs=ranks)
+    plan = plan_file(settings["recipe"], [f"launch.device={device}"], forecast=True, procs=ranks)
     site = Site(ranks=ranks, local_ranks=ranks, device=device)
     own = folder / f"rank-{here.rank}"
     own.mkdir()

@@ -11,6 +11,11 @@ ADAPTER = "default"
 
 
 def name_in_file(name: str) -> str:
-    """What a tensor of the module with updates is called in the file."""
-    parts = [part for part in name.split(".") if part not in (ADAPTER, "base_layer")]
-    return PREFIX + ".".join(parts)
+    """The name under which peft saves a tensor of the module with updates.
+
+    It takes such a name too, and those that files of other versions have.
+    """
+    left_out = (ADAPTER, "base_layer", "modules_to_save")
+    kept = [part for part in name.removeprefix(PREFIX).split(".") if part not in left_out]
+    # A parameter in early versions of peft has since become a module's `weight`.
+    return (PREFIX + ".".join(kept)).replace("_magnitude_vector.weight", "_magnitude_vector")

@@ -41,7 +41,7 @@ class Lora:
     """Share of an update's inputs that is dropped in training."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which linear layers get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
-    the head."""
+    the head. Experts that are one tensor are no linear layers."""
     quantize: FourBits | None = None
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
     al. 2023, QLoRA). What is trained, merged and exported is the model with these weights."""
@@ -68,6 +68,10 @@ class Lora:
                 message="needs bitsandbytes",
                 hint="pip install 'pipetrain[bitsandbytes]'",
             )
+        if self.targets == "all-linear" and not any("expert" in name for name in self.train_also):
+            from stages.adapter.experts import skipped_experts
+
+            yield from skipped_experts(plan)
         if self.targets == ():
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:

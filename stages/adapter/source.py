@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from pipeline.artifacts import ModelSource, TensorReader, Weights
 from pipeline.errors import StageError
 from stages.adapter.artifact import AdaptedModel
-from stages.adapter.files import WEIGHTS, name_in_file
+from stages.adapter.experts import HINT, SKIPPED, built_share
 from stages.adapter.fresh import FreshUpdates
 from stages.adapter.injection import Layer, inject, layers
 from stages.adapter.merged import MergedWeights
 from stages.adapter.saving import save_config
-from stages.model.names import listed, stands_for, ties
+from stages.adapter.start import saved_updates
+from stages.model.names import stands_for, ties
 from stages.model.outline import outline
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.joined import JoinedReader
-from stages.weights.safetensors import SafetensorsReader
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -98,6 +98,9 @@ class AdaptedSource(AdaptedModel):
         log.info(
             "%d layers get updates; %s parameters are trained", len(self.layers), f"{trained:,}"
         )
+        experts = built_share(outline(self.base), self.trained)
+        if experts and self.stage.targets == "all-linear":
+            log.warning("%s %s; %s", f"{experts:.0%}", SKIPPED, HINT)
         if known:
             share = sum(known.values()) / (sum(sizes.values()) - trained)
             say = log.info if share > 0.5 else log.warning
@@ -139,35 +142,14 @@ class AdaptedSource(AdaptedModel):
             owner, _, leaf = name.rpartition(".")
             new = f"{owner}.base_layer.{leaf}" if owner in adapted else name
             changes.append(renamed(name, new))
-        return JoinedReader(ConvertedReader(base, changes), self._updates())
+        # Parameters that were trained as a whole come from the saved adapter, not from the model.
+        return JoinedReader(self._updates(base), ConvertedReader(base, changes))
 
-    def _updates(self) -> TensorReader:
+    def _updates(self, base: TensorReader) -> TensorReader:
         if self.stage.start_from is None:
             return FreshUpdates(self.layers, self.base.plain.weights, seed=self._seed)
-        return self._saved(Path(self.stage.start_from).expanduser())
-
-    def _saved(self, folder: Path) -> TensorReader:
-        reader = SafetensorsReader([folder / WEIGHTS])
-        held = set(reader.names())
-        wanted = {name_in_file(name): name for name in self.trained}
-        missing, extra = wanted.keys() - held, held - wanted.keys()
-        if missing or extra:
-            parts = [f"missing {listed(missing)}"] * bool(missing)
-            parts += [f"unexpected {listed(extra)}"] * bool(extra)
-            raise StageError(
-                f"the adapter in {folder} is not of this model and these settings: "
-                + "; ".join(parts),
-                hint="targets, dora and train_also must be those that it was trained with",
-            )
-        shapes = {name: tuple(one.shape) for name, one in self.outline.named_parameters()}
-        for stored, name in wanted.items():
-            found = reader.spec(stored).shape
-            if found != shapes[name]:
-                raise StageError(
-                    f"the adapter in {folder} is not of this model and these settings: {name} has "
-                    f"shape {list(found)} instead of {list(shapes[name])}"
-                )
-        return ConvertedReader(reader, [renamed(old, new) for old, new in wanted.items()])
+        folder = Path(self.stage.start_from).expanduser()
+        return saved_updates(folder, self.outline, self.trained, self.layers, base)
 
     @property
     def fingerprint(self) -> str:

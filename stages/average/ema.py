@@ -14,7 +14,6 @@ from pipeline.errors import Problem
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
-from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 
 AVERAGE = "average of weights"
 ELEMENT = 4
@@ -44,11 +43,6 @@ class EmaAverage:
     copy of the rank's part of the weights is kept aside."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        if plan.find(DeepSpeedCheckpoint) is not None:
-            yield Problem(
-                message="checkpoint.deepspeed does not save the average",
-                hint="use checkpoint.sharded",
-            )
         if plan.before(self, Checkpoints) is not None:
             yield Problem(
                 message="the checkpoint slot comes before this one and would not save the average",

@@ -12,6 +12,7 @@ from pipeline.forecast.site import Site
 from pipeline.forecast.sizes import BYTES
 from pipeline.length import Length
 from pipeline.state.count import count
+from pipeline.state.staging import PASSAGE
 from pipeline.throughput import human
 
 if TYPE_CHECKING:
@@ -29,10 +30,15 @@ def extras(
     optimizer: OptimizerShape,
     placement: Placement,
 ) -> Extras:
-    """Host memory for the copy that is written, each rank its share; disk for as many as there will
-    be at once."""
+    """Host memory for what is copied to be written, each rank of its share; disk for as many
+    checkpoints as there will be at once."""
+    trained = trained_bytes(model, precision, optimizer) + placement.averaged * model.trained
     size = state_bytes(model, precision, optimizer) + placement.averaged * model.trained
     local = min(site.local_ranks, site.ranks)
+    all_passes = site.device == "cpu" or not stage.asynchronous
+    on_host = placement.masters[1] != "device"
+    passing = size if all_passes else trained if on_host else 0
+    share, passing = (-(-part // site.ranks) for part in (size - passing, passing))
 
     def saved(length: Length) -> Storage:
         found = count(stage.retention, stage.every, length)
@@ -47,8 +53,9 @@ def extras(
             Host(
                 phase="",
                 what="copy for checkpoints",
-                bytes=-(-size // site.ranks) * local,
-                formula=f"state / {site.ranks} ranks x {local} of a node",
+                bytes=(share + min(passing, PASSAGE)) * local,
+                formula=f"({human(share)} + at most {human(PASSAGE)} of {human(passing)} that "
+                f"passes) x {local} ranks of a node",
             )
         ],
         saved=saved,
@@ -58,8 +65,13 @@ def extras(
 def state_bytes(model: ModelShape, precision: Precision, optimizer: OptimizerShape) -> int:
     """Bytes of a checkpoint without averages: weights that are not borrowed, and moments of those
     that are trained."""
+    weights = sum(weight.elements for weight in model.weights() if not weight.borrowed)
+    frozen = (weights - model.trained) * BYTES[precision.master]
+    return frozen + trained_bytes(model, precision, optimizer)
+
+
+def trained_bytes(model: ModelShape, precision: Precision, optimizer: OptimizerShape) -> int:
+    """Bytes of these that are masters and moments of what is trained."""
     bits = optimizer.bits / optimizer.moments
     moment = (bits if bits >= NARROWEST else 32) / 8
-    weights = sum(weight.elements for weight in model.weights() if not weight.borrowed)
-    moments = model.trained * optimizer.moments * moment
-    return round(weights * BYTES[precision.master] + moments)
+    return round(model.trained * (BYTES[precision.master] + optimizer.moments * moment))

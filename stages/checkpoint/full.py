@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
@@ -22,6 +22,8 @@ class FullCheckpoint(CheckpointSettings):
     takes a file system; `checkpoint.sharded` is as exact and faster. Either resumes from what the
     other saved.
     """
+
+    format: ClassVar[str] = "full"
 
     folder: str | None = None
     """Folder to keep checkpoints in, to which the run's name is added. Default: `checkpoints` in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
@@ -21,6 +21,8 @@ class ShardedCheckpoint(CheckpointSettings):
     What one strategy saved on some number of processes, every other resumes on any number. Every
     byte is checksummed, a checkpoint appears whole or not at all, and a damaged one is never used.
     """
+
+    format: ClassVar[str] = "canonical"
 
     folder: str | None = None
     """Where to keep checkpoints: a path, or an address that fsspec knows (`s3://bucket/folder`), to

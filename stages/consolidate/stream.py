@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.artifacts import TrainedRun, Weights
+from pipeline.artifacts import Checkpoints, TrainedRun, Weights
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.forecast.result import Extras
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
+from pipeline.state.formats import Formats
 from stages.average.ema import EmaAverage
 
 
@@ -37,6 +38,14 @@ class ConsolidateStream:
                 message="this recipe's training keeps no average",
                 hint="add a slot average.ema between wrap and checkpoint",
             )
+        for stage in plan.giving(Checkpoints):
+            saved = getattr(stage, "format", None)
+            if saved not in Formats.installed().names():
+                what = f"there is no format `{saved}`" if saved else "the stage names no `format`"
+                yield Problem(
+                    message=f"{type(stage).__name__}'s checkpoints cannot be read: {what}",
+                    hint="docs/writing-a-stage.md says how a checkpoint stage names one",
+                )
 
     def forecast(self, site: Site) -> Extras:
         """A few MiB."""

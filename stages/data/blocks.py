@@ -17,6 +17,8 @@ from stages.data.progress import Announcer
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from stages.data.verified import VerifiedArray
+
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _LARGEST_CALL = 4_000_000
 
@@ -31,7 +33,7 @@ class TokenBlocks(Samples):
 
     def __init__(
         self,
-        tokens: NDArray[Any],
+        tokens: NDArray[Any] | VerifiedArray,
         length: int,
         first: int = 0,
         count: int | None = None,
@@ -64,6 +66,15 @@ class TokenBlocks(Samples):
         begin, end = self._documents(start, stop)
         return stop - start - 1 - (end - begin)
 
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        starts = (self._first + require_within(indices, self._count)) * self._length
+        stops = np.minimum(starts + self._length + 1, len(self.tokens))
+        total = int((stops - starts - 1).sum())
+        if self._starts is not None:
+            begin = np.searchsorted(self._starts, starts, side="right")
+            total -= int((np.searchsorted(self._starts, stops) - begin).sum())
+        return total
+
     def _documents(self, start: int, stop: int) -> tuple[int, int]:
         """Which documents begin in a window behind its first token."""
         if self._starts is None:
@@ -78,6 +89,13 @@ class TokenBlocks(Samples):
             raise IndexError(f"sample {index} of {self._count}")
         start = (self._first + index) * self._length
         return start, min(start + self._length + 1, len(self.tokens))
+
+
+def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The indices. Raises IndexError unless all of them are in [0, count)."""
+    if len(indices) and not 0 <= indices.min() <= indices.max() < count:
+        raise IndexError(f"samples {indices.min()} to {indices.max()} of {count}")
+    return indices
 
 
 def _positions(length: int, borders: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from pipeline.stage import Context
+    from stages.data.verified import VerifiedArray
 
-FORMAT = 3
-"""Raise it with every change in what is written; entries of another format are not found."""
+FORMAT = 4
+"""Raise it with every change in what is written; entries of another format are built again."""
+KEYS = 3
+"""Part of every key, and so of what checkpoints say of their data: it stays as it is."""
 META = "meta.json"
 _ABANDONED_AFTER = 24 * 3600.0
 
@@ -40,14 +41,11 @@ class Entry:
     counts: Counts
     reused: bool
 
-    def array(self, name: str, dtype: str) -> np.ndarray[Any, Any]:
-        """A memory map of one of the entry's files, read-only."""
-        import numpy as np
+    def array(self, name: str, dtype: str) -> VerifiedArray:
+        """One of the entry's files."""
+        from stages.data.verified import VerifiedArray
 
-        path = self.folder / name
-        if path.stat().st_size == 0:  # which cannot be mapped
-            return np.empty(0, dtype)
-        return np.memmap(path, dtype=dtype, mode="r")
+        return VerifiedArray(self.folder / name, dtype)
 
 
 def digest(parts: object) -> str:
@@ -136,12 +134,17 @@ def _ensure(folder: Path, key: str, build: Build) -> bool:
 
 
 def _fill(partial: Path, build: Build) -> None:
+    from stages.data.verified import write_sums
+
     counts = build(partial)
+    for path in list(partial.iterdir()):
+        write_sums(path)
     sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
     for name in sizes:
         with (partial / name).open("rb") as file:
             os.fsync(file.fileno())
-    meta = {"format": FORMAT, "sizes": sizes, "counts": counts}
+    told = {"format": FORMAT, "sizes": sizes, "counts": counts}
+    meta = {**told, "digest": digest(told)}
     with (partial / META).open("w", encoding="utf-8") as file:
         json.dump(meta, file, indent=1)
         file.flush()
@@ -159,11 +162,13 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def _complete(final: Path) -> Counts | None:
-    """The counts of an entry whose files all have the size they were written with, else None."""
+    """The counts of an entry whose files all have the size they were written with, else None. Their
+    content is compared when it is read."""
     try:
         meta = json.loads((final / META).read_text("utf-8"))
+        written = meta.pop("digest")
         sizes = {name: (final / name).stat().st_size for name in meta["sizes"]}
-        if meta["format"] != FORMAT or sizes != meta["sizes"]:
+        if written != digest(meta) or meta["format"] != FORMAT or sizes != meta["sizes"]:
             return None
         return dict(meta["counts"])
     except (OSError, ValueError, KeyError, TypeError):

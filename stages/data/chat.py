@@ -13,8 +13,10 @@ from pipeline.errors import Problem
 from pipeline.forecast.shapes import SampleShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
+from stages.data import files
 from stages.data.selection import Selection, problems
 from stages.data.today import is_date
+from stages.model.words import tokenizer_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,10 @@ class ChatData(Selection):
     special_tokens: Literal["error", "drop", "allow"] = "error"
     """What becomes of a row whose own text spells a special token of the tokenizer, such as the end
     of a turn. `allow` lets the text become that token."""
+    prepend_bos: bool | None = None
+    """Put the tokenizer's start token before a `text`, and before a pair that takes no template.
+    Null does what the tokenizer itself does when it is called with a text: those of Llama and Gemma
+    begin it with that token. A chat template has its own."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Tokens per sample at most."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -60,13 +66,24 @@ class ChatData(Selection):
     cut for it, and none sees another or predicts its beginning."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """What is wrong with the date, the files and the sources, as far as that shows without
-        reading them."""
+        """Yield mistakes in the date, the files, the sources and the tokenizer, as far as they
+        show without reading more than first rows."""
         if not is_date(self.today):
             yield Problem(
                 message=f"{self.today!r} is no date", key="today", hint="write it as YYYY-MM-DD"
             )
         yield from problems(self)
+        yield from tokenizer_problems(plan, template=self._wants_template())
+
+    def _wants_template(self) -> bool:
+        """Whether rows are certain to: by `form`, or by the first row of each source's first file,
+        since there may be thousands of files."""
+        from stages.data.forms import first_form
+
+        paths = [path for source in self.trained_on() for path in files.expand(source.files)[:1]]
+        found = {self.form} if self.form else {first_form(path) for path in paths}
+        always = {"messages", "sharegpt"}
+        return bool(found & (always | {"prompt/completion", "alpaca"} if self.template else always))
 
     def forecast(self, site: Site) -> SampleShape:
         return SampleShape(length=self.sequence_length, packed=self.packing)

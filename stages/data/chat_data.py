@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.artifacts import Data, ModelSource, Samples
 from pipeline.errors import StageError
 from stages.data import forms, tokenizers
-from stages.data.cache import FORMAT, Counts, Entry, cache_folder, digest, prepare
+from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.encoding import Encoder, TextTokenizer
 from stages.data.fitting import RowEncoder
 from stages.data.mixture import joined, mixed
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _FORM = "form "
 """Before a form's name among an entry's counts: how many rows had it."""
+_START = "-"
+"""Before the digest of what texts begin with, behind the rest of a cache key."""
 
 
 def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
@@ -56,10 +58,11 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
         identity={
             "stage": "data.chat",
             "tokenizer": work.tokenizer_identity,
-            "contents": digest([entry.key for entry in (*entries, *held_entries)]),
+            "contents": digest([work.content(entry) for entry in (*entries, *held_entries)]),
             "weights": json.dumps(weights),
             "heldout_fraction": stage.heldout_fraction,
             "packing": stage.packing,
+            **({"prepend_bos": True} if any(map(work.begins, (*entries, *held_entries))) else {}),
             **_settings(stage),
         },
     )
@@ -105,6 +108,11 @@ class _Work:
     def dtype(self) -> str:
         return tokenizers.id_dtype(self.tokenizer, self.model.vocab_size)
 
+    @functools.cached_property
+    def start(self) -> list[int]:
+        """Ids that texts begin with."""
+        return tokenizers.start_ids(self.tokenizer, self.stage.prepend_bos)
+
     @property
     def folder(self) -> Path:
         return cache_folder(self.stage.cache)
@@ -122,6 +130,16 @@ class _Work:
         tokenizers.check_ids(self.model, entry.counts["largest"])
         self._report(source, entry, time.monotonic() - started)
         return entry
+
+    def begins(self, entry: Entry) -> bool:
+        """Whether any of an entry's rows begins as texts do."""
+        texts = {"text"} if self.stage.template else {"text", "prompt/completion", "alpaca"}
+        return bool(self.start) and any(entry.counts.get(_FORM + form) for form in texts)
+
+    def content(self, entry: Entry) -> str:
+        """The key of an entry, without what texts begin with where it has none: as it has always
+        been, so that runs of conversations go on that are older than `prepend_bos`."""
+        return entry.key if self.begins(entry) else entry.key.partition(_START)[0]
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
         """Some rows of an entry as samples (collective)."""
@@ -144,7 +162,8 @@ class _Work:
 
     def _key(self, opened: Opened) -> str:
         settings = [_settings(self.stage), self.stage.roles, self.dtype]
-        return digest(["chat", FORMAT, opened.digest, self.tokenizer_identity, settings])
+        rest = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
+        return rest + _START + digest(self.start)[:16] if self.start else rest
 
     def _build(self, opened: Opened, folder: Path) -> Counts:
         reading = opened.reading()
@@ -168,6 +187,7 @@ class _Work:
                 tokens,
                 ConversationEncoder(tokens, stage.loss, stage.today),
                 special_tokens=stage.special_tokens,
+                start=self.start,
                 whole=stage.loss == "all",
             ),
             sequence_length=stage.sequence_length,

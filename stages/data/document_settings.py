@@ -22,7 +22,8 @@ class DocumentSettings:
     """Tokens per sample. The last one of the stream may be shorter."""
     append_eos: bool = True
     """Put the tokenizer's end token behind every document."""
-    prepend_bos: bool = False
-    """Put the tokenizer's start token before every document."""
+    prepend_bos: bool | None = None
+    """Put the tokenizer's start token before every document. Null does what the tokenizer itself
+    does when it is called with a text: those of Llama and Gemma begin it with that token."""
     batch_documents: Annotated[int, Field(ge=1)] = 256
     """Documents per call of the tokenizer. Changes memory and speed, not the tokens."""

@@ -111,6 +111,8 @@ class Encoder:
     conversation: Any
     """What encodes a Conversation."""
     special_tokens: SpecialTokens
+    start: list[int]
+    """Ids that a completion's text begins with; they are not trained on."""
     whole: bool
     """Whether prompts are trained on as well."""
 
@@ -144,4 +146,8 @@ class Encoder:
         end = self.tokens.tokenizer.eos_token_id
         if end is None:
             raise StageError("the tokenizer has no eos_token to end a completion with")
-        return Encoded(ids=np.append(text.ids, end), trained=np.append(trained, True))
+        before = np.zeros(len(self.start), dtype=bool)
+        return Encoded(
+            ids=np.concatenate([np.array(self.start, np.int64), text.ids, [end]]),
+            trained=np.concatenate([before, trained, [True]]),
+        )

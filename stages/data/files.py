@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pipeline.errors import DataError, Problem
+from pipeline.errors import Problem
+from stages.data.digests import file_digests
 
 TEXT = (".txt", ".txt.gz")
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -67,12 +68,7 @@ def problems(key: str, patterns: Patterns) -> Iterator[Problem]:
 
 def contents_digest(paths: Iterable[Path]) -> str:
     """Hex SHA-256 over the contents and kinds (not the names) of files, in order."""
-    total = hashlib.sha256()
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}", file=path) from error
+    paths, total = list(paths), hashlib.sha256()
+    for path, content in zip(paths, file_digests(paths), strict=True):
         total.update(f"{''.join(path.suffixes[-2:])}:{content}\n".encode())
     return total.hexdigest()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple
 
+from pipeline.errors import StageError
 from stages.data import messages, pairs, sharegpt, tokenised
+from stages.data.files import JSON_LINES
 from stages.data.items import Item
-from stages.data.parts import Part
+from stages.data.parts import FilePart, Part
 from stages.data.progress import Reading
 from stages.data.rows import Row
 
@@ -89,6 +92,18 @@ class FormFinder:
                 yield form, row
             if first is None:
                 raise Row(file=part.name, number=1, value=None).error("no row in this file")
+
+
+def first_form(path: Path) -> FormName | None:
+    """The form of the first row of a file of lines, if it can be told; other files are not read."""
+    if not path.name.endswith(JSON_LINES):
+        return None
+    try:
+        part = FilePart(path)
+        rows = FormFinder(form=None).rows([part], Reading(total=part.size))
+        return next((form for form, _ in rows), None)
+    except (StageError, OSError):
+        return None  # reading it tells
 
 
 def _has(row: Row) -> set[str]:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pipeline.artifacts import Sample, Samples
+from stages.data.blocks import require_within
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Mixture(Samples):
@@ -33,6 +39,13 @@ class Mixture(Samples):
     def targets(self, index: int) -> int:
         part, inner = self._locate(index)
         return self._parts[part].targets(inner)
+
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        indices, total = require_within(indices, len(self)), 0
+        for part, start, stop in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            places = indices[(start <= indices) & (indices < stop)] - start
+            total += part.total_targets(places * len(part) // (stop - start))
+        return total
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.artifacts import Sample, Samples
-from stages.data.cache import FORMAT, Counts, Entry, digest
+from stages.data.blocks import require_within
+from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.samples import MaskedSamples
 
 _ROWS, _OFFSETS, _TARGETS = "rows.bin", "offsets.bin", "targets.bin"
@@ -22,9 +23,9 @@ class PackedSamples(Samples):
 
     def __init__(self, rows: Samples, entry: Entry) -> None:
         self._rows = rows
-        self._members = entry.array(_ROWS, "<i8")
-        self._offsets = entry.array(_OFFSETS, "<i8")
-        self._targets = entry.array(_TARGETS, "<i8")
+        self._members = entry.array(_ROWS, "<i8")[:]
+        self._offsets = entry.array(_OFFSETS, "<i8")[:]
+        self._targets = entry.array(_TARGETS, "<i8")[:]
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -40,6 +41,9 @@ class PackedSamples(Samples):
     def targets(self, index: int) -> int:
         return int(self._targets[self._checked(index)])
 
+    def total_targets(self, indices: np.ndarray[Any, Any]) -> int:
+        return int(self._targets[require_within(indices, len(self))].sum())
+
     def members(self, index: int) -> list[int]:
         """The rows in sample `index`, in order."""
         start = int(self._offsets[self._checked(index)])
@@ -54,7 +58,7 @@ class PackedSamples(Samples):
 
 def pack_key(rows: Entry, first: int, count: int, length: int) -> str:
     """The cache key of a packing of some of an entry's rows."""
-    return digest(["packing", FORMAT, rows.key, first, count, length])
+    return digest(["packing", KEYS, rows.key, first, count, length])
 
 
 def write_packs(folder: Path, rows: MaskedSamples, length: int) -> Counts:

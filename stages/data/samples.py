@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.artifacts import NO_TARGET, Sample, Samples
 from pipeline.errors import StageError
 from stages.data import parallel
+from stages.data.blocks import require_within
 from stages.data.cache import Counts, Entry
 from stages.data.encoding import Dropped, Encoded
 from stages.data.fitting import RowEncoder
@@ -37,8 +38,8 @@ class MaskedSamples(Samples):
     def __init__(self, entry: Entry, dtype: str, first: int = 0, count: int | None = None) -> None:
         self._tokens = entry.array(_TOKENS, dtype)
         self._trained = entry.array(_TRAINED, "u1")
-        self._offsets = entry.array(_OFFSETS, "<i8")
-        self._targets = entry.array(_TARGETS, "<i4")
+        self._offsets = entry.array(_OFFSETS, "<i8")[:]
+        self._targets = entry.array(_TARGETS, "<i4")[:]
         self._first = first
         self._count = len(self._targets) - first if count is None else count
 
@@ -54,6 +55,9 @@ class MaskedSamples(Samples):
 
     def targets(self, index: int) -> int:
         return int(self._targets[self._position(index)])
+
+    def total_targets(self, indices: np.ndarray[Any, Any]) -> int:
+        return int(self._targets[self._first + require_within(indices, self._count)].sum())
 
     def lengths(self) -> np.ndarray[Any, Any]:
         """How many `input_ids` each sample has; int64, shape (samples,)."""

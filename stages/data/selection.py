@@ -59,6 +59,12 @@ class Selection:
     order, set aside before any shuffling. Instead of `heldout_files` and `heldout_sources`."""
     cache: str | None = None
     """Folder for tokenised data. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return bool(self.heldout_files or self.heldout_sources or self.heldout_fraction)
+
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenise on each node. Changes speed, not the tokens. Default: one for each
     core that the node's first process may use."""

@@ -15,6 +15,7 @@ from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.data import files
 from stages.data.document_settings import DocumentSettings
+from stages.model.words import tokenizer_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,11 @@ class StreamData(DocumentSettings):
     """Folder on each node for the tokens at hand, which are removed when the run ends, and for
     those of `heldout_files`. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return bool(self.heldout_files)
+
     def check(self, plan: PlanView) -> Iterator[Problem]:
         """Local shards that are not there, and an epoch's length that would have to be known."""
         local = tuple(each for each in files.each(self.shards) if "://" not in each)
@@ -53,6 +59,7 @@ class StreamData(DocumentSettings):
         for path in files.expand(self.heldout_files):
             if path.resolve() in known:
                 yield Problem(message=f"{path} is also trained on", key="heldout_files")
+        yield from tokenizer_problems(plan, template=False)
         for stage in plan.giving(TrainedRun):
             if getattr(stage, "epochs", None) is not None:
                 yield Problem(

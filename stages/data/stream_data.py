@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeline.artifacts import Data, ModelSource, Sample, Samples
 from pipeline.errors import StageError, system_errors_as
 from stages.data import shards, tokenizers
@@ -21,10 +23,12 @@ from stages.data.progress import Announcer, Reading
 from stages.data.selection import Source
 from stages.data.shard_store import ShardStore, Tokeniser
 from stages.data.shards import Shard
-from stages.data.stream_order import Place, StreamOrder, located
+from stages.data.stream_order import Place, StreamOrder, first_blocks, located
 from stages.data.text_data import Documents
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pipeline.stage import Context
     from stages.data.stream import StreamData
 
@@ -58,6 +62,14 @@ class StreamSamples(Samples):
     def targets(self, index: int) -> int:
         place = self._place(index)
         return self._store.blocks(place.shard).targets(place.block)
+
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        firsts, which = np.unique(first_blocks(indices), return_inverse=True)
+        total = 0
+        for number, first in enumerate(firsts.tolist()):
+            shard = self._store.blocks(self._place(first).shard)
+            total += shard.total_targets(indices[which == number] - first)
+        return total
 
     def order(self, seed: int, *, shuffle: bool) -> StreamOrder:
         self._prepared = 0
@@ -93,7 +105,7 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
         "text_key": stage.text_key,
         "sequence_length": stage.sequence_length,
         "append_eos": stage.append_eos,
-        "prepend_bos": stage.prepend_bos,
+        "prepend_bos": bool(documents.start),
         "documents": stage.documents,
         "documents_apart": stage.documents_apart,
     }

@@ -122,3 +122,8 @@ def located(index: int) -> Place:
     """What an index says."""
     rest, block = divmod(index, 1 << BLOCK_BITS)
     return Place(*divmod(rest, 1 << SHARD_BITS), block)
+
+
+def first_blocks(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The index of the first block of each one's shard in its window."""
+    return indices >> BLOCK_BITS << BLOCK_BITS

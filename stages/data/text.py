@@ -12,6 +12,7 @@ from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.data.document_settings import DocumentSettings
 from stages.data.selection import Selection, problems
+from stages.model.words import tokenizer_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class TextData(DocumentSettings, Selection):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         """What is wrong with the files and sources, as far as that shows without reading them."""
         yield from problems(self)
+        yield from tokenizer_problems(plan, template=False)
 
     def forecast(self, site: Site) -> SampleShape:
         return SampleShape(length=self.sequence_length, packed=self.documents_apart)

@@ -13,7 +13,7 @@ from pipeline.artifacts import Data, ModelSource
 from pipeline.errors import DataError
 from stages.data import tokenizers
 from stages.data.blocks import STARTS, TOKENS, TokenBlocks, TokenWriter
-from stages.data.cache import FORMAT, Counts, Entry, cache_folder, digest, prepare
+from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import DocumentReader
 from stages.data.mixture import joined, mixed
 from stages.data.parts import Opened, open_source
@@ -52,7 +52,7 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
             "weights": json.dumps(weights),
             "sequence_length": stage.sequence_length,
             "append_eos": stage.append_eos,
-            "prepend_bos": stage.prepend_bos,
+            "prepend_bos": bool(work.start),
             "documents": stage.documents,
             "documents_apart": stage.documents_apart,
             "heldout_fraction": stage.heldout_fraction,
@@ -75,6 +75,12 @@ class Documents:
     def dtype(self) -> str:
         return tokenizers.id_dtype(self.tokenizer)
 
+    @functools.cached_property
+    def start(self) -> list[int]:
+        """Ids before each document. Raises StageError when the tokenizer lacks a token that is
+        asked for."""
+        return tokenizers.start_ids(self.tokenizer, self.settings.prepend_bos)
+
     def entry(self, source: Source) -> Entry:
         """The tokens of all documents of a source (collective)."""
         started = time.monotonic()
@@ -91,18 +97,20 @@ class Documents:
 
     def blocks(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
         """Some blocks of an entry, all by default."""
-        starts = entry.array(STARTS, "<i8") if self.settings.documents_apart else None
+        starts = entry.array(STARTS, "<i8")[:] if self.settings.documents_apart else None
         tokens = entry.array(TOKENS, self.dtype)
         return TokenBlocks(tokens, self.settings.sequence_length, first, count, starts=starts)
 
     def _key(self, opened: Opened) -> str:
-        return digest(["text", FORMAT, opened.digest, self.making])
+        return digest(["text", KEYS, opened.digest, self.making])
 
     @functools.cached_property
     def making(self) -> str:
         """Digest of what decides which tokens a document becomes."""
         own = self.settings
-        settings = [own.text_key, own.documents, own.append_eos, own.prepend_bos]
+        settings: list[Any] = [own.text_key, own.documents, own.append_eos, bool(own.prepend_bos)]
+        if own.prepend_bos is None and self.start:
+            settings.append(self.start)
         return digest([tokenizers.identity(self.tokenizer), settings])
 
     def _build(self, opened: Opened, folder: Path) -> Counts:
@@ -120,15 +128,13 @@ class Documents:
     def writer(self, announcer: Announcer) -> TokenWriter:
         """What tokenises them. Raises StageError when the tokenizer lacks a token that is asked
         for."""
-        start, end = [], []
-        if self.settings.prepend_bos:
-            start = [tokenizers.required_id(self.tokenizer, "bos_token", "prepend_bos")]
+        end = []
         if self.settings.append_eos:
             end = [tokenizers.required_id(self.tokenizer, "eos_token", "append_eos")]
         return TokenWriter(
             tokenizer=self.tokenizer,
             dtype=self.dtype,
-            prefix=start,
+            prefix=self.start,
             suffix=end,
             batch_documents=self.settings.batch_documents,
             workers=self.workers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -45,6 +46,16 @@ def required_id(tokenizer: Any, name: str, field: str) -> int:
     if token is None:
         raise StageError(f"the tokenizer has no {name}", hint=f"set `{field}: false`")
     return int(token)
+
+
+def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
+    """Ids that a text begins with: the start token or none, as the field says; null: those that the
+    tokenizer's own call puts before a text. Raises StageError when there is no start token."""
+    if prepend_bos is None:
+        called = tokenizer("a", return_special_tokens_mask=True)
+        own = zip(called["input_ids"], called["special_tokens_mask"], strict=True)
+        return [token for token, _ in itertools.takewhile(lambda pair: pair[1], own)]
+    return [required_id(tokenizer, "bos_token", "prepend_bos")] if prepend_bos else []
 
 
 def check_ids(model: ModelSource, largest: int) -> None:

@@ -30,7 +30,8 @@ class ConversationEncoder:
     between the rendering up to the turn (for an assistant's, with the generation prompt), and the
     rendering up to and with the turn. White space that the template puts behind the end-of-turn
     token is not trained on: generation has stopped there. A template with {% generation %} markers
-    says itself what the assistant wrote; that is then checked against the turns.
+    says itself what the assistant wrote: what it marks of an assistant's message, the header that
+    leads in to it included, is trained on.
     """
 
     tokens: TextTokenizer
@@ -48,7 +49,11 @@ class ConversationEncoder:
         text = self._render(item, item.messages)
         tokens = self.tokens(text)
         if self.loss == "all":
-            left_out = [self._span(item, text, index) for index in sorted(item.silent)]
+            assistant = _assistant(item)
+            left_out = [
+                self._span(item, text, index, prompt=index in assistant)
+                for index in sorted(item.silent)
+            ]
             return Encoded(ids=tokens.ids, trained=~tokens.inside(left_out))
         turns = self._trained_turns(item)
         if self._has_markers(item):
@@ -82,14 +87,14 @@ class ConversationEncoder:
         """The characters of an assistant's turn that is trained on."""
         if index == 0:
             raise item.row.error("begins with an assistant message, which answers nothing")
-        return self._span(item, text, index)
+        return self._span(item, text, index, prompt=True)
 
-    def _span(self, item: Conversation, text: str, index: int) -> Span:
-        """The characters that one message is rendered as; the first one's begin with the text."""
-        assistant = item.messages[index]["role"] == "assistant"
+    def _span(self, item: Conversation, text: str, index: int, *, prompt: bool) -> Span:
+        """The characters that one message is rendered as, those behind the generation prompt if so
+        asked; the first one's begin with the text."""
         start, end = "", text
         if index:
-            start = self._render(item, item.messages[:index], prompt=assistant)
+            start = self._render(item, item.messages[:index], prompt=prompt)
         if index + 1 < len(item.messages):
             end = self._render(item, item.messages[: index + 1])
         if not (text.startswith(end) and end.startswith(start)):
@@ -118,28 +123,27 @@ class ConversationEncoder:
     def _marked(
         self, item: Conversation, text: str, tokens: TextTokens, turns: list[int]
     ) -> NDArray[np.bool_]:
-        """The template's own mask, cut down to the turns that are trained on."""
+        """The template's own mask; cut down to the messages that are trained on, if not to all that
+        the assistant says."""
         marked = self._own_mask(item)
         everything = turns == _assistant(item)
         try:
-            spans = [self._turn(item, text, index) for index in turns]
+            spans = [self._span(item, text, index, prompt=False) for index in turns]
         except DataError:
             if everything and marked.any():
                 return marked  # nothing to check against: an earlier turn is rendered otherwise now
             raise
-        inside = tokens.inside(spans)
         missed = [
             index
             for index, span in zip(turns, spans, strict=True)
             if _says_something(item, index) and not (marked & tokens.inside([span])).any()
         ]
-        if missed or (everything and (marked & ~inside).any()):
+        if missed:
             raise item.row.error(
                 "the chat template's {% generation %} markers do not mark the assistant's turns",
                 hint="correct the template, or remove the markers",
             )
-        mask: NDArray[np.bool_] = marked & inside
-        return mask
+        return marked if everything else marked & tokens.inside(spans)
 
     def _own_mask(self, item: Conversation) -> NDArray[np.bool_]:
         encoded = self.tokens.tokenizer.apply_chat_template(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 from pipeline.artifacts import Durable
 from pipeline.errors import StageError
 from pipeline.files import replace_text
@@ -32,7 +34,7 @@ class EvaluatedModel(Durable):
         replace_text(self.file, json.dumps(known, indent=1, allow_nan=False) + "\n")
 
     def record(self) -> dict[str, Any]:
-        return {"file": str(self.file), "slot": self.slot}
+        return {"file": str(self.file), "slot": self.slot, "sum": _sum(self.results)}
 
     @classmethod
     def restore(cls, record: Mapping[str, Any]) -> EvaluatedModel:
@@ -40,7 +42,13 @@ class EvaluatedModel(Durable):
         known = _read(file)
         if slot not in known:
             raise StageError(f"the evaluation is gone: {file} has nothing of slot `{slot}`")
+        if record.get("sum") not in (None, _sum(known[slot])):  # earlier versions recorded none
+            raise StageError(f"{file}: slot `{slot}` has other results than were measured")
         return cls(file=file, slot=slot, results=known[slot])
+
+
+def _sum(results: Mapping[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(results, sort_keys=True).encode())
 
 
 def _read(file: Path) -> dict[str, Any]:

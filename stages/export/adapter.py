@@ -72,6 +72,12 @@ class ExportAdapter:
         elsewhere = rehearsed(self.folder, ctx)
         return replace(self, folder=elsewhere).run(ctx, weights, model, trained)
 
+    def prove(self, exported: ExportedModel) -> None:
+        """Every file has the checksum that it was written with. Raises ExportError."""
+        from stages.export.verify import prove_whole
+
+        prove_whole(exported.folder, lambda proven: None, alone=False)
+
     @classmethod
     def verify(
         cls, folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool

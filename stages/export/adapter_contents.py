@@ -12,7 +12,7 @@ import torch
 from pipeline.artifacts import TensorReader, Weights, torch_dtype
 from pipeline.errors import ExportError, StageError
 from stages.adapter.compat import import_peft, quiet
-from stages.adapter.files import ADAPTER, PREFIX, WEIGHTS, name_in_file
+from stages.adapter.files import PREFIX, WEIGHTS, name_in_file
 from stages.export.card import Usage
 from stages.export.contents import Contents, trained_logits
 from stages.export.layout import Named, Shard, digest
@@ -151,8 +151,8 @@ class _WithAdapter(Mapping[str, "Tensor"]):
         self._own = own
 
     def __getitem__(self, name: str) -> Tensor:
-        in_file = name.replace(f".{ADAPTER}", "").replace(".modules_to_save", "")
-        if in_file in self._adapter and ".original_module" not in name:
+        in_file = name_in_file(name)
+        if in_file in self._adapter:
             return self._adapter[in_file].float()
         plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
         return self._own[plain.replace(".original_module.", ".")]

@@ -10,9 +10,9 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import ExportedModel, TrainedRun
+from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun
 from pipeline.errors import ExportError, StageError, in_words
 from pipeline.files import replace_text
 from pipeline.state.dtypes import CODES
@@ -43,6 +43,8 @@ def export(
 ) -> ExportedModel:
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
     ctx.on_exit(contents.close)
+    if ctx.dist.is_main and trained is not None:
+        _require_same_base(ctx, contents.source, trained)
     plan = contents.plan(_digest_beside(ctx, contents))
     try:
         found = _shared(ctx, finished(folder, plan.digest) if ctx.dist.is_main else None)
@@ -56,13 +58,29 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
+def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
+    """Raises ExportError when weights that were not trained, which the export takes from the model,
+    are not those that were trained on."""
+    then = trained.progress.origin.get("weights")
+    if not model.borrowed or then is None or "weights" in ctx.accept:
+        return
+    if model.contents != then:
+        raise ExportError(
+            f"the weights of {model.name} are not those that were trained on: their digest was "
+            f"{then[:12]}, is {str(model.contents)[:12]}",
+            hint="put back the files, or if that is intended: pipe resume RUN --accept weights",
+        )
+
+
 def _digest_beside(ctx: Context, contents: Contents) -> str:
     """Equal when the files beside the weights are, and what is proven (collective)."""
     text = None
     if ctx.dist.is_main:
         with tempfile.TemporaryDirectory() as scratch:
             contents.save_beside(Path(scratch), dtype="fp32")
-            facts = [contents.writer, contents.prompt, checksums(Path(scratch))]
+            facts: list[Any] = [contents.writer, contents.prompt, checksums(Path(scratch))]
+            if contents.source.borrowed:
+                facts.append(contents.source.contents)
             text = json.dumps(facts, sort_keys=True)
     return ctx.dist.share(text)
 

@@ -37,13 +37,15 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
     tell(f"{type(outline).__name__} computes what it did (largest difference {difference:.2g})")
 
 
-def prove_whole(folder: Path, tell: Callable[[str], object]) -> Proof:
-    """Every file is there as it was written, and no other. Raises ExportError."""
+def prove_whole(folder: Path, tell: Callable[[str], object], *, alone: bool = True) -> Proof:
+    """Every file is there as it was written and, if `alone`, no other. Raises ExportError."""
     found = manifest.load(folder)
     if found is None or found.proof is None:
         raise ExportError(f"{folder}: no finished export: it holds no {manifest.NAME} of one")
     if found.block != BLOCK:
         raise ExportError(f"{folder}: written by another version, with other checksums")
+    if alone:
+        _prove_alone(folder, found)
     _prove_others(folder, found)
     tell(f"{len(found.others)} files beside the weights are as they were written")
     parts = [_shard(name, entry) for name, entry in found.weights.items()]
@@ -60,10 +62,13 @@ def _coarsest(model: nn.Module) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _prove_others(folder: Path, found: Manifest) -> None:
+def _prove_alone(folder: Path, found: Manifest) -> None:
     strange = sorted(names_in(folder) - set(found.files))
     if strange:
         raise ExportError(f"{folder}: {strange[0]} is not of this export")
+
+
+def _prove_others(folder: Path, found: Manifest) -> None:
     for name, wanted in found.others.items():
         file = folder / name
         if not file.is_file():

@@ -11,7 +11,7 @@ import torch
 from xxhash import xxh3_64
 
 from pipeline.artifacts import TensorReader
-from pipeline.files import page_aligned, read_at, write_at
+from pipeline.files import opened, page_aligned, read_at, write_at
 from pipeline.state.dtypes import as_bytes
 from stages.export.layout import Block, Shard, share
 
@@ -45,7 +45,7 @@ def write(
     own = share(blocks, dist.rank, dist.world_size)
     mine: list[str] = []
     for file, blocks_of_file in itertools.groupby(own, lambda block: block.file):
-        with (folder / file).open("r+b") as out:
+        with opened(folder / file, "r+b") as out:
             mine += _write_blocks(out.fileno(), blocks_of_file, reader, advance)
     found: dict[str, Sums] = {part.file: {} for part in parts}
     all_sums = itertools.chain.from_iterable(dist.gather(mine))
@@ -71,7 +71,7 @@ def check(file: Path, part: Shard, sums: Sums, dist: Dist) -> list[str]:
 
 def _create(file: Path, part: Shard) -> None:
     head = part.header()
-    with file.open("wb") as out:
+    with opened(file, "wb", permissions=0o666) as out:
         out.write(head)
         out.truncate(len(head) + part.size)
 

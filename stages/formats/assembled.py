@@ -16,7 +16,7 @@ _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 
 def assembled(source: StateSource, key: str) -> Tensor:
     """The tensor `key` with its shape."""
-    entry = source.tensors[key]
+    entry = source.entry(key)
     flat = torch.empty(entry.numel, dtype=dtype(entry.dtype))
     source.read_into(key, 0, as_bytes(flat))
     return flat.view(tuple(entry.shape))

@@ -39,5 +39,7 @@ class Dcp(StateFormat):
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
         from stages.formats.dcp_writer import write_dcp
+        from stages.formats.guarded import understood
 
-        return write_dcp(source, folder)
+        with understood(source.where, "pipe"):
+            return write_dcp(source, folder)

@@ -124,7 +124,7 @@ def _names(source: StateSource) -> list[tuple[str, str]]:
 def _promise(source: StateSource, key: str, keys: dict[str, str], name: str) -> Tensor:
     """A tensor without memory; `keys` notes what will be in it."""
     keys[name] = key
-    entry = source.tensors[key]
+    entry = source.entry(key)
     return torch.empty(tuple(entry.shape), dtype=dtype(entry.dtype), device="meta")
 
 

@@ -1,4 +1,4 @@
-"""What `checkpoint.deepspeed` puts beside DeepSpeed's files: progress and random streams."""
+"""Progress and random streams, which pipetrain put beside DeepSpeed's files when it saved them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from pipeline.artifacts import Progress
 from pipeline.errors import CheckpointError
 from pipeline.state.planning import random_key
-from stages.checkpoint.steps import PROGRESS, read_json
 from stages.formats.mapped import Stored, whole
+from stages.formats.records import PROGRESS, read_json
 
 
 def own_progress(folder: Path) -> dict[str, Any] | None:

@@ -141,6 +141,10 @@ def _notes(source: StateSource) -> Iterator[str]:
         "load_lr_scheduler_states=False; the schedule is not part of the state"
     )
     yield (
+        "DeepSpeed's zero_to_fp32 reads no universal checkpoint: `pipe export` of what was "
+        "converted writes the weights"
+    )
+    yield (
         "ZeRO-3: DeepSpeed 0.19 continues a universal checkpoint with its own optimizers; those of "
         "torch stop at the next step"
     )

@@ -61,7 +61,7 @@ def explained(error: Exception, where: str) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def understood(folder: Path, writer: str) -> Iterator[None]:
+def understood(folder: Path | str, writer: str) -> Iterator[None]:
     """What was read safely can still have another structure than the version that is known here."""
     try:
         yield

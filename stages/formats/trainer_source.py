@@ -14,11 +14,11 @@ from pipeline.errors import CheckpointError
 from pipeline.state.formats import Reading
 from pipeline.state.manifest import Group, State
 from pipeline.state.source import StateSource
-from stages.checkpoint.steps import read_json
 from stages.formats import guarded
 from stages.formats.adam import MOMENTS, fresh_progress, require_moments, settings
 from stages.formats.assembled import require_file_name
 from stages.formats.mapped import MappedSource, Stored, whole
+from stages.formats.records import read_json
 from stages.formats.trainer import STATE, WEIGHTS
 from stages.formats.trainer_names import CONFIG, Described, describe, identify, undescribed
 

@@ -121,6 +121,7 @@ def device(use_cpu: Any) -> str:
 
 PRECISIONS = {"no": "fp32", "false": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """`false` is what YAML 1.1 makes of an unquoted no."""
+FP8 = "set model.fp8 in the recipe"
 
 ACCELERATE: Table = {
     "compute_environment": only(
@@ -129,7 +130,8 @@ ACCELERATE: Table = {
     ),
     "distributed_type": says("distributed", _strategy),
     "mixed_precision": says(
-        "compute", read.choice(PRECISIONS, "use bf16; there is no fp8 here", blocks=True)
+        "compute",
+        read.choice(PRECISIONS, f"write bf16; products in fp8: {FP8}", blocks=True),
     ),
     "fp16": says("compute", lambda value: "fp16" if read.truth(value) else "fp32"),
     "use_cpu": says("device", device),
@@ -149,11 +151,11 @@ ACCELERATE: Table = {
     "enable_cpu_affinity": only(
         False, why="is off", otherwise="processes are not bound to cores", hint="use numactl"
     ),
-    "fp8_config": never("there is no fp8 here", "use bf16", blocks=True),
+    "fp8_config": never("products in fp8 are the model slot's to say", FP8),
     "deepspeed_config": DEEPSPEED_PLUGIN,
     "fsdp_config": FSDP_PREFIXED,
     "parallelism_config": PARALLELISM,
-    "megatron_lm_config": never("there is no Megatron-LM here", "use FSDP", blocks=True),
+    "megatron_lm_config": never("there is no Megatron-LM here", "leave it out", blocks=True),
     "mpirun_config": never("mpirun does not start processes here", "start with torchrun"),
     "downcast_bf16": covered(TPU),
     "tpu_name": covered(TPU),

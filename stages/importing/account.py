@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.importing.translator import Fate
 from pipeline.suggest import did_you_mean
+from stages.importing.foreign import METHOD
 from stages.importing.rules import UNSET, Auto, Table, Verdict, judge
 
 LEFT_OVER = "has no place in this recipe"
@@ -57,7 +58,12 @@ class Account:
             where = f"{prefix}{key}"
             if rule is None:
                 hint = did_you_mean(key, table) if len(table) < 12 else _near(key, table)
-                unknown = Verdict(outcome="refused", why="is no key that is known here", hint=hint)
+                unknown = Verdict(
+                    outcome="refused",
+                    why="is no key that is known here",
+                    hint=hint,
+                    blocks=bool(value and METHOD.search(key)),
+                )
                 self.enter(file, where, value, unknown)
             elif callable(rule):
                 self.enter(file, where, value, judge(rule, value))

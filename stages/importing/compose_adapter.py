@@ -11,14 +11,19 @@ BY_ARCHITECTURE = "ends of layers' names, or all-linear; peft chose by the archi
 def adapter(draft: Draft) -> None:
     """Slot `adapter`, if there is one."""
     account = draft.account
-    if account.given("adapter"):
+    if account.value("adapter"):
         _lora(draft)
     elif account.given("adapter.four_bits"):
         account.refuse(
             "adapter.four_bits", "weights that are trained are not held in 4 bits", "set use_peft"
         )
-    for name in account.facts("adapter."):
-        account.dismiss(f"adapter.{name}", "is not read")
+    account.dismiss("adapter", "is off")
+    for fact in [f"adapter.{name}" for name in account.facts("adapter.")]:
+        if account.given("adapter"):
+            account.dismiss(fact, "is not read")
+        elif fact != "adapter.four_bits":
+            hint = "say which with use_peft: true or false"
+            account.refuse(fact, "means LoRA, or nothing without use_peft", hint, blocks=True)
 
 
 def _lora(draft: Draft) -> None:

@@ -76,6 +76,7 @@ def _schedule(draft: Draft) -> None:
         ratio = account.value("warmup_ratio")
         draft.put("optimizer.warmup_ratio", ratio, "warmup_ratio", "warmup_steps")
     _polynomial(draft, wanted)
+    _decay(draft, wanted)
     account.dismiss("warmup_steps", "there is no warm-up")
     account.dismiss("warmup_ratio", "there is no warm-up")
     _final_rate(draft)
@@ -93,6 +94,9 @@ def _wanted(account: Account) -> str | None:
             "schedule", "without warm-up it begins as behind 10,000 steps", "set warmup_steps"
         )
         return None
+    if wanted == "wsd" and not account.says("decay_steps"):
+        account.refuse("schedule", "needs num_decay_steps", "set it in lr_scheduler_kwargs")
+        return None
     return str(wanted) if wanted else None
 
 
@@ -104,6 +108,22 @@ def _polynomial(draft: Draft, wanted: str | None) -> None:
         account.assume("final_lr", 1e-7, "transformers' default")
         draft.copy("power", "optimizer.power")
     account.dismiss("power", "belongs to schedule polynomial")
+
+
+def _decay(draft: Draft, wanted: str | None) -> None:
+    """transformers' warm-up, stable, decay falls along a cosine, unless told otherwise, and rises
+    from where it ends."""
+    account = draft.account
+    if wanted == "wsd":
+        account.assume("decay_shape", "cosine", "transformers' default")
+        draft.copy("decay_steps", "optimizer.decay_steps")
+        draft.copy("decay_shape", "optimizer.decay_shape")
+        warms_up = account.value("warmup_steps") or account.value("warmup_ratio")
+        if account.value("wsd.final_lr_ratio") and warms_up:
+            account.refuse("wsd.final_lr_ratio", "warm-up begins with rate 0", "leave one out")
+        draft.copy("wsd.final_lr_ratio", "optimizer.final_lr_ratio")
+    for fact in ("decay_steps", "decay_shape", "wsd.final_lr_ratio"):
+        account.dismiss(fact, "belongs to schedule warmup_stable_decay")
 
 
 def _final_rate(draft: Draft) -> None:

@@ -86,11 +86,27 @@ def data(draft: Draft, request: Request) -> None:
         account.dismiss("packing", "data.text fills every sample")
     else:
         draft.copy("packing", "data.packing", bool)
+        _loss(draft)
     if account.given("heldout"):
         draft.put("data.heldout_files", [account.value("heldout")], "heldout")
         account.dismiss("heldout_fraction", "there are files to evaluate on")
     else:
         draft.copy("heldout_fraction", "data.heldout_fraction", lambda share: min(share, 0.5))
+
+
+def _loss(draft: Draft) -> None:
+    """Which tokens are trained on; what TRL does unless told depends on the form of the rows."""
+    account = draft.account
+    both = ("loss.completion", "loss.assistant")
+    if account.value("loss.completion"):
+        draft.put("data.loss", "completion", *both)
+    elif account.value("loss.assistant"):
+        draft.put("data.loss", "assistant", *both)
+    elif account.given("loss.completion"):
+        draft.put("data.loss", "all", *both)
+    else:
+        why = "TRL then trains on all of a conversation, but on a prompt's completion alone"
+        account.refuse("loss.assistant", why, "set data.loss: all or completion")
 
 
 def _hub_stage(draft: Draft) -> str:

@@ -22,6 +22,8 @@ def train(draft: Draft, request: Request) -> None:
     if strategy == "steps":
         every = account.value("eval_steps") or account.value("log_every", 500)
         draft.put("train.eval_every", every, "eval_strategy", "eval_steps")
+        if not any(field.startswith("heldout") for field in draft.slots["data"]):
+            draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
     elif strategy == "epoch":
         hint = "set train.eval_every"
         account.refuse("eval_strategy", f"evaluation {BY_STEPS}", hint)

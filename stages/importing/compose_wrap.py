@@ -38,10 +38,19 @@ def wrap(draft: Draft) -> None:
             draft.copy(f"ddp.{name}", f"wrap.{name}")
         if account.given("zero.stage"):
             draft.put("wrap.use", use, "zero.stage")
+    _parallelism(draft, use)
     for other, prefixes in OWN.items():
         for prefix in prefixes if other != use else ():
             for name in account.facts(prefix):
                 account.dismiss(f"{prefix}{name}", f"belongs to {other}, which is not used")
+
+
+def _parallelism(draft: Draft, use: str) -> None:
+    """Sizes of groups that only FSDP makes."""
+    for fact in ("parallel.replicate", "parallel.shard"):
+        if use != "wrap.fsdp" and draft.account.value(fact, 1) > 1:
+            why = "accelerate takes it with FSDP alone"
+            draft.account.refuse(fact, why, "set distributed_type: FSDP", blocks=True)
 
 
 def _strategy(draft: Draft) -> str:

@@ -33,6 +33,7 @@ def prefetch_units(value: Any) -> int:
 _sharding = says("fsdp.sharding", read.choice(SHARDINGS, "use FULL_SHARD or HYBRID_SHARD"))
 _classes = unless(("", []), says("fsdp.classes", read.names))
 _offload = says("fsdp.cpu_offload", read.truth)
+_backward = covered("FSDP2 gathers one unit ahead in backward; numbers are the same")
 
 FSDP: Table = {
     "version": says("fsdp.version", read.choice({"1": 1, "2": 2}), "wrap.fsdp is always FSDP2"),
@@ -50,7 +51,7 @@ FSDP: Table = {
     "transformer_cls_names_to_wrap": _classes,
     "min_num_params": unless((0,), says("fsdp.unit_size", read.positive)),
     "forward_prefetch": says("fsdp.forward_prefetch", prefetch_units),
-    "backward_prefetch": covered("FSDP2 gathers one unit ahead in backward; numbers are the same"),
+    **dict.fromkeys(("backward_prefetch", "backward_prefetch_policy"), _backward),
     "state_dict_type": covered(SAVED),
     "state_dict_config": covered(SAVED),
     "optim_state_dict_config": covered(SAVED),

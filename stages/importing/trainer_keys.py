@@ -28,6 +28,7 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "polynomial": "polynomial",
     "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "wsd",
 }
 """`flat` is constant from the first step on, whatever the warm-up says."""
 _EIGHT_BITS = {"use": "optimizer.adamw", "moments": "8bit"}
@@ -131,6 +132,15 @@ TRAINER: Table = {
         "min_lr": says("final_lr", read.number),
         "lr_end": says("final_lr", read.number),
         "power": says("power", read.number),
+        "num_decay_steps": says("decay_steps", read.positive),
+        "num_stable_steps": never(
+            "the rate falls in the last steps of the training", "leave it out"
+        ),
+        "decay_type": says(
+            "decay_shape", read.choice({"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"})
+        ),
+        "warmup_type": only("linear", why="is so", otherwise="warm-up is linear"),
+        "min_lr_ratio": says("wsd.final_lr_ratio", read.number),
         "num_cycles": only(0.5, why="is half a cosine", otherwise="a schedule is half a cosine"),
     },
     "warmup_steps": _warmup,

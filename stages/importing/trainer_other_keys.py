@@ -174,7 +174,7 @@ SCRIPT: Table = {
         ),
         *("torch_dtype", "dtype"),
     ),
-    "use_peft": switched("adapter"),
+    "use_peft": says("adapter", read.truth),
     "lora_r": says("adapter.rank", read.positive),
     "lora_alpha": says("adapter.alpha", read.number),
     "lora_dropout": says("adapter.dropout", read.number),
@@ -198,9 +198,42 @@ SCRIPT: Table = {
     ),
     "bnb_4bit_quant_storage": covered("strategies shard bytes as they are"),
     "bnb_4bit_compute_dtype": _four_bits,
-    "chat_template": never("the tokenizer has it", "save it with the tokenizer"),
+    **_all(
+        never("the tokenizer has it", "save it with the tokenizer"),
+        *("chat_template", "chat_template_path", "eos_token"),
+    ),
     "packing": switched("packing"),
-    "streaming": never("tokens are kept on disk", "use data.stream for more than a disk holds"),
+    **_all(
+        never("tokens are kept on disk", "use data.stream for more than a disk holds"),
+        *("streaming", "dataset_streaming"),
+    ),
+    "assistant_only_loss": says("loss.assistant", read.truth),
+    "completion_only_loss": says("loss.completion", read.truth),
+    "loss_type": only(
+        *("nll", "chunked_nll"), why="is so", otherwise="the loss is that of the next token",
+        blocks=True,
+    ),
+    "dataset_text_field": only(
+        "text", why="is so", otherwise="a row's text is called `text`", hint="rename the column"
+    ),
+    "packing_strategy": only(
+        *("bfd", "bfd_split"), why="samples are packed by best fit",
+        otherwise="rows are packed whole, by best fit", hint="leave it out",
+    ),
+    "truncation_mode": only("keep_start", why="is so", otherwise="the start of a row is kept"),
+    **_all(
+        covered("padding is neither computed with nor trained on"),
+        *("padding_free", "pad_to_multiple_of", "pad_token"),
+    ),
+    "eval_packing": covered("what is held out is packed as the rest is, with the same loss"),
+    "shuffle_dataset": covered("the order of samples is the train slot's: shuffle"),
+    "activation_offloading": never(
+        "is the model's to say", "set model.activation_checkpointing.offload"
+    ),
+    "model_init_kwargs": never("the model slot has its own fields"),
+    "dataset_kwargs": never("the data slot has its own fields"),
+    "router_aux_loss_coef": never("the loss has no term for routers", "leave it out"),
+    "ignore_bias_buffers": covered("buffers are the same on all ranks"),
     **_all(
         never("all samples are taken", "make smaller files"),
         *("max_train_samples", "max_eval_samples"),

@@ -13,6 +13,7 @@ from stages.importing.accelerate_keys import ACCELERATE_ALL
 from stages.importing.account import Account
 from stages.importing.compose import compose, recipe
 from stages.importing.deepspeed_keys import DEEPSPEED, assume_engine
+from stages.importing.foreign import tool
 from stages.importing.fsdp_keys import FSDP_PREFIXED
 from stages.importing.rules import Table, Verdict
 from stages.importing.trainer_keys import DEFAULTS
@@ -31,10 +32,8 @@ TABLES: Mapping[str, Table] = {
 BLOCKS = {
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
-    "parallelism_config": "FSDP",
-    "megatron_lm_config": "MEGATRON_LM",
 }
-"""accelerate's blocks -> the distributed_type that reads them."""
+"""accelerate's blocks -> the distributed_type that reads them. The others always count."""
 
 
 class HuggingFace(Translator):
@@ -43,9 +42,14 @@ class HuggingFace(Translator):
     name = "hugging_face"
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
+        if tool(content) is not None:
+            return None
         known = {kind: _known(content, table) for kind, table in TABLES.items()}
         best = max(known, key=lambda kind: known[kind])
-        return best if known[best] else None
+        return best if known[best] and 2 * known[best] >= len(content) else None
+
+    def foreign(self, content: Mapping[str, Any]) -> str | None:
+        return tool(content)
 
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
         account = Account()

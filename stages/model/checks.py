@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Problem
+from pipeline.suggest import did_you_mean
+from stages.model.causal_compat import causal_types
 from stages.model.paths import COMMIT, HUB_ID, has_tokenizer, is_gguf, is_local, is_plain, local
+from stages.model.sizes import wrong_size
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -18,7 +21,7 @@ def problems(stage: HfModel) -> Iterator[Problem]:
     """Every mistake in the slot."""
     yield from _exclusive(stage)
     if stage.config is not None:
-        yield from _config(stage.config)
+        yield from _config(stage, stage.config)
     if stage.path is not None:
         yield from _path(stage, stage.path)
     if stage.tokenizer is not None:
@@ -46,7 +49,7 @@ def _exclusive(stage: HfModel) -> Iterator[Problem]:
         yield Problem(message="`config` says it already", key="vocab_size")
 
 
-def _config(config: Any) -> Iterator[Problem]:
+def _config(stage: HfModel, config: Any) -> Iterator[Problem]:
     if isinstance(config, str):
         file = local(config)
         if not file.is_file():
@@ -63,6 +66,26 @@ def _config(config: Any) -> Iterator[Problem]:
             key="config",
             hint="for example `model_type: llama`",
         )
+    wrong = wrong_size(config)
+    if wrong:
+        yield Problem(message=wrong, key="config")
+    elif "model_type" in config:
+        yield from _architecture(stage, config, "config")
+
+
+def _architecture(stage: HfModel, config: Mapping[str, Any], key: str) -> Iterator[Problem]:
+    """Code that comes with a model can be of any architecture."""
+    kind, known = config.get("model_type"), causal_types()
+    own_code = stage.trust_remote_code and "auto_map" in config
+    if not isinstance(kind, str) or not known or kind in known or own_code:
+        return
+    inner = config.get("text_config")
+    hint = did_you_mean(kind, known)
+    if isinstance(inner, Mapping) or "vision_config" in config:
+        hint = "it is a model of text and more; only models of text alone are trained"
+    yield Problem(
+        message=f"transformers has no causal language model of type {kind!r}", key=key, hint=hint
+    )
 
 
 def _path(stage: HfModel, path: str) -> Iterator[Problem]:
@@ -82,7 +105,7 @@ def _path(stage: HfModel, path: str) -> Iterator[Problem]:
     elif stage.gguf_file is not None:
         yield from _gguf_in(folder, stage.gguf_file)
     else:
-        yield from _folder(folder)
+        yield from _folder(stage, folder)
 
 
 def _gguf_path(stage: HfModel, path: str) -> Iterator[Problem]:
@@ -99,7 +122,7 @@ def _gguf_in(folder: Path, name: str) -> Iterator[Problem]:
         yield Problem(message=f"no such file: {folder / name}", key="gguf_file")
 
 
-def _folder(folder: Path) -> Iterator[Problem]:
+def _folder(stage: HfModel, folder: Path) -> Iterator[Problem]:
     file = folder / "config.json"
     if not file.is_file():
         gguf = sorted(folder.glob("*.gguf"))
@@ -115,6 +138,10 @@ def _folder(folder: Path) -> Iterator[Problem]:
             key="path",
             hint="use the unquantized model",
         )
+    elif wrong_size(config):
+        yield Problem(message=f"{file}: {wrong_size(config)}", key="path")
+    else:
+        yield from _architecture(stage, config, "path")
 
 
 def _hub(stage: HfModel, path: str) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.errors import StageError
 from stages.model import compat
 from stages.model.paths import Files, local
+from stages.model.sizes import wrong_size
 
 OLD_SPELLINGS = (
     "head_dim", "rope_theta", "rope_scaling", "torch_dtype", "partial_rotary_factor",
@@ -35,6 +36,7 @@ def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
     with _unusable():
         if spelled_out:
             _refuse_unknown(kind, values, AutoConfig.for_model(kind))
+        _require_sizes(values)
         return AutoConfig.for_model(kind, **values)
 
 
@@ -49,6 +51,7 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
             trust_remote_code=trust_remote_code,
             local_files_only=True,
         )
+    _require_sizes(config.to_dict())
     if getattr(config, "quantization_config", None) is not None:
         raise StageError(
             f"the weights in {files} are quantized and cannot be trained",
@@ -66,6 +69,12 @@ def _unusable() -> Iterator[None]:
             yield
     except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
         raise StageError(f"the model's config cannot be used: {error}") from error
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
+    wrong = wrong_size(config)
+    if wrong:
+        raise StageError(f"the model's config cannot be used: {wrong}")
 
 
 def _refuse_unknown(kind: str, values: Mapping[str, Any], default: Any) -> None:

@@ -35,6 +35,9 @@ class DerivedSource(ModelSource):
     def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
         return self.base.reaching(model)
 
+    def compiled(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.compiled(model)
+
     def tokenizer(self) -> Any:
         return self.base.tokenizer()
 
@@ -45,6 +48,10 @@ class DerivedSource(ModelSource):
     @property
     def fingerprint(self) -> str:
         return self.base.fingerprint
+
+    @property
+    def contents(self) -> str | None:
+        return self.base.contents
 
     @property
     def location(self) -> str | None:

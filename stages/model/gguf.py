@@ -14,11 +14,15 @@ from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from pipeline.state.blocks import CHUNK
 from stages.model import compat
+from stages.model.shapes.gguf_header import read_header
 from stages.weights.change import Change
 from stages.weights.converted import ConvertedReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+AGAIN = "download or copy it again"
 
 
 def require_gguf() -> None:
@@ -27,6 +31,16 @@ def require_gguf() -> None:
         raise StageError(
             "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
         )
+
+
+def require_whole(file: Path) -> None:
+    """Raise StageError for a file that is cut short or none, which libraries say in riddles."""
+    from gguf import GGML_QUANT_SIZES
+
+    try:
+        read_header(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
+    except (OSError, ValueError) as error:
+        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=AGAIN) from error
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:
@@ -57,7 +71,7 @@ class GgufTensors(TensorReader):
             field = reader.fields["general.architecture"]
             self.architecture = str(bytes(field.parts[field.data[0]]), "utf-8")
         except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-            raise StageError(f"{file} cannot be read as GGUF: {error}") from error
+            raise StageError(f"{file} cannot be read as GGUF: {error}", hint=AGAIN) from error
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def names(self) -> Collection[str]:

@@ -70,10 +70,12 @@ class HfModel:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.model.checks import problems
+        from stages.model.positions import too_long
         from stages.model.speed_checks import speed_problems
 
         yield from problems(self)
         yield from speed_problems(self, plan)
+        yield from too_long(self, plan)
 
     def forecast(self, site: Site) -> ModelShape:
         from stages.model.shapes.declared import declared_shape

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from stages.model.options import ActivationCheckpointing, Compile
+from stages.model.torch_compat import compile_checkpoints_with_casts
 
 Forward = Callable[..., Any]
 
@@ -33,6 +34,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpoin
 
 def compile_blocks(blocks: Sequence[nn.Module], settings: Compile) -> None:
     """Compile the blocks' forward methods; blocks of a kind share what is compiled."""
+    compile_checkpoints_with_casts()
     for block in blocks:
         block.forward = torch.compile(
             block.forward,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import StageError
 from stages.model.config import config_of_files, config_of_recipe
 from stages.model.fit import Allowed
-from stages.model.gguf import require_gguf
+from stages.model.gguf import require_gguf, require_whole
 from stages.model.paths import Files, is_gguf, is_local, local
 from stages.model.source import HfSource, Training
 
@@ -24,8 +24,10 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
     with ctx.dist.main_first():
         files = None if stage.path is None else _files(stage, stage.path)
         words = files if stage.tokenizer is None else _tokenizer_files(stage.tokenizer)
-    if files is not None and files.gguf is not None:
-        require_gguf()
+    for each in (files, words):
+        if each is not None and each.gguf is not None:
+            require_gguf()
+            require_whole(each.folder / each.gguf)
     if stage.config is not None:
         config = config_of_recipe(stage.config)
     else:

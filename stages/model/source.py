@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +15,7 @@ from torch import nn
 
 from pipeline.artifacts import DtypeName, ModelSource, TensorReader, torch_dtype
 from pipeline.errors import StageError
+from stages.data.digests import file_digests
 from stages.model import assets, compat
 from stages.model.faster import use_fp8, use_liger
 from stages.model.files import safetensors_files, weight_files
@@ -177,6 +179,9 @@ class HfSource(ModelSource):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return [block for blocks in lists for block in blocks if type(block).__name__ in classes]
 
+    def compiled(self, model: nn.Module) -> Sequence[nn.Module]:
+        return () if self._training.compile is None else self.blocks(model)
+
     @functools.cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -220,6 +225,18 @@ class HfSource(ModelSource):
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    @functools.cached_property
+    def _contents(self) -> str | None:
+        if self._random:
+            return None
+        assert self._files is not None
+        files = weight_files(self._files.folder, self._files.gguf)
+        return hashlib.sha256("\n".join(file_digests(files)).encode()).hexdigest()
+
+    @property
+    def contents(self) -> str | None:
+        return self._contents
 
     @property
     def location(self) -> str | None:

@@ -18,12 +18,18 @@ FLASH = "flash_attention_"
 def speed_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     """Mistakes in the fields about attention, kernels and fp8."""
     yield from _attention(stage.attention, plan)
-    keep = stage.activation_checkpointing and stage.activation_checkpointing.keep
-    if keep == "attention" and stage.attention == "eager":
+    again = stage.activation_checkpointing
+    if again is not None and again.keep == "attention" and stage.attention == "eager":
         yield Problem(
             key="activation_checkpointing.keep",
             message="eager attention is no single operation whose result could be kept",
             hint="set attention: sdpa, or keep: matmuls",
+        )
+    if again is not None and again.offload and stage.compile is not None:
+        yield Problem(
+            key="compile",
+            message="torch compiles no block whose activations are offloaded",
+            hint="leave it out, or set activation_checkpointing.offload: false",
         )
     if stage.kernels is not None:
         yield from _needs(plan, "kernels", "Liger", "liger_kernel", "liger-kernel")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,9 +13,16 @@ from pipeline.artifacts import NamedParameter
 from pipeline.errors import Problem
 from pipeline.stage import PlanView
 from stages.optimizer.groups import GroupSettings, make_groups
-from stages.optimizer.schedule import Schedule, lr_scale, steps_in
+from stages.optimizer.schedule import Schedule, Shape, lr_scale, steps_in
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
+BELONGS: Mapping[str, Schedule] = {
+    "decay_ratio": "wsd",
+    "decay_steps": "wsd",
+    "decay_shape": "wsd",
+    "power": "polynomial",
+}
+"""Fields that mean something to one schedule alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +55,30 @@ class OptimizerSettings:
 
     decay_ratio: Annotated[float, Gt(0), Le(1)] | None = None
     """With schedule wsd: the last fraction of all steps, rounded up, in which the rate falls; null
-    means a tenth."""
+    means a tenth. Excludes `decay_steps`."""
+
+    decay_steps: Annotated[int, Gt(0)] | None = None
+    """With schedule wsd: the last steps, in which the rate falls. Excludes `decay_ratio`."""
+
+    decay_shape: Shape | None = None
+    """With schedule wsd: what the rate falls along: a line, a cosine, or 1 less the square root of
+    the steps of the fall (sqrt); null means a line."""
 
     power: Annotated[float, Gt(0)] | None = None
     """With schedule polynomial: the exponent; null means 2."""
 
     final_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Learning rate at the last step, as a fraction of `lr`; nothing to the schedules constant and
-    inverse_sqrt."""
+    """Learning rate that the step behind the last would have, as a fraction of `lr`; nothing to the
+    schedules constant and inverse_sqrt."""
 
     max_grad_norm: Annotated[float, Gt(0)] | None = 1.0
     """Clip the gradient of the whole model to this L2 norm; null does not clip."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        if self.warmup_steps and self.warmup_ratio:
-            yield Problem(key="warmup_ratio", message="excludes warmup_steps", hint="give only one")
-        for key, schedule in (("decay_ratio", "wsd"), ("power", "polynomial")):
+        for one, other in (("warmup_ratio", "warmup_steps"), ("decay_ratio", "decay_steps")):
+            if getattr(self, one) and getattr(self, other):
+                yield Problem(key=one, message=f"excludes {other}", hint="give only one")
+        for key, schedule in BELONGS.items():
             if getattr(self, key) is not None and self.schedule != schedule:
                 yield Problem(
                     key=key,
@@ -79,23 +94,24 @@ class OptimizerSettings:
             schedule=self.schedule,
             warmup=self._warmup(total),
             final_scale=self.final_lr_ratio,
-            decay=steps_in(self.decay_ratio or 0.1, total),
+            decay=self.decay_steps or steps_in(self.decay_ratio or 0.1, total),
+            shape=self.decay_shape or "linear",
             power=self.power or 2.0,
         )
 
     def doubts(self, total: int) -> Iterator[str]:
         """What is hardly meant of learning rates over `total` steps, and what to set instead."""
         warmup = self._warmup(total)
-        if warmup >= max(total, 2):  # one step of warm-up, if there is only one, has the full rate
-            key = "warmup_steps" if self.warmup_steps else "warmup_ratio"
+        key = "warmup_steps" if self.warmup_steps else "warmup_ratio"
+        if not any(self.lr_scale(step, total) for step in range(total)):
+            yield (
+                f"the learning rate is 0 at every step: warm-up begins with 0 and takes {warmup} "
+                f"steps; set a lower {key}"
+            )
+        elif warmup >= total:
             yield (
                 f"warm-up takes {warmup} steps and the training {total}: the learning rate rises "
                 f"to the end; set a lower {key}"
-            )
-        elif not any(self.lr_scale(step, total) for step in range(total)):
-            yield (
-                f"the learning rate is 0 at every step: the schedule {self.schedule} falls to 0 at "
-                f"the last of {total}; set schedule: constant, or final_lr_ratio"
             )
 
     def _warmup(self, total: int) -> int:

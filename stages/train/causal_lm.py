@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
@@ -27,6 +28,7 @@ from pipeline.length import Length
 from pipeline.stage import Context, PlanView, Room, Trial
 from pipeline.tracing.watch import Watch
 from stages.train.policies import Anomalies, Count, EarlyStopping
+from stages.train.refusals import GIVE_SAMPLES, NO_SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,18 @@ class TrainCausalLm:
                 message="the checkpoint slot does not keep the best checkpoint",
                 hint="set keep_best: 1 there",
             )
+        samples = [getattr(stage, "holds_out", True) for stage in plan.giving(Data)]
+        if samples and not any(samples):
+            for key in self.evaluates:
+                yield Problem(key=key, message=NO_SAMPLES, hint=GIVE_SAMPLES)
+
+    @property
+    def evaluates(self) -> list[str]:
+        """The fields that ask for held-out samples."""
+        best = self.result == "best"
+        asked = {name: getattr(self, name) for name in ("eval_every", "eval_first")}
+        asked |= {"early_stopping": self.early_stopping, "result": best}
+        return [name for name, value in asked.items() if value]
 
     def shortened(self, trial: Trial) -> TrainCausalLm:
         """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays, or
@@ -212,5 +226,18 @@ class TrainCausalLm:
         from stages.train.loop import train
         from stages.train.origin import origin
 
-        began = origin(self, ctx.seed, data, model)
+        began = origin(self, ctx, data, model)
         return train(self, ctx, engine, data, optimizer, checkpoints, began)
+
+    def prove(self, trained: TrainedRun) -> None:
+        """A canonical checkpoint has all its files, each of its size; its tensors are verified when
+        they are read, and so is all of what is not on this machine. Raises CheckpointError."""
+        from pipeline.state.formats import Formats, Reading
+        from stages.formats.canonical import Canonical
+
+        if "://" in trained.checkpoint:
+            return
+        folder = Path(trained.checkpoint)
+        form = Formats.installed().detect(folder)
+        if isinstance(form, Canonical):
+            form.open(folder, Reading()).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.distributed
 
@@ -35,7 +36,7 @@ def mean_loss(
 ) -> float:
     """The same of a model that is in the state in which it is to be measured (collective)."""
     total = torch.zeros((), dtype=torch.float32, device=device)
-    targets = sum(samples.targets(index) for index in range(len(samples)))
+    targets = samples.total_targets(np.arange(len(samples)))
     with torch.no_grad():
         for start, end in microbatches(len(samples), shard, micro_batch_size):
             rows = [samples[index] for index in range(start, end)]

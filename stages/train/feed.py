@@ -69,10 +69,8 @@ class Feed:
 
     def targets(self, position: int) -> int:
         """Target tokens of the whole step on all ranks, known without any communication."""
-        return sum(
-            self._data.train.targets(int(index))
-            for index in self._order.indices(position, self.count(position))
-        )
+        indices = self._order.indices(position, self.count(position))
+        return self._data.train.total_targets(indices)
 
     def samples(self, position: int) -> Iterator[Sample]:
         """The samples from `position` on, one after another, without end."""

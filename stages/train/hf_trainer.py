@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from annotated_types import Gt
@@ -80,7 +80,7 @@ class HfTrainer:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.train.hf_trainer_checks import problems
 
-        yield from self.batches().check(plan)
+        yield from replace(self.batches(), eval_every=self.eval_every).check(plan)
         yield from problems(self, plan)
 
     def forecast(

@@ -16,16 +16,13 @@ from pipeline.artifacts import Progress
 from pipeline.errors import StageError
 from pipeline.files import sync_tree
 from pipeline.stage import Context
-from stages.checkpoint.steps import read_json, write_json
+from stages.formats.records import PROGRESS, read_json, write_json
 from stages.train.evaluation import note, perplexity
 from stages.train.feed import Feed
 
-PROGRESS = "progress.json"
-"""File of a checkpoint that is written last, so it is there exactly if the checkpoint is whole."""
-
 
 def whole_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints that were saved to their end, oldest first."""
+    """Checkpoints that were saved to their end, oldest first: those that have a progress."""
     found = [path.parent for path in root.glob(f"checkpoint-*/{PROGRESS}")]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 

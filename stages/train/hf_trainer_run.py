@@ -61,7 +61,7 @@ def train(
     root = ctx.run_dir / "checkpoints"
     batches = config.batches()
     shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
-    began = origin(batches, ctx.seed, data, model)
+    began = origin(batches, ctx, data, model)
     newest, progress = _newest(root, ctx)
     require_same_origin(began, ctx.accept, progress)
     progress.origin = began

@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from pipeline.artifacts import (
     Checkpoints,
     Data,
@@ -21,6 +19,7 @@ from pipeline.artifacts import (
 from pipeline.engine import Engine
 from pipeline.errors import StageError
 from pipeline.stage import Context
+from pipeline.state import randomness
 from stages.train.anomalies import Watch
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, note, reason_to_stop
@@ -31,6 +30,7 @@ from stages.train.origin import require_same_origin
 from stages.train.profiling import Profile, Profiler
 from stages.train.proof import prove_head, prove_packing
 from stages.train.recovery import Recovery
+from stages.train.refusals import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.report import Reporter
 from stages.train.step import Done, train_step
 
@@ -46,7 +46,7 @@ def train(
 ) -> TrainedRun:
     """Train to the last step from wherever the newest checkpoint left off (collective). `began` is
     what positions in this training mean something for."""
-    torch.manual_seed(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
+    randomness.start(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
     admit = functools.partial(require_same_origin, began, ctx.accept)
     restored = checkpoints.restore(admit)
     ctx.metrics.rewind(-1 if restored is None else restored.step)
@@ -137,7 +137,6 @@ class Training:
         number = self._progress.step + 1
         if not self._profiler.wants(number):
             return take(), None
-        self._reporter.flush()  # so that peaks before it are without the profiler's memory
         return self._profiler.record(number, take)
 
     def _prove(self) -> None:
@@ -169,7 +168,7 @@ class Training:
         if progress.step < total:
             progress.stopped = reason_to_stop(progress, self._config.early_stopping)
         if progress.stopped:
-            self._reporter.flush()
+            self._reporter.show()
             self._ctx.log.info(
                 "stopping early, at step %d of %d: %s", progress.step, total, progress.stopped
             )
@@ -208,7 +207,7 @@ class Training:
 
     def _recover(self, recovery: Recovery, anomaly: str, done: Done) -> None:
         """Get behind a step that no update is to come of."""
-        self._reporter.flush()
+        self._reporter.show()
         progress = self._progress
         step, count = progress.step, self._feed.count(progress.samples)
         facts = recovery.recover(anomaly, done, self._watch, progress, count)
@@ -219,17 +218,5 @@ class Training:
 
 
 def _require_heldout(config: TrainCausalLm, data: Data) -> None:
-    if data.heldout:
-        return
-    asked = {
-        "eval_every": config.eval_every,
-        "eval_first": config.eval_first,
-        "early_stopping": config.early_stopping,
-        "result: best": config.result == "best",
-    }
-    for name, value in asked.items():
-        if value:
-            raise StageError(
-                f"{name} needs held-out samples, and there are none",
-                hint="give some in the data slot (heldout_fraction or heldout_files)",
-            )
+    if config.evaluates and not data.heldout:
+        raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)

@@ -25,35 +25,30 @@ class Sums(NamedTuple):
     """Seconds that ranks waited for data."""
 
 
-def summed(steps: Sequence[Done], ranks: int) -> list[Sums]:
-    """The steps' numbers over all ranks (collective)."""
-    losses = torch.stack([done.loss for done in steps]).to(torch.float64)
-    taken = [[float(d.taken.tokens), float(d.taken.squares), d.taken.seconds] for d in steps]
-    rest = torch.tensor(taken, dtype=torch.float64, device=losses.device)
-    sums = torch.cat([losses[:, None], rest], dim=1)
+def summed(step: Done, ranks: int) -> Sums:
+    """A step's numbers over all ranks (collective)."""
+    taken = step.taken
+    sums = torch.tensor(
+        [0.0, float(taken.tokens), float(taken.squares), taken.seconds],
+        dtype=torch.float64,
+        device=step.loss.device,
+    )
+    sums[0] = step.loss
     if ranks > 1:
         torch.distributed.all_reduce(sums)
-    return [Sums(*row) for row in sums.tolist()]
+    return Sums(*sums.tolist())
 
 
-def peak_memory(device: torch.device, ranks: int) -> int | None:
-    """Most bytes that torch's tensors took at once on one rank's GPU since the start (collective);
-    None without GPUs."""
-    if device.type != "cuda":
-        return None
-    most = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
+def peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
+    """Most bytes that were taken at once on one rank since the start (collective), as far as they
+    are known: by torch's tensors on its GPU, by the model and its training of its host memory.
+    `pipeline.resident` says what is counted there."""
+    on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    most = torch.tensor([on_gpu, resident.peak_beyond() or 0], device=device)
     if ranks > 1:
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return int(most)
-
-
-def peak_host_memory(device: torch.device, ranks: int) -> int | None:
-    """Most bytes that the model and its training took at once of one rank's host memory since the
-    start (collective); None where that is not known. `pipeline.resident` says what is counted."""
-    most = torch.tensor(resident.peak_beyond() or 0, device=device)
-    if ranks > 1:
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return int(most) or None
+    names = ("peak_memory_bytes", "peak_host_memory_bytes")
+    return {name: int(size) for name, size in zip(names, most.tolist(), strict=True) if size}
 
 
 def mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float:

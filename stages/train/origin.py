@@ -9,20 +9,26 @@ from pipeline.artifacts import Data, ModelSource, Progress
 from pipeline.errors import ResumeRefused
 
 if TYPE_CHECKING:
+    from pipeline.stage import Context
     from stages.train.causal_lm import TrainCausalLm
 
 SHOWN = 12
 """Characters of a digest that a message shows."""
 
 
-def origin(config: TrainCausalLm, seed: int, data: Data, model: ModelSource) -> dict[str, Any]:
-    """Part -> what it is, JSON. The parts are what `pipe resume --accept` can name."""
+def origin(config: TrainCausalLm, ctx: Context, data: Data, model: ModelSource) -> dict[str, Any]:
+    """Part -> what it is, JSON (collective). The parts are what `pipe resume --accept` can name."""
     identity = dict(data.identity)
+    lends = bool(model.borrowed)  # otherwise checkpoints have all that was read from the model
+    if lends and ctx.dist.local_rank == 0:
+        _ = model.contents  # of each machine one process reads, the others find what it kept
+    ctx.dist.barrier()
     return {
         "model": model.fingerprint,
+        "weights": model.contents if lends else None,
         "tokenizer": identity.pop("tokenizer", None),
         "data": identity,
-        "seed": seed,
+        "seed": ctx.seed,
         "shuffle": config.shuffle,
         "global_batch_size": config.global_batch_size,
     }
@@ -32,10 +38,11 @@ def require_same_origin(
     now: Mapping[str, Any], accept: Collection[str], progress: Progress
 ) -> None:
     """Raises ResumeRefused that tells what is another than when the checkpoint was saved, unless
-    every difference is in an accepted part. What came from a foreign format has no origin."""
-    if not progress.origin:
-        return
-    changed = [part for part in now if progress.origin.get(part) != now[part]]
+    every difference is in an accepted part. Checkpoints of a foreign format have no origin, and
+    those of earlier versions not all parts of one."""
+    changed = [
+        part for part in now if part in progress.origin and progress.origin[part] != now[part]
+    ]
     # The contents of tokenised data follow from the tokenizer.
     if "tokenizer" in changed and "tokenizer" in accept and _only_contents(progress.origin, now):
         changed = [part for part in changed if part != "data"]

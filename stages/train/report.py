@@ -13,7 +13,7 @@ from pipeline.engine import Engine
 from pipeline.stage import Context
 from stages.train.evaluation import perplexity
 from stages.train.flops import Utilisation
-from stages.train.measures import mean_of, peak_host_memory, peak_memory, summed
+from stages.train.measures import mean_of, peak_memory, summed
 from stages.train.profiling import Profile
 from stages.train.step import Done
 
@@ -22,7 +22,7 @@ SLOW_DATA = 0.05
 
 
 class Reporter:
-    """Collects steps without reading the device, and reports them `log_every` at a time."""
+    """Writes a record of every step when it is done, and shows a line every `log_every` steps."""
 
     def __init__(
         self,
@@ -40,15 +40,18 @@ class Reporter:
         self._total = total_steps
         self._progress = progress
         self._utilisation = utilisation
-        self._pending: list[tuple[Done, dict[str, Any]]] = []
+        self._unshown: list[dict[str, Any]] = []
         self._since = time.perf_counter()
         self._tokens, self._samples = progress.tokens, progress.samples
 
     def add(self, done: Done, profile: Profile | None = None) -> None:
-        """Take note of a step, once the progress has moved on (collective when a report is due).
-        One with a `profile` took the time that that says."""
+        """Report a step, once the progress has moved on (collective). One with a `profile` took the
+        time that that says. The host has waited for the step's gradient norm already, so to read
+        the loss costs a small sum over ranks and no more waiting."""
         now, progress = time.perf_counter(), self._progress
         seconds = now - self._since if profile is None else profile.seconds
+        ranks = self._engine.shard.count
+        total = summed(done, ranks)
         record = {
             "step": progress.step,
             "grad_norm": _finite(done.report.grad_norm),
@@ -61,20 +64,29 @@ class Reporter:
             "step_seconds": seconds,
             "target_tokens_per_second": (progress.tokens - self._tokens) / seconds,
             "samples_per_second": (progress.samples - self._samples) / seconds,
+            "loss": _finite(total.loss),
+            "tokens_per_second": total.tokens / seconds,
+            "tokens_per_second_per_rank": total.tokens / seconds / ranks,
+            "data_wait_share": total.waited / seconds / ranks,
+            **peak_memory(self._engine.device, ranks),
             **_best(progress),
         }
+        if self._utilisation is not None:
+            record["mfu"] = self._utilisation.share(total.tokens, total.squares, seconds * ranks)
         if profile is not None:
             record |= {"profiled": True, "communication_share": profile.communication}
+        self._ctx.metrics.write(record)
+        self._keep_loss(total.loss)
         self._begin(now)
-        self._pending.append((done, record))
+        self._unshown.append(record)
         if progress.step % self._every == 0:
-            self.flush()
+            self.show()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Report what is pending, then keep the body's time (evaluation, saving) out of the
-        speed of training (collective)."""
-        self.flush()
+        """Show what has not been shown, then keep the body's time (evaluation, saving) out of the
+        speed of training."""
+        self.show()
         yield
         self._begin(time.perf_counter())
 
@@ -115,38 +127,16 @@ class Reporter:
 
     def rewound(self) -> None:
         """The progress is that of an earlier step again: forget those after it."""
-        self._pending.clear()
+        self._unshown.clear()
         self._ctx.metrics.rewind(self._progress.step)
         self._begin(time.perf_counter())
 
-    def flush(self) -> None:
-        """Sum the pending steps' numbers over ranks and report them (collective)."""
-        if not self._pending:
-            return
-        ranks = self._engine.shard.count
-        sums = summed([done for done, _ in self._pending], ranks)
-        device = self._engine.device
-        memory = {
-            "peak_memory_bytes": peak_memory(device, ranks),
-            "peak_host_memory_bytes": peak_host_memory(device, ranks),
-        }
-        for total, (_, record) in zip(sums, self._pending, strict=True):
-            seconds = record["step_seconds"]
-            record |= {
-                "loss": _finite(total.loss),
-                "tokens_per_second": total.tokens / seconds,
-                "tokens_per_second_per_rank": total.tokens / seconds / ranks,
-                "data_wait_share": total.waited / seconds / ranks,
-            }
-            record |= {name: size for name, size in memory.items() if size is not None}
-            if self._utilisation is not None:
-                record["mfu"] = self._utilisation.share(
-                    total.tokens, total.squares, seconds * ranks
-                )
-            self._ctx.metrics.write(record)
-            self._keep_loss(total.loss)
-        self._line([record for _, record in self._pending])
-        self._pending.clear()
+    def show(self) -> None:
+        """A line for the steps that none has been shown of: the last one's numbers, and their mean
+        speed."""
+        if self._unshown:
+            self._line(self._unshown)
+            self._unshown = []
 
     def _begin(self, now: float) -> None:
         """What comes counts from here."""
@@ -160,7 +150,6 @@ class Reporter:
             self._progress.metrics["loss"] = value
 
     def _line(self, records: list[dict[str, Any]]) -> None:
-        """One line for the newest steps: the last one's numbers, and their mean speed."""
         last = records[-1]
         seconds = sum(record["step_seconds"] for record in records) / len(records)
         total = self._total(self._progress)

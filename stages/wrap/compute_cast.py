@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stages.wrap.compute_cast_compat import around_forward
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -32,8 +34,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
         ]
         if owners:
             shadow = Shadow(dtype, owners)
-            module.register_forward_pre_hook(shadow)
-            module.register_forward_hook(shadow.lift, always_call=True)
+            around_forward(module, shadow, shadow.lift)
 
 
 def _within_reach(module: nn.Module) -> Iterator[nn.Module]:

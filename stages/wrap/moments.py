@@ -66,9 +66,9 @@ def _zero(group: Mapping[str, Any], parameter: nn.Parameter) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
-def updates(state: Mapping[str, Any]) -> int:
-    """How often a parameter was updated; 0 under a rule that does not count."""
-    return int(state.get(UPDATES, 0))
+def updates(state: Mapping[str, Any], uncounted: int) -> int:
+    """How often a parameter was updated; `uncounted` under a rule that does not count."""
+    return int(state.get(UPDATES, uncounted))
 
 
 def set_updates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -67,6 +67,9 @@ class TorchEngine(Engine):
     plan: OptimizerPlan
     keeps_gradients = False
     """Whether gradients stay where they are between steps, as zeros, instead of being freed."""
+    _restored: Mapping[str, int] = {}
+    _applied = 0
+    """Steps since then: counts of updates, for optimizers that have none."""
 
     @property
     @abstractmethod
@@ -92,7 +95,7 @@ class TorchEngine(Engine):
         scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
 
     def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
-        return apply_step(
+        report = apply_step(
             self.optimizer,
             self.scaler,
             lr_scale=lr_scale,
@@ -100,11 +103,16 @@ class TorchEngine(Engine):
             admit=admit,
             keep_gradients=self.keeps_gradients,
         )
+        self._applied += report.applied
+        return report
 
     def state(self) -> EngineState:
         return dataclasses.replace(
             self._layout.state,
-            updates={name: updates(state) for name, state in self._layout.trained.items()},
+            updates={
+                name: updates(kept, self._restored.get(name, 0) + self._applied)
+                for name, kept in self._layout.trained.items()
+            },
             loss_scale=None if self.scaler is None else _loss_scale(self.scaler),
         )
 
@@ -112,6 +120,7 @@ class TorchEngine(Engine):
         yield from self._fragments(write=False)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
+        self._restored, self._applied = state.updates, 0
         for name, kept in self._layout.trained.items():
             set_updates(kept, state.updates[name], self.optimizer)
         if self.scaler is not None and state.loss_scale is not None:

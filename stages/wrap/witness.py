@@ -9,6 +9,7 @@ from typing import Any
 from pipeline import rundir
 from pipeline.engine import Engine
 from pipeline.errors import EngineMismatch
+from pipeline.files import replace_text
 from pipeline.stage import Context
 
 
@@ -25,7 +26,7 @@ def attest(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> None:
         if facts.get(key) != value
     ]
     if ctx.dist.is_main:
-        (ctx.run_dir / rundir.ENGINE).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+        replace_text(ctx.run_dir / rundir.ENGINE, json.dumps(facts, indent=1) + "\n")
     ctx.log.info("running: %s", ", ".join(f"{key} {_shown(facts[key])}" for key in facts))
     if differences:
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from pipeline.artifacts import Progress
 from pipeline.dist import Dist
-from pipeline.state.manifest import Manifest
+from pipeline.state.reader import CheckpointReader
+from pipeline.state.store import locate
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
@@ -50,6 +51,7 @@ def start(program: str, *options: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_loads_are_measured_and_agree(tmp_path: Path) -> None:
     only = ["--dtypes", "bf16", "--strategies", "fsdp", "--only", "ours"]
     (row,) = start("loading.py", *only, str(tmp_path / "all.json"))
@@ -57,6 +59,7 @@ def test_loads_are_measured_and_agree(tmp_path: Path) -> None:
     assert len(row["ranks"]) == 2
 
 
+@pytest.mark.full
 def test_exports_are_measured_and_agree(tmp_path: Path) -> None:
     only = ["--groups", "zero3", "--only", "write, of zero3, 2"]
     found = start("export.py", *only, str(tmp_path / "all.json"))
@@ -78,14 +81,14 @@ def save(dist: Dist, folder: str, config: dict[str, Any]) -> None:
 
 def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
     """Part of a tensor -> its file, and its place behind the header. Without random numbers."""
-    manifest = Manifest.load((folder / "manifest.json").read_bytes(), str(folder))
+    reader = CheckpointReader(*locate(str(folder)))
     found = {}
-    for part in manifest.parts:
-        for piece in part.pieces:
-            key, file = manifest.tensors[piece.tensor].key, manifest.files[piece.file]
-            if not key.startswith("random/"):
+    for number, file in enumerate(reader.manifest.files):
+        for tensor, piece in reader._places.in_file(number):
+            if not tensor.key.startswith("random/"):
                 where = (file.name, piece.offset - file.data_start)
-                found[key, piece.start, piece.stop] = where
+                found[tensor.key, piece.start, piece.stop] = where
+    reader.close()
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipe import Pipe
-from tests.support.processes import PRELOAD
+from tests.support.processes import forking
 from tests.support.recorded import Recorded, record
 
 HERE = Path(__file__).parent
@@ -67,8 +66,7 @@ def recorded(request: pytest.FixtureRequest, memory: Path) -> Recorded:
 @pytest.fixture(scope="session")
 def pipe_in_child(plugin: Path) -> Callable[..., int]:
     """`pipe ARGUMENTS` in a process that has torch loaded already; returns its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forking()
 
     def call(*arguments: str, kill_at: str = "") -> int:
         process = context.Process(target=_child, args=(str(plugin), arguments, kill_at))

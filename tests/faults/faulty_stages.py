@@ -23,12 +23,17 @@ Fault = Literal[
     "kill",
     "segv",
     "exit",
+    "exit0",
+    "term",
     "sys_exit",
     "hang",
     "main_first",
     "child",
     "cleanup",
+    "full",
 ]
+
+SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "term": signal.SIGTERM}
 
 
 class Declared:
@@ -158,14 +163,18 @@ def misbehave(fault: Fault, ctx: Context) -> None:
         raise ValueError("boom")
     if fault == "expected":
         raise DataError("no text", file="corpus.jsonl", row=7, hint="give it some")
-    if fault in ("kill", "segv"):
-        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSEGV)
-    if fault == "exit":
-        os._exit(3)
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
+    if fault in ("exit", "exit0"):
+        os._exit(3 if fault == "exit" else 0)
     if fault == "sys_exit":
         sys.exit(0)
     if fault == "cleanup":
         ctx.on_exit(functools.partial(misbehave, "raise", ctx))
+    if fault == "full":
+        with (ctx.run_dir / "fill").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
     if fault == "child":
         start_child(ctx)
         raise ValueError("boom")

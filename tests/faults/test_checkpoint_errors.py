@@ -15,11 +15,12 @@ import pytest
 from tests.support.injection import Fault, limit_file_size
 from tests.support.recorded import NEW, NEXT, OLD, Recorded
 from tests.support.sweep import REPOSITORY, Found, Injected, Seen
+from tests.support.tier import times
 
 ERRORS = ("ENOSPC", "EIO", "EDQUOT")
 GRACE = 0.4
 """Rank 0 ends by itself, unless rank 1 could not even report."""
-COUNT = 25
+COUNT = times(quick=8, full=25)
 
 
 def require_untouched(recorded: Recorded, fault: Fault, seen: Seen, problem: str) -> None:

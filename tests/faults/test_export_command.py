@@ -59,6 +59,28 @@ def test_the_rehearsal_leaves_nothing_and_changes_nothing(trained: Trained, tmp_
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_copied_run_makes_its_own_damaged_export_again(trained: Trained, tmp_path: Path) -> None:
+    """Of what it holds itself, though the run that it is a copy of is there and is another by
+    now."""
+    first = Path(shutil.copytree(trained.run, tmp_path / "first"))
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    shutil.rmtree(first / "checkpoints")
+    weights = copy / "export" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-7] + bytes([whole[-7] ^ 4]) + whole[-6:])
+    resumed = trained.pipe("resume", str(copy), "launch.procs=1")
+    assert resumed.code == 0, resumed.stderr
+    said = resumed.stdout + resumed.stderr
+    assert (
+        f"slot `export` runs again: {weights} does not hold the trained values in 1 tensor" in said
+    )
+    assert "train: train.causal_lm" not in said
+    assert f"  export      {copy}/export\n" in said
+    assert weights.read_bytes() == whole
+    again = trained.pipe("resume", str(copy))
+    assert again.stdout.startswith("nothing to do: every stage has finished\n")
+
+
 def test_a_rehearsal_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: Path) -> None:
     pipe = Pipe(plugin, tmp_path)
     stages = training(checkpoint={}, train={"steps": 1}) | EXPORT

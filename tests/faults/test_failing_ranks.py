@@ -12,6 +12,8 @@ DIED = {
     "kill": "rank 1 was killed by SIGKILL (the system does this when memory runs out)",
     "segv": "rank 1 was killed by SIGSEGV",
     "exit": "rank 1 ended by itself with exit code 3",
+    "exit0": "rank 1 ended by itself with exit code 0",
+    "term": "rank 1 was killed by SIGTERM",
 }
 
 
@@ -74,7 +76,8 @@ def test_a_failing_clean_up_is_a_failure(pipe: Pipe) -> None:
 
 
 def test_a_rank_that_cannot_start(pipe: Pipe) -> None:
-    result = pipe.run(pipe.recipe(procs=2), FAULTY_IMPORT="1")
+    command = ("-m", "pipeline", "run", str(pipe.recipe(procs=2)), "--run-dir", str(pipe.run_dir))
+    result = pipe.end(pipe.start(*command, FAULTY_IMPORT="1"))
     assert result.code == 1
     first = result.stderr.splitlines()[0]
     assert first.startswith("error: rank 1 failed before the first slot: ")
@@ -96,7 +99,7 @@ def test_what_a_rank_started_ends_too(pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("procs", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)]
+    ("procs", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1)]
 )
 def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) -> None:
     recipe = pipe.recipe(procs=procs, train={"fault": "hang"})
@@ -105,7 +108,10 @@ def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) 
     process.send_signal(number)
     result = pipe.end(process, limit=15)
     assert result.code == 128 + number
-    assert result.stderr == f"error: stopped by {number.name}\n"
+    assert result.stderr.splitlines() == [
+        f"error: stopped by {number.name}",
+        f"  continue with: pipe resume '{pipe.run_dir}'",
+    ]
     last = pipe.events()[-1]
     assert (last["event"], last["problem"]) == ("run stopped", number.name)
 

@@ -1,8 +1,7 @@
-"""A run that is killed twenty times, a rank or a writer at a time, ends as if nothing had been."""
+"""A run that is killed again and again, rank or writer, ends as if nothing had been."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -18,10 +17,11 @@ import pytest
 
 from tests.support.faulty_ranks import infect
 from tests.support.injection import Fault
-from tests.support.processes import PRELOAD
+from tests.support.processes import forking
+from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
-KILLS, STEPS, RANKS = 20, 64, 2
+KILLS, STEPS, RANKS = times(quick=4, full=20), 64, 2
 Start = Callable[..., list[int]]
 
 
@@ -58,8 +58,7 @@ def kills() -> list[Kill]:
 def start(plugin: Path) -> Start:
     """`pipe ARGUMENTS` on ranks that have torch loaded already, killed when one ends badly, as any
     launcher does; their exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forking()
 
     def call(run: Path, *arguments: str, kill: Kill | None = None) -> list[int]:
         with socket.socket() as probe:
@@ -100,7 +99,7 @@ def _rank(
     main(arguments)
 
 
-def test_twenty_kills_change_nothing(tmp_path: Path, start: Start) -> None:
+def test_kills_change_nothing(tmp_path: Path, start: Start) -> None:
     calm, run = tmp_path / "calm", tmp_path / "run"
     stages = training(checkpoint={"every": 1, "keep": 1}, train={"steps": STEPS})
     recipe = write(tmp_path / "recipe.yaml", stages | EXPORT, procs=RANKS)

@@ -26,9 +26,8 @@ def torchrun(pipe: Pipe, *arguments: str) -> Outcome:
 
 
 def test_one_folder_one_voice_and_nothing_to_repeat(pipe: Pipe) -> None:
-    """The recipe asks for one process; the launcher decides."""
     runs = pipe.folder / "runs"
-    result = torchrun(pipe, "run", str(pipe.recipe()), "--runs", str(runs))
+    result = torchrun(pipe, "run", str(pipe.recipe(procs=2)), "--runs", str(runs))
     assert result.code == 0, result.stderr
     [folder] = runs.iterdir()
     lines = result.stdout.splitlines()
@@ -48,11 +47,14 @@ def test_a_recipe_with_mistakes_is_told_once(pipe: Pipe) -> None:
     result = torchrun(pipe, "run", str(pipe.recipe(train={"ranks": 1})))
     assert result.code == 1
     assert result.stderr.count("train.ranks: unknown field") == 1
+    assert (
+        "launch.procs: 1 process, but the launcher started 2 (set launch.procs=2" in result.stderr
+    )
     assert not (pipe.folder / "runs").exists()
 
 
 def test_the_rank_that_failed_first_tells(pipe: Pipe) -> None:
-    recipe = pipe.recipe(train={"fault": "raise", "rank": 1, "peers": "collective"})
+    recipe = pipe.recipe(procs=2, train={"fault": "raise", "rank": 1, "peers": "collective"})
     result = torchrun(pipe, "run", str(recipe), "--run-dir", str(pipe.run_dir))
     assert result.code == 1
     assert result.stderr.count("error: rank 1 failed in slot `train`: ValueError: boom\n") == 1
@@ -63,7 +65,7 @@ def test_the_rank_that_failed_first_tells(pipe: Pipe) -> None:
 
 
 def test_ranks_die_with_a_killed_torchrun(pipe: Pipe) -> None:
-    recipe = pipe.recipe(train={"fault": "hang", "rank": 1})
+    recipe = pipe.recipe(procs=2, train={"fault": "hang", "rank": 1})
     process = start(pipe, "run", str(recipe), "--run-dir", str(pipe.run_dir))
     pipe.wait_for((pipe.run_dir / "hanging").exists)
     process.send_signal(signal.SIGKILL)

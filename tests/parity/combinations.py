@@ -80,6 +80,11 @@ FEATURES = {
         packed=True, train=CHUNK, model={"activation_checkpointing": {}, "compile": BLOCKS}
     ),
 }
+CONTAINED = {
+    "packing", "loss in chunks", "activation checkpointing", "compiled blocks", "LoRA", "DoRA",
+    "QLoRA",
+}  # fmt: skip
+"""Features that the combined ones further down have too."""
 
 
 def recipe(feature: Feature, strategy: Strategy) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def refusal(feature: Feature, strategy: Strategy) -> str:
         file = Path(folder) / "recipe.yaml"
         file.write_text(json.dumps(recipe(feature, strategy)))
         try:
-            plan_file(file)
+            plan_file(file, forecast=True)  # there is no tokenizer
         except RecipeError as error:
             return "; ".join(problem.message for problem in error.problems)
     return ""

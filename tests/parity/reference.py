@@ -116,5 +116,5 @@ def _documents(sample: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def _cosine(step: int, total: int) -> float:
     if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP + 1) / (total - WARMUP)))
+        return step / WARMUP
+    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (total - WARMUP)))

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.registry import Entry, Registry
 
 GOOD = """\
 name: good
@@ -532,6 +533,11 @@ def test_one_file(pipe: Callable[..., Result], case: str) -> None:
     assert_refused(pipe("check", "r.yaml", *overrides), lines)
 
 
+ONE_FILE["processes without end"] = (
+    GOOD,
+    ("launch.procs=100000000",),
+    ["command line, override 1: launch.procs: must be at most 65536, not `100000000`"],
+)
 FILES: dict[str, tuple[dict[str, str], list[str]]] = {
     "no such file": ({}, ["r.yaml: cannot read r.yaml: No such file or directory"]),
     "extends a missing file": (
@@ -599,8 +605,39 @@ def test_an_alias_bomb(pipe: Callable[..., Result]) -> None:
 
 
 def test_nesting_without_end(pipe: Callable[..., Result]) -> None:
-    Path("r.yaml").write_text("[" * 100_000, encoding="utf-8")
-    assert_refused(pipe("check", "r.yaml"), ["r.yaml:1:65: nested deeper than 64 levels"])
+    Path("r.yaml").write_text("name: " + "[" * 100_000, encoding="utf-8")
+    assert_refused(pipe("check", "r.yaml"), ["r.yaml:1:70: nested deeper than 64 levels"])
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("root:hunter2:19000:0:99999:7:::\nbin:hunter2:19000::::::\n", "1:1"),
+        ("token: hunter2\n", "1:1"),
+        ("hunter2\n", "1:1"),
+        ("- token: !hunter2 x\n", "1:10"),
+        ("token: &hunter2 [*hunter2]\n", "1:18"),
+        ("hunter2: 1\nhunter2: 2\n", "2:1"),
+        ('{"auths": "hunter2" "x"}\n', "1:21"),
+    ],
+)
+def test_what_is_no_recipe_is_not_shown(pipe: Callable[..., Result], text: str, place: str) -> None:
+    """A recipe from elsewhere can extend whatever its reader may read."""
+    Path("r.yaml").write_text(f"extends: ./secret\n{GOOD}", encoding="utf-8")
+    Path("secret").write_text(text, encoding="utf-8")
+    line = f"secret:{place}: a recipe is a mapping with `name` and `stages`"
+    assert_refused(pipe("check", "r.yaml"), [line])
+
+
+def test_what_a_recipe_does_not_say_cannot_be_referred_to(pipe: Callable[..., Result]) -> None:
+    Path("r.yaml").write_text("extends: ./base\nseed: ${token}\n", encoding="utf-8")
+    Path("base").write_text(f"token: hunter2\n{GOOD}", encoding="utf-8")
+    known = "(known here: name, seed, launch, env, rehearse, extends, stages)"
+    lines = [
+        f"base:1:1: token: unknown key {known}",
+        "r.yaml:2:7: seed: `${token}` refers to nothing in this recipe",
+    ]
+    assert_refused(pipe("check", "r.yaml"), lines)
 
 
 def test_the_good_recipe_is_good(pipe: Callable[..., Result]) -> None:
@@ -624,6 +661,19 @@ stages:
 """
 
 
+def test_hints_name_every_installed_stage(
+    fake_entry: Callable[..., Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("name: x\nstages: {wrap: {use: wrap.red}}\n", encoding="utf-8")
+    names = {"wrap.red": "Red", "optimizer.adam": "Adam", "optimizer.broken": "Nothing"}
+    entries = [fake_entry(name, kind, "theirs") for name, kind in names.items()]
+    result = CliRunner().invoke(main, ["check", "r.yaml"], obj=Registry(entries))
+    assert "OptimizerPlan, which no slot before it gives (stages that give it: optimizer.adam)" in (
+        result.stderr
+    )
+
+
 def test_the_built_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(REAL, encoding="utf-8")
@@ -634,8 +684,8 @@ def test_the_built_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert lines[0].startswith("r.yaml:3:34: model.config: ")
     assert lines[1].startswith("r.yaml:4:47: precision.compute: must be `fp32`, `bf16` or `fp16`")
     assert lines[2] == "r.yaml:6:26: wrap.shardin: unknown field (did you mean `sharding`?)"
-    assert lines[3].startswith(
-        "r.yaml:7:21: checkpoint.use: `checkpoint.deepspeed` needs ZeroEngine, "
-        "but slot `wrap` (wrap.fsdp) gives Engine ("
+    assert lines[3] == (
+        "r.yaml:7:21: checkpoint.use: there is no stage `checkpoint.deepspeed` "
+        "(did you mean `checkpoint.sharded`? "
+        "checkpoint stages: checkpoint.full, checkpoint.sharded)"
     )
-    assert lines[3].endswith("`wrap` can be wrap.zero)")

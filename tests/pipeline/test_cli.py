@@ -55,6 +55,7 @@ def test_check_json(good: Callable[..., Result]) -> None:
             {"slot": "train", "use": "train.lm"},
         ],
         "problems": [],
+        "warnings": [],
     }
 
 
@@ -345,3 +346,18 @@ def test_commands_are_lean(args: tuple[str, ...], tmp_path: Path) -> None:
     assert spent.code == 0
     assert not spent.modules & HEAVY
     assert spent.seconds < 0.7
+
+
+CLOSED = """
+import os, pty
+master, slave = pty.openpty()
+os.dup2(slave, 1)
+os.dup2(slave, 2)
+os.close(master)
+from pipeline.cli import main
+main(["check", "missing.yaml"])
+"""
+
+
+def test_a_closed_terminal_changes_no_exit_code(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", CLOSED], cwd=tmp_path, check=False).returncode == 2

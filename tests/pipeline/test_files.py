@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.files import page_aligned, try_writing
+from pipeline.files import opened, page_aligned, private_folder, replace_text, try_writing
 
 
 def test_memory_begins_with_a_page() -> None:
@@ -37,6 +37,29 @@ def test_trying_to_write_leaves_nothing_and_what_there_is(tmp_path: Path) -> Non
     try_writing(tmp_path / "pipe")  # waits for no reader
     with pytest.raises(FileNotFoundError):
         try_writing(tmp_path / "none/new")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("kept")
+    link.symlink_to(target)
+    for mode in ("w", "a", "ab+", "r+b"):
+        with pytest.raises(OSError, match=r"is a link, and nothing is written through links.*link"):
+            opened(link, mode)
+    with pytest.raises(OSError, match="is a link"):
+        private_folder(link)
+    (tmp_path / "link.tmp").symlink_to(target)
+    replace_text(link, "new")
+    assert target.read_text() == "kept"
+    assert (link.read_text(), link.is_symlink()) == ("new", False)
+
+
+def test_new_files_are_their_owners(tmp_path: Path) -> None:
+    replace_text(tmp_path / "replaced", "")
+    opened(tmp_path / "appended", "a").close()
+    private_folder(tmp_path / "folder")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"replaced": 0o600, "appended": 0o600, "folder": 0o700}
 
 
 def permissions(address: int) -> str:

@@ -56,7 +56,7 @@ def test_json(runs: Path) -> None:
     ) -> object:
         return {
             "folder": str(runs / name), "state": state, "started": started,
-            "slot": "train", "step": step, "loss": loss,
+            "slot": "train", "step": step, "loss": loss, "damage": None,
             "best": step and {"step": 3, "eval_loss": 0.5},
         }  # fmt: skip
 
@@ -80,8 +80,31 @@ def test_lines(runs: Path) -> None:
     )
 
 
+def test_a_damaged_journal_hides_no_other_run(runs: Path) -> None:
+    journal = runs / "lost" / "journal.jsonl"
+    journal.write_bytes(b"\xff" + journal.read_bytes()[1:-1] + b"\xff\n")
+    result = CliRunner().invoke(main, ["ls", str(runs)])
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 5
+    assert f"damaged    {runs}/lost\n" in result.stdout
+    assert f"  {journal}: line 2 is not as it was written (to go on by " in result.stderr
+    told = {Path(run["folder"]).name: run for run in json.loads(listed("--json", str(runs)))}
+    assert [run["state"] for run in told.values()].count("damaged") == 1
+    assert told["lost"]["damage"].startswith(f"{journal}: line 2 is not as it was written")
+
+
 def test_none(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["ls", str(tmp_path / "none")])
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"no runs in {tmp_path}/none\n"
     assert listed("--json", str(tmp_path)) == "[]\n"
+
+
+def test_garbage_in_metrics_is_passed_over(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run", "run started", "slot started", steps=2)
+    garbage = b'\xff\n{"step": "x", "loss": "y"}\n{"step": 3, "loss": []}\n{"best_step": {}}\n'
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(garbage)
+    result = CliRunner().invoke(main, ["ls", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "step 2  loss 2.0000  best 0.5000 at step 3" in result.output

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.order import SampleOrder
+from tests.support.tier import examples
 
 GOLDEN_SMALL = [2, 4, 3, 0, 5, 6, 1, 8, 9, 7, 9, 1, 5, 2, 6, 7, 0, 4, 3, 8]
 GOLDEN_EDGE = [412, 549, 713, 98, 301, 277, 619, 73, 407, 454]
@@ -21,7 +22,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert SampleOrder(2**70 + 3, 10**12)[123_456_789_012_345] == GOLDEN_LARGE
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=seeds, size=st.integers(1, 5000), epoch=st.integers(0, 10**6))
 def test_every_epoch_is_a_permutation(seed: int, size: int, epoch: int) -> None:
     indices = SampleOrder(seed, size).indices(epoch * size, size)
@@ -29,7 +30,7 @@ def test_every_epoch_is_a_permutation(seed: int, size: int, epoch: int) -> None:
     np.testing.assert_array_equal(np.sort(indices), np.arange(size))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=seeds, size=st.integers(1, 5000), start=st.integers(0, 10**12))
 def test_indices_are_the_single_lookups(seed: int, size: int, start: int) -> None:
     order = SampleOrder(seed, size)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.errors import RecipeError
 from pipeline.recipe import Launch, SlotSpec, load_recipe
 from pipeline.recipe.render import render
+from tests.support.tier import times
 
 
 def write(path: Path, text: str) -> Path:
@@ -218,7 +219,9 @@ NESTED = st.dictionaries(KEYS.filter(lambda key: key != "use"), VALUES, max_size
 
 
 @settings(
-    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=times(quick=37, full=370),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
 )
 @given(values=NESTED)
 def test_any_values_survive_dump_and_load(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -232,7 +235,9 @@ def test_any_values_survive_dump_and_load(tmp_path: Path, values: dict[str, Any]
 
 
 @settings(
-    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=times(quick=37, full=370),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
 )
 @given(values=NESTED)
 def test_other_yaml_readers_agree_on_a_dump(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -251,7 +256,9 @@ GARBAGE = st.text(alphabet=string.printable + "\x00\x85\u2028é😀\ud800", max_
 
 
 @settings(
-    max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=times(quick=100, full=1000),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
 )
 @given(text=GARBAGE, override=st.none() | GARBAGE)
 def test_garbage_is_refused_not_crashed_on(tmp_path: Path, text: str, override: str | None) -> None:

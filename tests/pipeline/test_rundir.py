@@ -43,11 +43,41 @@ def test_a_given_folder_holds_one_run(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["recipe.yaml"]
 
 
-def test_the_environment_is_written(tmp_path: Path) -> None:
-    rundir.write_environment(tmp_path)
+def test_the_environment_is_written_and_what_has_changed_is_told(tmp_path: Path) -> None:
+    now = rundir.environment()
+    assert {"torch", "transformers", "numpy"} <= now["packages"].keys()
+    assert rundir.write_environment(tmp_path, now) == []
     facts = json.loads((tmp_path / "environment.json").read_text())
-    assert {"torch", "transformers", "numpy"} <= facts["packages"].keys()
+    assert facts == now
     assert facts["folder"] == str(Path.cwd())
+    assert rundir.write_environment(tmp_path, {**now, "time": "later", "command": []}) == []
+    packages = {name: v for name, v in now["packages"].items() if name != "numpy"}
+    other = {**now, "python": "3.99.1", "packages": {**packages, "torch": "9.8.7"}}
+    assert rundir.write_environment(tmp_path, other) == [
+        f"numpy {now['packages']['numpy']} -> not there",
+        f"python {now['python']} -> 3.99.1",
+        f"torch {now['packages']['torch']} -> 9.8.7",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"packages": 3}', '{"packages": {"torch": 1}}'])
+def test_an_environment_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "environment.json").write_text(text)
+    facts = {"python": "3.11.1", "packages": {}}
+    assert rundir.write_environment(tmp_path, facts) == []
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "checkpoints.at", "journal.jsonl"])
+def test_what_a_run_has_left_is_not_gone_on_from(tmp_path: Path, left: str) -> None:
+    (tmp_path / "slurm-1.out").touch()
+    assert rundir.claim(tmp_path) == tmp_path
+    (tmp_path / left).mkdir()
+    with pytest.raises(UsageError) as caught:
+        rundir.claim(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} holds {left} of another run, and no recipe.yaml (name a new folder; to start "
+        "from a checkpoint in this one, name that as the checkpoint slot's start_from)"
+    )
 
 
 def _hold(folder: Path, ready: Connection) -> None:
@@ -98,3 +128,13 @@ def test_no_lock_without_write_access(tmp_path: Path) -> None:
         rundir.locked(tmp_path / "none"),
     ):
         raise AssertionError("entered")
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """A run that somebody sent can link to whatever its receiver may write."""
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "lock").symlink_to(tmp_path / "target")
+    with pytest.raises(UsageError, match="is a link, and nothing is written"):  # noqa: SIM117
+        with rundir.locked(tmp_path):
+            raise AssertionError("entered")
+    assert (tmp_path / "target").read_text() == "kept"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.artifacts import Durable
+from pipeline.artifacts import Durable, ExportedModel
 from pipeline.dist import Dist
 from pipeline.errors import StageError
 from pipeline.journal import Journal
@@ -88,6 +89,38 @@ class Copy:
         path.write_text(file.path.read_text())
         return File(path=path)
 
+    def prove(self, copy: File) -> None:
+        if copy.path.read_text() != "abc":
+            raise StageError(f"{copy.path} is another")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Take what is live, give nothing."""
+
+    def run(self, ctx: Context, live: Live | None, file: File | None) -> None:
+        CALLS.append(ctx.slot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Give what a run is for."""
+
+    def run(self, ctx: Context) -> ExportedModel:
+        CALLS.append(ctx.slot)
+        (ctx.run_dir / "model").mkdir(exist_ok=True)
+        (ctx.run_dir / "model" / "weights").write_text("abc")
+        return ExportedModel(folder=ctx.run_dir / "model", files=["weights"], total_bytes=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """Read an export."""
+
+    def run(self, ctx: Context, model: ExportedModel) -> File:
+        CALLS.append(ctx.slot)
+        return File(path=ctx.run_dir)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Liar:
@@ -117,8 +150,9 @@ def chain(size: int = 1, fail: bool = False) -> Plan:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
     CALLS.clear()
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     return Journal(tmp_path / "journal.jsonl")
 
 
@@ -171,6 +205,74 @@ def test_a_lost_end_is_made_again_from_what_is_there(journal: Journal) -> None:
     run(chain(), journal)
     (journal.path.parent / "copy").unlink()
     assert run(chain(), journal) == ["copy of file"]
+
+
+def test_a_result_that_is_not_as_it_was_left_is_made_again(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(chain(), journal)
+    copy = journal.path.parent / "copy"
+    copy.write_text("abd")
+    assert decide(chain(), journal, thorough=False).run == set()
+    assert run(chain(), journal) == ["copy of file"]
+    assert caplog.messages == [f"slot `copy` runs again: {copy} is another"]
+    assert run(chain(), journal) == []
+
+
+def test_a_record_of_another_version_is_a_lost_result(journal: Journal) -> None:
+    run(chain(), journal)
+    journal.write("slot finished", slot="end", digest=digests(chain())["end"], record={"file": 1})
+    assert decide(chain(), journal).run == {"end"}
+
+
+def test_a_damaged_export_is_made_again_though_its_readers_have_finished(journal: Journal) -> None:
+    judged = plan(step("export", Export()), step("judge", Judge(), model="export"))
+    assert run(judged, journal) == ["export", "judge"]
+    model = journal.path.parent / "model"
+    (model / "weights").unlink()
+    assert run(judged, journal) == ["export"]
+    shutil.rmtree(model)  # which is on purpose
+    assert run(judged, journal) == []
+
+
+def watched(fail: bool) -> Plan:
+    """live -> watch -> file -> copy, with one that takes nothing, and one behind what it reads."""
+    return plan(
+        step("live", MakeLive()),
+        step("before", Watch(), live=None, file=None),
+        step("watch", Watch(), live="live", file=None),
+        step("file", MakeFile(fail=fail), live="live"),
+        step("after", Watch(), live=None, file="file"),
+        step("copy", Copy(), file="file"),
+        step("last", Watch(), live="live", file=None),
+    )
+
+
+def test_what_was_live_is_made_live_again_for_what_comes_behind_it(journal: Journal) -> None:
+    with pytest.raises(ValueError, match="no"):
+        run(watched(fail=True), journal)
+    assert run(watched(fail=False), journal)[:4] == ["live", "before", "watch", "file"]
+    assert run(watched(fail=False), journal) == []
+    (journal.path.parent / "copy").unlink()
+    # no model is built again for those that watch it, and what watched a result has seen it
+    assert run(watched(fail=False), journal) == ["before", "copy of file"]
+
+
+def test_a_copied_run_reads_its_own_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    first = tmp_path / "first"
+    first.mkdir()
+    run(chain(), Journal(first / "journal.jsonl"))
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    (first / "file").write_text("trained anew")
+    (copy / "copy").unlink()
+    assert run(chain(), Journal(copy / "journal.jsonl")) == ["copy of file"]
+    assert (copy / "copy").read_text() == "abc"
+    assert list(results(chain(), Journal(copy / "journal.jsonl"))) == [
+        (slot, copy / slot) for slot in ("file", "copy", "end")
+    ]
 
 
 def test_a_lost_intermediate_that_nobody_needs_stays_lost(journal: Journal) -> None:

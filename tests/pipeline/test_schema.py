@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
 
 from pipeline.cli import main
+from pipeline.recipe.load import TOP_LEVEL
 from pipeline.recipe.nodes import plain
 from pipeline.recipe.sources import Sources
 from pipeline.registry import Registry
@@ -135,7 +136,7 @@ def test_installed_stages_have_a_schema(installed: Draft202012Validator) -> None
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_shipped_recipes_fit(installed: Draft202012Validator, recipe: Path) -> None:
-    sources = Sources()
+    sources = Sources(TOP_LEVEL)
     tree = sources.read(recipe)
     assert tree is not None
     assert sources.problems == []

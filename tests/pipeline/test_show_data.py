@@ -48,7 +48,7 @@ def test_samples_with_marks(show: Any) -> None:
     first, *samples = result.stdout.split("\n\n")
     assert first == "2 samples to train on, 0 held out"
     assert sorted(samples) == [
-        "sample 0: 26 tokens, 6 to predict\n<|s|>user\nA<|e|>\n<|s|>assistant\n⟦b\\x1b[2J<|e|>⟧",
+        "sample 0: 26 tokens, 6 to predict\n<|s|>user\nA<|e|>\n<|s|>assistant\n⟦b\\u001b[2J<|e|>⟧",
         "sample 1: 28 tokens, 6 to predict\n<|s|>user\nCé<|e|>\n<|s|>assistant\n⟦d🎉<|e|>⟧\n",
     ]
 
@@ -58,7 +58,7 @@ def test_documents_of_packed_samples(show: Any) -> None:
     assert result.stdout == (
         "1 samples to train on, packed, 0 held out\n\n"
         "sample 0: 54 tokens, 12 to predict, 2 documents\n"
-        "--- document 1 of 2\n<|s|>user\nA<|e|>\n<|s|>assistant\n⟦b\\x1b[2J<|e|>⟧\n"
+        "--- document 1 of 2\n<|s|>user\nA<|e|>\n<|s|>assistant\n⟦b\\u001b[2J<|e|>⟧\n"
         "--- document 2 of 2\n<|s|>user\nCé<|e|>\n<|s|>assistant\n⟦d🎉<|e|>⟧\n"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from pipeline.cli import main
 from pipeline.plan import plan_file
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -39,6 +42,39 @@ def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
         "model", *adapter, "precision", "data", "optimizer", "wrap", "checkpoint", "train",
         "consolidate", "export",
     ]  # fmt: skip
+
+
+def planned(path: Path, gpu: str) -> str:
+    """What `pipe plan` says of a recipe on that GPU."""
+    return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).output
+
+
+PLANNED = re.compile(r"# Planned for (\d+) x (\w+): (\d+) GiB a GPU\.")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if path.stem.startswith("llama")], ids=lambda path: path.stem
+)
+def test_figures_in_a_recipe_s_comment_are_the_plan_s(path: Path) -> None:
+    ((ranks, gpu, figure),) = PLANNED.findall(path.read_text("utf-8"))
+    said = planned(path, gpu)
+    assert f", {ranks} x {gpu}" in said.splitlines()[0]
+    needed = re.search(r"\(assumed\): ([\d.]+) GiB of", said)
+    assert needed is not None
+    assert round(float(needed[1])) == int(figure)
+    assert "\nfits: " in said
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_comments_have_no_other_figures(path: Path) -> None:
+    comments = " ".join(re.findall("#.*", PLANNED.sub("", path.read_text("utf-8"))))
+    unit = r"(?<![-\w.])[\d.e]+ ?([kKMGT]i?B?|bytes?)\b"
+    assert re.search(unit, comments) is None, comments
+
+
+def test_what_is_replicated_fits_no_smaller_gpu() -> None:
+    for gpu in ("H100", "H200"):
+        assert "does not fit" in planned(FOLDER / "llama8b_ddp.yaml", gpu)
 
 
 def settings(path: Path) -> dict[str, Any]:

@@ -69,7 +69,6 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "consolidate.stream": [("weights", {"weights": "mean"})],
     "wrap.accelerate": [("config", {}), ("config", {"config": "./missing.yaml"})],
     "checkpoint.sharded": [("every", {"every": 0})],
-    "checkpoint.deepspeed": [("keep", {"keep": 0})],
     "train.causal_lm": [
         ("global_batch_size", {"steps": 1}),
         ("steps", {"global_batch_size": 8}),

@@ -19,14 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeline.artifacts import Progress
 from pipeline.dist import Dist
 from pipeline.engine import LossScale
 from pipeline.state.source import StateSource
-from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 from tests.support.runs import context
 from tests.support.state import Setting, digest, make_engine, train
 
+STEP = "step-00000003"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -65,9 +64,8 @@ def save_deepspeed(
         engine: Any = make_engine(ctx, setting)
         if dist.world_size == 3:
             engine.deepspeed.module.register_buffer("counts", torch.arange(5))
-        checkpoints = DeepSpeedCheckpoint().run(ctx, engine)
         train(engine, 0, 3)
-        checkpoints.save(Progress(step=3, samples=36, tokens=100, origin={"seed": 7}))
+        engine.deepspeed.save_checkpoint(f"{folder}/{name}/{STEP}", tag="state")
         found[name] = digest(engine, dist)
         engine.close()
     return found
@@ -135,3 +133,29 @@ def load_dcp(dist: Dist, folder: str, wraps: list[str]) -> list[dict[str, str]]:
         found.append(digest(engine, dist))
         engine.close()
     return found
+
+
+def tiny_native(folder: Path) -> None:
+    """A checkpoint of ZeRO-3 on one rank, as far as it is read before the last file."""
+    torch.save({"module": {}}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    torch.save({"loss_scaler": None}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def tiny_universal(folder: Path) -> None:
+    """A universal checkpoint of one parameter, after three steps."""
+    own = folder / "zero" / "w"
+    own.mkdir(parents=True)
+    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+        torch.save({"param": torch.ones(4)}, own / f"{kind}.pt")
+    torch.save(torch.tensor(3.0), own / "step.pt")
+    group = {"lr": 1e-3, "params": [0]}
+    optimizer = {"state": {0: {"step": 3}}, "param_groups": [group]}
+    torch.save(
+        {"param_groups": [group], "optimizer_state_dict": optimizer},
+        folder / "zero" / "optimizer_state.pt",
+    )
+    model = {
+        "param_shapes": [{"w": torch.Size([4])}], "frozen_param_shapes": {}, "buffer_names": [],
+        "shared_params": {}, "global_steps": 3, "dp_world_size": 1,
+    }  # fmt: skip
+    torch.save(model, folder / "mp_rank_00_model_states.pt")

@@ -8,12 +8,22 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked import fork_ranks
+from tests.support.processes import forking
+from tests.support.tier import FULL
+
 REPOSITORY = Path(__file__).parent.parent.parent
+
+
+LIMIT = 300
+"""Seconds. No command of these tests takes a tenth of it, unless the machine has other work."""
+STREAMS = ("stdout", "stderr")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,7 +66,7 @@ class Pipe:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment | environment,
         )  # fmt: skip
 
-    def end(self, process: subprocess.Popen[str], limit: float = 90) -> Outcome:
+    def end(self, process: subprocess.Popen[str], limit: float = LIMIT) -> Outcome:
         """Wait for a command."""
         began = time.monotonic()
         stdout, stderr = process.communicate(timeout=limit)
@@ -64,8 +74,19 @@ class Pipe:
         return Outcome(code=process.returncode, stdout=stdout, stderr=stderr, seconds=seconds)
 
     def __call__(self, *arguments: str, **environment: str) -> Outcome:
-        """`pipe ARGUMENTS` to its end."""
-        return self.end(self.start("-m", "pipeline", *arguments, **environment))
+        """`pipe ARGUMENTS` to its end; in the quick tier it and its ranks are forked."""
+        if FULL:
+            return self.end(self.start("-m", "pipeline", *arguments, **environment))
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as place:
+            work = (place, str(self.folder), self.environment | environment, arguments)
+            process = forking().Process(target=_pipe, args=work)
+            process.start()
+            process.join(LIMIT)
+            assert process.exitcode is not None, f"pipe {arguments} has not ended"
+            said, wrong = (Path(place, name).read_text() for name in STREAMS)
+        seconds = time.monotonic() - began
+        return Outcome(code=process.exitcode, stdout=said, stderr=wrong, seconds=seconds)
 
     def run(self, recipe: Path, **environment: str) -> Outcome:
         """`pipe run` in the run folder of this test."""
@@ -96,3 +117,18 @@ class Pipe:
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+    """In the child: what `python -m pipeline ARGUMENTS` does in `folder`, its output to `place`."""
+    for number, name in enumerate(STREAMS, 1):
+        os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT, 0o600), number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv = ["pipe", *arguments]
+    from pipeline.cli import main
+
+    fork_ranks()
+    main()

@@ -14,7 +14,6 @@ import torch
 from pipeline.artifacts import Data, Sample
 from pipeline.dist import Dist
 from pipeline.metrics import records
-from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train import loop as loop_module
@@ -45,8 +44,6 @@ class Poisoned:
     every: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     """More of the train slot."""
-    native: bool = False
-    """Save in DeepSpeed's own format."""
 
 
 class Batches(ListedSamples):
@@ -81,8 +78,7 @@ def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     engine = make_engine(ctx, case.setting, plan)
-    stage = DeepSpeedCheckpoint if case.native else ShardedCheckpoint
-    checkpoints = stage(every=case.every, keep=None).run(ctx, engine)  # type: ignore[arg-type]
+    checkpoints = ShardedCheckpoint(every=case.every, keep=None).run(ctx, engine)
     loop = TrainCausalLm(
         global_batch_size=BATCH, micro_batch_size=1, shuffle=False, log_every=1,
         steps=case.steps, epochs=None if case.steps else 1.0, anomalies=case.anomalies,
@@ -96,7 +92,7 @@ def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
     finally:
         loop_module.SummedLoss = SummedLoss  # type: ignore[misc]
     state = digest(engine, dist)
-    getattr(checkpoints, "close", lambda: None)()
+    checkpoints.close()
     engine.close()
     lines = list(records(ctx.run_dir / "metrics.jsonl"))
     return {"state": state, "lines": lines, **trained.record()}

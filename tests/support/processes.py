@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -12,23 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Imported once by the server that ranks are forked from, instead of by every rank.
-PRELOAD = [
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "transformers.generation.utils",
-    "accelerate",
-    "stages.wrap.ddp_engine",
-    "stages.wrap.fsdp_engine",
-    "pipeline.state.checkpoints",
-    "stages.train.loop",
-    "deepspeed",
-]
 HARD_LIMIT_SECONDS = 240
 
 
 class RankFailed(AssertionError):
     """A rank raised, was killed, or did not end in time."""
+
+
+def forking() -> Any:
+    """Return multiprocessing's context of processes that have torch and the engines imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    return context
 
 
 def run_ranks(
@@ -39,9 +35,7 @@ def run_ranks(
     `function` must be importable (module level). Raises RankFailed with the traceback of the ranks
     that failed; no process outlives the call.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(target=_rank, args=(function, rank, world_size, folder, args))
@@ -99,6 +93,7 @@ def _rank(
 
     from pipeline.dist import Dist
 
+    gc.freeze()  # what was imported is never garbage, and DeepSpeed collects again and again
     torch.set_num_threads(1)
     _allow_fp16()
     try:

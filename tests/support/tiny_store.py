@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Sequence
-from typing import Any
 
-from pipeline.state.manifest import Piece, TensorEntry
+from pipeline.state.division import Run
+from pipeline.state.manifest import TensorEntry
 from pipeline.state.reader import CheckpointReader
 from pipeline.state.retention import Retention
-from pipeline.state.spans import Span
+from pipeline.state.staging import Staging, stage
 from pipeline.state.store import Store, step_name
 from pipeline.state.writer import Job, Outcome, Setup, Skeleton, carry_out
 
@@ -28,57 +27,41 @@ TENSORS = [
 ]
 """`b` is longer than a block of checksums."""
 
-SHARES = [
-    [
-        Span("weight/a", 0, 150),
-        Span("weight/b", 0, 4501),
-        Span("exp_avg/b", 0, 200),
-        Span("random/00000/torch", 0, 77),
-    ],
-    [
-        Span("weight/b", 4501, 9000),
-        Span("exp_avg/b", 200, 9000),
-        Span("random/00001/torch", 0, 77),
-    ],
+RUNS = [
+    [Run(0, 150, 150, 0)],
+    [Run(0, 4501, 4501, 0), Run(4501, 9000, 4499, 1)],
+    [Run(0, 200, 200, 0), Run(200, 9000, 8800, 1)],
+    [Run(0, 77, 77, 0)],
+    [Run(0, 77, 77, 1)],
 ]
-"""What either rank writes."""
 
 
 def setups(
     address: str, arrangement: str = "sharded", retention: Retention | None = None
-) -> tuple[list[Setup], list[Sequence[tuple[int, bytes]]], list[Any]]:
-    """For each rank its Setup, the heads at places of its arena, and its copies."""
-    from pipeline.state.planning import Sharded
+) -> tuple[list[Setup], list[Staging]]:
+    """For each rank its Setup, and what goes where in its arena."""
+    from pipeline.state.planning import Sharded, spans_of
     from pipeline.state.whole import Whole
 
     made = Sharded() if arrangement == "sharded" else Whole()
-    tensors = {tensor.key: tensor for tensor in TENSORS}
-    layouts = [made.lay_out(rank, share, tensors) for rank, share in enumerate(SHARES)]
+    runs = {tensor.key: own for tensor, own in zip(TENSORS, RUNS, strict=True)}
+    ordered = made.in_order(TENSORS)
+    own = [runs[tensor.key] for tensor in ordered]
+    tensors = {tensor.key: tensor for tensor in ordered}
+    layouts = [made.lay_out(rank, spans_of(rank, ordered, own), tensors) for rank in range(2)]
+    stagings = [stage(layout, tensors, lambda key: False) for layout in layouts]
     files = [file for layout in layouts for file in layout.described]
-    numbers = {file.name: number for number, file in enumerate(files)}
-    places = {tensor.key: number for number, tensor in enumerate(TENSORS)}
     sums = [f"rank-{rank:05d}.sums" for rank in range(2)]
-    pieces = [
-        [
-            Piece(places[span.key], numbers[file], offset, span.start, span.stop)
-            for span, file, offset in layout.pieces
-        ]
-        for layout in layouts
-    ]
     skeleton = Skeleton(
-        tensors=TENSORS, files=files, sums=sums, pieces=pieces, retention=retention or Retention()
+        tensors=ordered, runs=own, files=files, sums=sums, retention=retention or Retention()
     )
-    return (
-        [
-            Setup(
-                store=address, rank=rank, size=layout.size, files=layout.files,
-                writes=layout.writes, sums=sums[rank], skeleton=None if rank else skeleton,
-            )
-            for rank, layout in enumerate(layouts)
-        ],
-        [layout.heads for layout in layouts],
-        [layout.copies for layout in layouts],
-    )  # fmt: skip
+    return [
+        Setup(
+            store=address, rank=rank, size=staging.size, files=layout.files, rounds=staging.rounds,
+            sums=sums[rank], skeleton=None if rank else skeleton,
+        )
+        for rank, (layout, staging) in enumerate(zip(layouts, stagings, strict=True))
+    ], stagings  # fmt: skip
 
 
 class Tiny:
@@ -87,18 +70,17 @@ class Tiny:
     def __init__(
         self, address: str, arrangement: str = "sharded", retention: Retention | None = None
     ) -> None:
-        self.setups, self._heads, self._copies = setups(address, arrangement, retention)
+        self.setups, self._stagings = setups(address, arrangement, retention)
 
     def arena(self, rank: int, step: int) -> memoryview:
         """The memory that `rank` writes at `step`."""
         memory = bytearray(self.setups[rank].size)
-        for place, head in self._heads[rank]:
+        for place, head in self._stagings[rank].heads:
             memory[place : place + len(head)] = head
         sizes = {tensor.key: tensor.itemsize for tensor in TENSORS}
-        for key, copies in self._copies[rank].items():
-            for start, stop, place in copies:
-                part = content(key, step)[start * sizes[key] : stop * sizes[key]]
-                memory[place : place + len(part)] = part
+        for key, start, stop, place, _ in self._stagings[rank].whole:
+            part = content(key, step)[start * sizes[key] : stop * sizes[key]]
+            memory[place : place + len(part)] = part
         return memoryview(memory).toreadonly()
 
 

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.artifacts import LossScaling, ModelSource, Precision, Progress
+from pipeline.artifacts import LossScaling, ModelSource, Precision
 from pipeline.dist import Dist
 from pipeline.engine import Engine
-from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.wrap.birth import named_parameters
 from stages.wrap.zero import Zero
@@ -37,9 +36,9 @@ class Case:
     clip: float | None = CLIP
     samples: int = 4
     """Per step, over all ranks."""
-    first: int = 0
     last: int = 4
     save: bool = False
+    """Whether DeepSpeed's own `save_checkpoint` writes `folder`/saved at the end."""
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Further fields of optimizer.adamw."""
@@ -86,13 +85,10 @@ def run_case(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
     ctx = context(dist, folder)
     finals: list[Callable[[], object]] = []
     ctx.on_exit = finals.append
-    engine = Zero(**case.zero).run(ctx, source(ctx, case), precision(case), plan(ctx, case))
-    checkpoints = DeepSpeedCheckpoint().run(ctx, engine)
-    restored = checkpoints.restore(lambda progress: None)
-    assert (restored.step if restored else 0) == case.first
-    steps = [one_step(engine, step, case) for step in range(case.first, case.last)]
+    engine: Any = Zero(**case.zero).run(ctx, source(ctx, case), precision(case), plan(ctx, case))
+    steps = [one_step(engine, step, case) for step in range(case.last)]
     if case.save:
-        checkpoints.save(Progress(step=case.last))
+        engine.deepspeed.save_checkpoint(f"{folder}/saved")
     facts = dict(engine.facts())
     save_masters(engine, Path(folder) / "masters.safetensors", write=dist.is_main)
     for call in reversed(finals):
@@ -144,7 +140,7 @@ def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dic
     the_plan = plan(ctx, case)
     optimizer = the_plan.build(the_plan.groups(named_parameters(model)))
     losses, norms = [], []
-    for step in range(case.first, case.last):
+    for step in range(case.last):
         tokens, labels = batch(step, case.samples)
         loss = summed_loss(model, tokens, labels) / int((labels != -100).sum())
         loss.backward()

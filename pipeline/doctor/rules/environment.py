@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.doctor.report import Machine
 from pipeline.doctor.rules.finding import Finding
+from pipeline.launch.environment import LOOPBACK
 
 OFF = ("", "0")
 SLOW = {
@@ -15,8 +16,6 @@ SLOW = {
     "NCCL_IB_DISABLE": "machines exchange over TCP instead of InfiniBand or RoCE",
     "CUDA_LAUNCH_BLOCKING": "the program waits for every kernel",
 }
-LOOPBACK = "lo"
-"""Is up everywhere, and enough within a machine."""
 
 
 def slow_switches(machine: Machine) -> Iterator[Finding]:

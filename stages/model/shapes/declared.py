@@ -24,7 +24,7 @@ def declared_shape(stage: HfModel) -> ModelShape:
         again = Recomputed(every=asked.every, keep=asked.keep, offload=asked.offload)
     config = read_config(stage)
     shape = shape_of(config, again, tuple(_caveats(stage)), attention=stage.attention)
-    return replace(shape, context=_context(config))
+    return replace(shape, context=stated_context(config))
 
 
 def require_possible(stage: HfModel) -> None:
@@ -35,7 +35,7 @@ def require_possible(stage: HfModel) -> None:
         shape_of(config, None, ())
 
 
-def _context(config: Mapping[str, Any]) -> int | None:
+def stated_context(config: Mapping[str, Any]) -> int | None:
     """Positions that a config states, with those that scaling its rotary angles adds."""
     stated = config.get("max_position_embeddings", config.get("n_positions"))
     if type(stated) is not int or stated < 1:

@@ -5,10 +5,12 @@ The gguf package makes an array of every token of the vocabulary, which takes se
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +21,8 @@ VERSIONS = (2, 3)
 MOST = 1 << 26
 """Bytes of a header: more than any tokenizer takes, and read in seconds."""
 MOST_DIMENSIONS = 4
+ALIGNMENT = 32
+"""Bytes, if a file does not say."""
 SCALARS = {
     0: "B",
     1: "b",
@@ -46,18 +50,24 @@ class Array:
         return f"an array of {self.elements} elements"
 
 
-def read_header(file: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def read_header(
+    file: Path, sizes: Mapping[int, tuple[int, int]] = MappingProxyType({})
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Metadata, arrays by their length, and the shape of every tensor, innermost dimension first.
-    Raises ValueError for a file that is none, OSError."""
+    With `sizes`, type of a tensor -> elements and bytes of a block, the tensors must be there too.
+    Raises ValueError for a file that is none or is cut short, OSError."""
     with file.open("rb") as stream:
-        header = _Header(stream, file.stat().st_size)
+        header = _Header(stream, file.stat().st_size, sizes)
         if header.bytes(len(MAGIC)) != MAGIC:
             raise ValueError("it is no GGUF file")
         version, tensors, pairs = header.numbers("IQQ")
         if version not in VERSIONS:
             raise ValueError(f"GGUF version {version} is not known")
         metadata = _unique(header.pair() for _ in range(pairs))
-        return metadata, _unique(header.tensor() for _ in range(tensors))
+        found = metadata, _unique(header.tensor() for _ in range(tensors))
+        if sizes:
+            header.require_tensors(metadata.get("general.alignment", ALIGNMENT))
+        return found
 
 
 def _unique(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -73,8 +83,12 @@ class _Header:
     """Takes one thing after another. Raises ValueError where the file, or what a header may take,
     does not have as much as the header claims: nothing is allocated or walked through before."""
 
-    def __init__(self, stream: BinaryIO, size: int) -> None:
+    def __init__(self, stream: BinaryIO, size: int, sizes: Mapping[int, tuple[int, int]]) -> None:
         self._stream = stream
+        self._size = size
+        self._sizes = sizes
+        self._tensors = 0
+        """Bytes behind the header."""
         self._left = min(size, MOST)
         self._why = "the file ends in its header" if size <= MOST else "its header is too long"
 
@@ -96,8 +110,18 @@ class _Header:
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = self.numbers(f"{dimensions}Q")
-        self._skip(struct.calcsize("<IQ"))  # its type and its place
+        kind, place = self.numbers("IQ")
+        elements, size = self._sizes.get(kind, (1, 0))
+        self._tensors = max(self._tensors, place + math.prod(shape) // elements * size)
         return name, shape
+
+    def require_tensors(self, alignment: Any) -> None:
+        """They begin at a multiple of `alignment`."""
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"its alignment is {alignment!r}")
+        wanted = -(-self._stream.tell() // alignment) * alignment + self._tensors
+        if wanted > self._size:
+            raise ValueError(f"the file is cut short: {self._size} bytes instead of {wanted}")
 
     def _claim(self, count: int) -> None:
         if count > self._left:

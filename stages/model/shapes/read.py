@@ -25,6 +25,19 @@ def read_config(stage: HfModel) -> dict[str, Any]:
     return config
 
 
+def config_at_hand(stage: HfModel) -> dict[str, Any] | None:
+    """The architecture, if it can be had without a network."""
+    elsewhere = stage.path is not None and not is_local(stage.path)
+    if (stage.path is None and stage.config is None) or (
+        elsewhere and known_config(str(stage.path)) is None
+    ):
+        return None
+    try:
+        return read_config(stage)
+    except StageError:
+        return None
+
+
 def _read(stage: HfModel) -> dict[str, Any]:
     if isinstance(stage.config, Mapping):
         return dict(stage.config)

@@ -36,6 +36,11 @@ def partitioned(
     for owner in model.reaching(module):
         for parameter in owner.parameters():
             deepspeed.zero.register_external_parameter(owner, parameter)
+    for block in model.compiled(module):
+        # Gathered as a whole, without hooks within, which would break its graph. Frozen parameters
+        # are not there in backward then: with an adapter the hooks stay.
+        if all(parameter.requires_grad for parameter in block.parameters()):
+            deepspeed.utils.set_z3_leaf_module(block, True)
     module.train()
     _redeclare_buffers(module, declared, dist.device)
     return module

@@ -13,13 +13,14 @@ from torch import nn
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.errors import StageError
+from pipeline.files import replace_text
 from pipeline.stage import Context
 from stages.wrap.birth import cast_buffers, expected_buffers
 from stages.wrap.fill import fill
 from stages.wrap.witness import attest
 from stages.wrap.zero import birth, compat
 from stages.wrap.zero.config import generate
-from stages.wrap.zero.engine import LiveZeroEngine
+from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.optimizer import make_optimizer
 
 if TYPE_CHECKING:
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 
 def build(
     stage: Zero, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
-) -> LiveZeroEngine:
+) -> ZeroEngine:
     """Give birth to the parameters, hand them to DeepSpeed, and say what came of it."""
     config = generate(stage, precision, max_grad_norm=plan.max_grad_norm)
     if ctx.dist.is_main:
-        text = json.dumps(config, indent=1) + "\n"
-        (ctx.run_dir / "deepspeed.json").write_text(text, "utf-8")
+        replace_text(ctx.run_dir / "deepspeed.json", json.dumps(config, indent=1) + "\n")
     compat.start(ctx.dist, ctx.log)
     if precision.compute == "fp16" and not compat.computes_fp16():
         raise StageError(
@@ -48,7 +48,7 @@ def build(
         cast_buffers(module, precision)
         with compat.quiet(ctx.log):
             live = _initialize(stage, module, plan, config)
-        engine = LiveZeroEngine(live, ctx.dist, precision, plan)
+        engine = ZeroEngine(live, ctx.dist, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
         # Masters, not parameters: those that DeepSpeed makes of parameters lack what the compute
@@ -73,7 +73,7 @@ def _initialize(
     return live
 
 
-def _close(engine: weakref.ref[LiveZeroEngine]) -> None:
+def _close(engine: weakref.ref[ZeroEngine]) -> None:
     live = engine()
     if live is not None:
         live.close()

@@ -1,20 +1,15 @@
 """Names of DeepSpeed 0.19 that are private or differ between versions.
 
-With `partitions.py` (masters) and `restore.py` (checkpoints) the only files that
-know them.
+With `partitions.py` (masters) and `operators_compat.py` the only files that know them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.util
 import io
 import logging
 import os
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,35 +17,17 @@ from torch import Tensor
 
 from pipeline.artifacts import OptimizerPlan
 from pipeline.dist import Dist
+from stages.wrap.zero.operators_compat import keep_operators
 
 
 def point_at_device(dist: Dist) -> None:
-    """Tell DeepSpeed which device this run uses; call before the process first imports it."""
+    """Tell DeepSpeed which device this run uses, and keep its operators; call before the process
+    first imports it."""
     # Read at import; unset, DeepSpeed guesses from what is installed.
     os.environ.setdefault("DS_ACCELERATOR", dist.device.type)
     # zero.Init reads the device index from here, also without a launcher.
     os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder()))
-
-
-def extensions_folder() -> Path:
-    """Where DeepSpeed's operators are compiled to: a folder for what they are compiled from alone,
-    because two installations that share one compile them anew whenever the other was last."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    spec = importlib.util.find_spec("deepspeed")
-    places = [torch.__file__, spec and spec.origin, sysconfig.get_path("include")]
-    sources = f"{places} {torch.__version__}".encode()
-    return cache / "pipetrain" / "torch_extensions" / hashlib.sha256(sources).hexdigest()[:16]
-
-
-def warn_of_waiting(log: logging.Logger) -> None:
-    """Say what a silent wait would be for: torch waits without end on a compiler's lock file, also
-    on one that was left by a killed process."""
-    for lock in sorted(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")):
-        log.warning(
-            "waiting for another process that compiles %s; if there is none, delete %s",
-            lock.parent.name, lock,
-        )  # fmt: skip
+    keep_operators()
 
 
 def start(dist: Dist, log: logging.Logger) -> None:
@@ -64,7 +41,6 @@ def start(dist: Dist, log: logging.Logger) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.addHandler(_ToRunLog(log))
-    warn_of_waiting(log)
     with quiet(log):
         deepspeed.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
@@ -237,6 +213,20 @@ def quiet(log: logging.Logger) -> Iterator[None]:
             log.debug("deepspeed: %s", line)
 
 
-def swaps_masters(optimizer: Any) -> bool:
-    """Whether master weights live on disk."""
-    return bool(getattr(optimizer, "swap_optimizer", False))
+def restore_bias_correction(engine: Any) -> None:
+    """Put the powers of beta that DeepSpeedCPUAdam keeps where they were when saving.
+
+    It keeps beta^t as a running float32 product outside of its saved state and would go on with
+    pow(beta, t), which differs in the last bits; so the product is computed again.
+    """
+    optimizer = engine.optimizer.optimizer
+    kernel = getattr(optimizer, "ds_opt_adam", None)
+    steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+    if kernel is None or not steps:
+        return
+    group = optimizer.param_groups[0]
+    nothing = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, int(max(steps)) + 1):
+        kernel.adam_update(
+            optimizer.opt_id, step, group["lr"], *group["betas"], group["eps"], 0.0, True, *nothing
+        )

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.dist import Dist
-from pipeline.engine import Admit, DataShard, EngineState, Fragment, StepReport
+from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
 from stages.wrap.fill import Part
 from stages.wrap.zero import compat
 from stages.wrap.zero.admission import Admission
-from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.facts import facts
 from stages.wrap.zero.state import ZeroState
 
 
-class LiveZeroEngine(ZeroEngine):
+class ZeroEngine(Engine):
     """DeepSpeed's engine behind the common port. Accumulation is unmanaged: gradients are summed
     over micro-batches and applied by one `step`."""
 
@@ -54,10 +53,10 @@ class LiveZeroEngine(ZeroEngine):
         finite = bool(live.was_step_applied())
         if finite:
             self._grow_scale(scaler)
+        applied = finite and not answer.refused
+        self._state.applied += applied
         norm = live.get_global_grad_norm()
-        return StepReport(
-            grad_norm=float(norm), applied=finite and not answer.refused, loss_scale=scale
-        )
+        return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
 
     def _grow_scale(self, scaler: Any | None) -> None:
         # DeepSpeed grows the scale before it unscales the gradients of the same step, which

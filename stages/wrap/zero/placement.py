@@ -63,16 +63,6 @@ class ZeroPlacement(Placement):
         """Whether this backward has computed gradients."""
         self._last = len(model.blocks) - 1
 
-    @property
-    def setting(self) -> Setting:
-        """All that decides on bytes besides the weights."""
-        return self._setting
-
-    @property
-    def weights(self) -> Weights:
-        """The model as the closed form knows it."""
-        return self._weights
-
     def load(self) -> None:
         self._turn(memory.held(self._setting, self._weights, "load"))
 

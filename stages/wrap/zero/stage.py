@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.forecast.options import Order
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.shapes import ModelShape, OptimizerShape
 from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView, Preset, Presets
-from stages.wrap.zero.artifact import ZeroEngine
 from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
 
 Elements = Annotated[int, Gt(0)]
@@ -122,7 +122,7 @@ class Zero:
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
-    ) -> ZeroEngine:
+    ) -> Engine:
         from stages.wrap.zero.build import build
 
         return build(self, ctx, model, precision, optimizer)

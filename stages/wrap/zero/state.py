@@ -23,7 +23,6 @@ from stages.wrap.moments import (
 )
 from stages.wrap.zero import compat
 from stages.wrap.zero.partitions import Flat, Partitions, own_part, partitions
-from stages.wrap.zero.restore import restore_bias_correction
 
 
 class ZeroState:
@@ -40,13 +39,17 @@ class ZeroState:
         self._growth_interval = growth_interval
         self._names = {parameter: name for name, parameter in live.module.named_parameters()}
         self._partitions: Partitions = partitions(live.optimizer)
+        self._restored: Mapping[str, int] = {}
+        self.applied = 0
+        """Steps since then: counts of updates, for optimizers that have none."""
 
     def tell(self) -> EngineState:
         """What is no tensor."""
         counts: dict[str, int] = {}
         for flat in self._flats:
-            count = updates(self._optimizer_state(flat))
-            counts.update(dict.fromkeys(self._members[flat.number], count))
+            kept = self._optimizer_state(flat)
+            for name in self._members[flat.number]:
+                counts[name] = updates(kept, self._restored.get(name, 0) + self.applied)
         return dataclasses.replace(self._fixed, updates=counts, loss_scale=self._loss_scale())
 
     @functools.cached_property
@@ -86,11 +89,12 @@ class ZeroState:
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         """See Engine."""
+        self._restored, self.applied = state.updates, 0
         for flat in self._flats:
             self._require_one_count(self._members[flat.number], state)
         yield from self._trained(write=True, counts=state.updates)
         yield from self._others()
-        restore_bias_correction(self._live)
+        compat.restore_bias_correction(self._live)
         self._set_loss_scale(state.loss_scale)
 
     def refresh(self) -> None:

@@ -13,6 +13,7 @@ from click.testing import Result
 
 from pipeline import jsonl
 from pipeline.bench import measure as measuring
+from pipeline.journal import Journal
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.runs import TINY
 
@@ -45,7 +46,7 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         },
         "optimizer": {"use": "optimizer.adamw", "lr": 1e-3},
         "wrap": {"use": "wrap.zero", "stage": 3},
-        "checkpoint": {"use": "checkpoint.deepspeed", "every": 5},
+        "checkpoint": {"use": "checkpoint.full", "every": 5},
         "train": {
             "use": "train.causal_lm", "epochs": 2.0, "global_batch_size": 8,
             "micro_batch_size": 2, "accumulation": 2, "eval_every": 5,
@@ -69,7 +70,7 @@ def bench(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Calla
         run_dir.mkdir()
         if content["stages"]["wrap"]["use"] == "wrap.red":
             problem = "rank 0 failed in slot `train`: out of memory\n  at somewhere"
-            jsonl.append(run_dir / "journal.jsonl", {"event": "run failed", "problem": problem})
+            Journal(run_dir / "journal.jsonl").write("run failed", problem=problem)
             for name in ("checkpoints", "logs", "profile"):
                 (run_dir / name).mkdir()
             return 1

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from click.testing import Result
 
-from pipeline import jsonl
 from pipeline.bench import measure as measuring
 from pipeline.bench import plot, record
+from pipeline.journal import Journal
 from pipeline.launch.signals import Interrupted
 
 
@@ -161,7 +161,7 @@ def test_a_run_that_takes_too_long_is_a_row(
         assert seconds == 120
         journal = Path(arguments[3], "journal.jsonl")
         journal.parent.mkdir()
-        jsonl.append(journal, {"event": "slot started", "slot": "train"})
+        Journal(journal).write("slot started", slot="train")
         return None
 
     monkeypatch.setattr(measuring, "_call", late)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.errors import StageError
-from pipeline.forecast.advice import Walk, of_each
+from pipeline.forecast.advice import Tried, Walk, of_each
+from pipeline.forecast.advising import Advice, Task, _head, _nodes
 from pipeline.forecast.options import CHUNK, RECOMPUTE, SMALLER, Order, Saving
 from pipeline.forecast.sparing import Change, Way, best, folded, ways
 from pipeline.forecast.timing import StepTime
@@ -268,3 +270,66 @@ def test_fields_of_a_changed_slot_are_said_in_it() -> None:
         'wrap={"use": "wrap.x", "late": false}',
         "train.chunk=1",
     ]
+
+
+def tried(named: Strategy, device: int, host: int, *short: str, there: int | None = None) -> Tried:
+    """One that needs so many GiB of a GPU and of a host, and is short of something."""
+    made: Any = SimpleNamespace(
+        site=SimpleNamespace(device="cuda"),
+        forecast=SimpleNamespace(
+            peak=device << 30,
+            host_peak=host << 30,
+            device={"load": SimpleNamespace(bytes=device << 30)},
+        ),
+        hardware=SimpleNamespace(device_memory=8 << 30, host_memory=there),
+        margins=SimpleNamespace(of=lambda tensors: tensors),
+        short=[SimpleNamespace(place=place) for place in short],
+        time=None,
+        idle=0,
+    )
+    return Tried(strategy=named, way=Way(changes=[], saved=(), drawn=made))
+
+
+def test_a_host_that_is_not_known_is_a_condition() -> None:
+    assert tried(SLOW, 2, 3).told() == "2.0 GiB of 8.0 a GPU, if a host has 3.0 GiB"
+    told = tried(SLOW, 2, 3, there=4 << 30).told()
+    assert told == "2.0 GiB of 8.0 a GPU, 3.0 GiB of 4.0 a host"
+
+
+def test_hosts_that_are_too_small_are_named() -> None:
+    def missing(*found: Tried) -> str:
+        return Advice(draft=None, chosen=None, tried=found, refused=(), nodes_needed=None).missing
+
+    gpus = tried(FSDP, 9, 1, "device", "host")
+    assert "GPUs" in missing(gpus)
+    told = missing(gpus, tried(DISK, 1, 5, "host"), tried(SLOW, 1, 4, "host"))
+    assert told == "4.0 GiB of host memory a node for slow, or more nodes"
+
+
+def test_rejected_ways_are_told_with_their_numbers() -> None:
+    task = Task(
+        name="mine", model={"path": "there"}, data=Path(), lora=False, sequence=1,
+        global_batch=None, micro_batch=None, compute="bf16",
+    )  # fmt: skip
+    chosen = tried(FSDP, 7, 1)
+    assert _head(task, [tried(DDP, 9, 1, "device"), chosen, tried(HYBRID, 8, 1)], chosen) == [
+        "mine: all weights of there.",
+        "",
+        "Chosen: fsdp: fsdp: 7.0 GiB of 8.0 a GPU, if a host has 1.0 GiB.",
+        "",
+        "Needs too much:",
+        "  ddp: ddp: 9.0 GiB of 8.0 a GPU, if a host has 1.0 GiB",
+        "",
+        "Fits too:",
+        "  hybrid: hybrid: 8.0 GiB of 8.0 a GPU, if a host has 1.0 GiB",
+    ]
+
+
+@pytest.mark.parametrize(("batch", "fewest"), [(4096, 4), (8, None)])
+def test_nodes_that_get_no_sample_are_no_help(batch: int, fewest: int | None) -> None:
+    def draw(nodes: int, changes: Sequence[Change]) -> Any:
+        made = drawn(changes, {"wrap.fsdp": 80 // nodes})
+        made.idle = max(8 * nodes - batch, 0)
+        return made
+
+    assert _nodes(walk({}, 1, 8, DDP, FSDP, SLOW), draw) == fewest

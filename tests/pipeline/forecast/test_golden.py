@@ -8,6 +8,7 @@ from pipeline.forecast.fit import Margins
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from tests.support.forecasts import GIB, Told, declared
+from tests.support.tier import spread
 
 MODELS = {
     "7B": "meta-llama/Llama-2-7b-hf",
@@ -66,7 +67,7 @@ def told(model: str, gpus: int, way: int) -> Told:
     return Told(Fsdp(), shape, ranks=gpus, chunk=1024 if way == 2 else None)
 
 
-@pytest.mark.parametrize(("model", "gpus"), GOLDEN, ids=lambda value: str(value))
+@pytest.mark.parametrize(("model", "gpus"), spread(list(GOLDEN), 6), ids=str)
 def test_the_peaks_are_what_was_looked_at(model: str, gpus: int) -> None:
     found = tuple(told(model, gpus, way).peak / GIB for way in range(3))
     assert found == pytest.approx(GOLDEN[model, gpus], abs=0.06)

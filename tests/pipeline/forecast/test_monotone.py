@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.forecast.placement import BUFFERS, GATHERED, WHOLE_GRADIENTS
@@ -16,6 +16,7 @@ from stages.wrap.fsdp import Fsdp
 from stages.wrap.zero.options import OptimizerOffload, ParameterOffload
 from stages.wrap.zero.stage import Zero
 from tests.support.forecasts import LLAMA, Told, declared
+from tests.support.tier import examples
 
 configs = st.builds(
     lambda hidden, inner, heads, groups, blocks, vocabulary, tied: {
@@ -68,7 +69,7 @@ def needed(config: dict[str, Any], wrap: Any, how: dict[str, Any], again: bool, 
     return max(peak.bytes for peak in told.peaks("device", "host").values())
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(**cases, ranks=st.sampled_from([1, 2, 4, 8]))
 def test_more_ranks_never_need_more_of_each(
     config: dict[str, Any], wrap: Any, how: dict[str, Any], again: bool, ranks: int
@@ -79,7 +80,7 @@ def test_more_ranks_never_need_more_of_each(
     assert less <= needed(config, wrap, how, again, start)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(**cases, key=st.sampled_from(["micro", "length", "accumulation"]))
 def test_larger_batches_never_need_less(
     config: dict[str, Any], wrap: Any, how: dict[str, Any], again: bool, key: str
@@ -88,7 +89,7 @@ def test_larger_batches_never_need_less(
     assert needed(config, wrap, more, again, 2) >= needed(config, wrap, how, again, 2)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(**cases, key=st.sampled_from(["intermediate_size", "num_hidden_layers", "vocab_size"]))
 def test_larger_models_never_need_less(
     config: dict[str, Any], wrap: Any, how: dict[str, Any], again: bool, key: str
@@ -97,7 +98,7 @@ def test_larger_models_never_need_less(
     assert needed(larger, wrap, how, again, 2) >= needed(config, wrap, how, again, 2)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(config=configs, wrap=wraps, how=settings_of)
 def test_nothing_is_left_behind(config: dict[str, Any], wrap: Any, how: dict[str, Any]) -> None:
     """After a step there is what there was before, and the optimizer's state."""

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from pipeline.artifacts import ExportedModel
+from pipeline.artifacts import Data, ExportedModel, OptimizerPlan
 from pipeline.cli import main
 from pipeline.engine import Engine
 from pipeline.forecast.shapes import BlockShape
@@ -55,7 +55,31 @@ class MuteWrap:
     def run(self, ctx: Context) -> Engine: ...
 
 
-PLUGINS = {"plugin.mute": "Mute", "plugin.asking": "Asking", "wrap.mute": "MuteWrap"}
+@dataclass(frozen=True, kw_only=True)
+class MuteData:
+    """Samples of which nothing is said."""
+
+    def run(self, ctx: Context) -> Data: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuteOptimizer:
+    """A rule that says nothing."""
+
+    def run(self, ctx: Context) -> OptimizerPlan: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harmless:
+    """Something of which no other stage has to know."""
+
+    def run(self, ctx: Context) -> None: ...
+
+
+PLUGINS = {
+    "plugin.mute": "Mute", "plugin.asking": "Asking", "plugin.harmless": "Harmless",
+    "wrap.mute": "MuteWrap", "data.mute": "MuteData", "optimizer.mute": "MuteOptimizer",
+}  # fmt: skip
 
 
 def slots(**changed: Any) -> dict[str, Any]:
@@ -107,12 +131,6 @@ def test_a_slot_without_a_forecast_is_named(plan: Any) -> None:
     assert told(plan(stages, "--json"))["caveats"] == uncounted
 
 
-GPT2 = {
-    "model_type": "gpt2", "vocab_size": 1000, "n_embd": 64, "n_layer": 2, "n_head": 4,
-    "n_positions": 48,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("config", "context"),
     [
@@ -120,7 +138,6 @@ GPT2 = {
         ({**LLAMA, "max_position_embeddings": 64}, None),
         ({**LLAMA, "max_position_embeddings": "many"}, None),
         (LLAMA, None),
-        (GPT2, 48),
         # Scaled angles add positions, of which some configs count those that they had before.
         ({**LLAMA, "max_position_embeddings": 32, "rope_scaling": {"factor": 1.5}}, 48),
         ({**LLAMA, "max_position_embeddings": 32, "rope_scaling": {"factor": 2.0}}, None),
@@ -161,7 +178,16 @@ def test_documents_that_are_packed_may_be_shorter(plan: Any) -> None:
 def test_what_cannot_be_told_is_not_blamed_on_what_comes_after_training(plan: Any) -> None:
     said = plan(slots(wrap={"use": "wrap.mute"}, tell={"use": "plugin.mute"}))
     assert said.exit_code == 2
-    assert "cannot be told: wrap: wrap.mute (these stages have no forecast)" in said.output
+    why = "without a forecast, which others build on"
+    assert f"cannot be told: wrap: wrap.mute ({why})" in said.output
+
+
+@pytest.mark.parametrize("slot", ["data", "optimizer"])
+def test_the_slot_that_others_build_on_is_named_and_no_harmless_one(plan: Any, slot: str) -> None:
+    """A slot before training, of which nothing else has to know, is not to blame."""
+    said = plan({"before": {"use": "plugin.harmless"}} | slots(**{slot: {"use": f"{slot}.mute"}}))
+    assert said.exit_code == 2
+    assert f"cannot be told: {slot}: {slot}.mute (" in said.output
 
 
 def test_what_trains_nothing_says_so(plan: Any, tmp_path: Path) -> None:

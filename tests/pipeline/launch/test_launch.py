@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.errors import RecipeError
+from pipeline import failure
+from pipeline.errors import RecipeError, RunFailed
 from pipeline.launch.children import none_left
-from pipeline.launch.local import _many, _set_threads
-from pipeline.launch.signals import Interrupted, default_signals, interruptible
+from pipeline.launch.local import _many, _set_threads, _stopped
+from pipeline.launch.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.plan import make_plan
 from pipeline.recipe import load_recipe
 from pipeline.registry import Registry
-from tests.support.pipe import REPOSITORY
 
 STUCK = """
 import ctypes, os, signal, threading
@@ -33,7 +34,7 @@ with interruptible(force_after=0.3):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
 def test_an_ending_signal_raises_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     seen = []
@@ -78,19 +79,116 @@ def test_a_rank_whose_launcher_is_dead_already_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_of_the_user_stand_in_for_no_module_of_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+WORKER = """
+import os, random, signal, sys, time
+from pathlib import Path
+
+run, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+fault = (run / "fault").read_text()
+with open(os.environ["PIPE_STORE"], "r+") as store:  # all have the same, and can open it
+    pass
+if rank == 1 and fault == "leave":
+    os._exit(0)
+if rank == 1 and fault in ("killed", "terminated"):
+    os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGTERM)
+if rank == 0 and fault == "late":  # it notices before its peer is gone
+    while not (run / "ready").exists():
+        time.sleep(0.01)
+    sys.exit(1)
+if rank == 1 and fault == "late":
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGSEGV))
+    (run / "ready").touch()
+if fault != "none":
+    time.sleep(60)
+os._exit(76)
+"""
+"""Stands in for a rank: imports nothing."""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Two that misbehave, as the launcher starts them."""
+    package = tmp_path / "path" / "pipeline"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "worker.py").write_text(WORKER)
+    (tmp_path / "random.py").write_text("raise SystemExit(9)")  # in the user's folder
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.chdir(tmp_path)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    def start(fault: str) -> None:
+        (tmp_path / "fault").write_text(fault)
+        _many(2, tmp_path, ())
+        assert not list(scratch.iterdir())
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("leave", "rank 1 ended by itself with exit code 0"),
+        ("killed", "rank 1 was killed by SIGKILL (the system does this when memory runs out)"),
+        ("terminated", "rank 1 was killed by SIGTERM"),
+        ("late", "rank 0 ended by itself with exit code 1"),
+    ],
+)
+def test_the_rank_that_ended_first_ends_the_run(
+    ranks: Callable[[str], None], fault: str, words: str
 ) -> None:
-    command: list[str] = []
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as caught:
+        ranks(fault)
+    assert str(caught.value).startswith(f"{words} before the first slot\n")
+    assert time.monotonic() - began < 30
 
-    def elastic(config: object, python: str) -> Callable[..., None]:
-        return lambda *arguments: command.extend([python, *arguments])
 
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic)
-    _many(2, tmp_path / "no run", ())
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    (tmp_path / "random.py").write_text("raise SystemExit(9)")
-    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 1
+def test_a_rank_that_was_dying_already_is_the_cause(
+    ranks: Callable[[str], None], tmp_path: Path
+) -> None:
+    failure.record(tmp_path, 0, "train", RuntimeError("connection closed by peer"))
+    with pytest.raises(RunFailed, match="rank 1 was killed by SIGSEGV"):
+        ranks("late")
+
+
+def test_a_rank_that_died_before_the_others_are_stopped_is_told() -> None:
+    """It can die between the look at all ranks and the end that is made to them."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process.kill()
+    process.wait()
+    assert _stopped([process]) == [failure.Exit(rank=0, code=-signal.SIGKILL)]
+
+
+def test_files_of_the_user_stand_in_for_no_module_of_a_rank(ranks: Callable[[str], None]) -> None:
+    ranks("none")
+
+
+def test_what_is_forked_ends_alone() -> None:
+    """A pool ends its processes by SIGTERM when it has lost one; the parent is not meant."""
+    reader, writer = os.pipe()
+    with interruptible(force_after=0.1):
+        child = os.fork()
+        if not child:
+            os.write(writer, b"!")
+            time.sleep(30)
+            os._exit(0)
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        time.sleep(0.3)  # this process would have ended
+
+
+def test_a_signal_that_a_stage_handles_ends_nothing() -> None:
+    seen = []
+    with interruptible(force_after=0.1):
+        signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.3)
+    assert seen == [signal.SIGUSR1]
 
 
 def test_no_descendant_is_left(tmp_path: Path) -> None:
@@ -141,3 +239,15 @@ def test_more_processes_than_gpus_need_torchrun(
     with pytest.raises(RecipeError) as caught:
         make_plan(recipe, registry=Registry([]), here=True, procs=16)
     assert [p.key for p in caught.value.problems] == ["stages"]
+
+
+def test_the_launcher_and_the_recipe_agree_on_the_number_of_processes(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: x\nlaunch: {device: cpu, procs: 2}\nstages: {}\n")
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load_recipe(path), registry=Registry([]), here=True, procs=1)
+    problem = next(p for p in caught.value.problems if p.key == "launch.procs")
+    assert str(problem) == (
+        f"{path}:2:30: launch.procs: 2 processes, but the launcher started 1 "
+        "(set launch.procs=1, or null to take as many as are started)"
+    )

@@ -17,9 +17,11 @@ from pipeline.state.contents import contradiction
 from pipeline.state.local_store import LocalStore
 from pipeline.state.manifest import FILE, Damaged
 from pipeline.state.reader import CheckpointReader
+from tests.support.tier import times
 from tests.support.tiny_store import Tiny, digests, read_digests, write
 
-FLIPS = 2000
+FLIPS = times(quick=200, full=2000)
+Change = Callable[[dict[str, Any]], None]
 NAME = "step-00000001"
 FORMATS = ("sharded", "full")
 
@@ -53,18 +55,17 @@ def read_all(root: Path, *, whole: bool) -> None:
 
 def regions(root: Path) -> list[tuple[Path, int, int, str]]:
     """File, first byte, end, and the tensor whose data that is, or nothing."""
-    manifest = CheckpointReader(LocalStore(root), NAME).manifest
-    folder = root / NAME
+    reader = CheckpointReader(LocalStore(root), NAME)
+    manifest, folder = reader.manifest, root / NAME
     found = [(folder / FILE, 0, (folder / FILE).stat().st_size, "")]
     for file in manifest.files:
         found.append((folder / file.name, 0, file.data_start, ""))
     for part in manifest.parts:
         found.append((folder / part.sums, 0, (folder / part.sums).stat().st_size, ""))
-        for piece in part.pieces:
-            tensor = manifest.tensors[piece.tensor]
-            end = piece.offset + (piece.stop - piece.start) * tensor.itemsize
-            file = folder / manifest.files[piece.file].name
-            found.append((file, piece.offset, end, tensor.key))
+    for tensor in manifest.tensors:
+        for place in reader._places.find(tensor.key, 0, tensor.numel):
+            end = place.offset + (place.stop - place.start) * tensor.itemsize
+            found.append((folder / manifest.files[place.file].name, place.offset, end, tensor.key))
     sizes = {
         file: sum(end - start for f, start, end, _ in found if f == file) for file in files_of(root)
     }
@@ -162,7 +163,7 @@ def test_a_folder_of_another_format_is_not_called_damaged(tmp_path: Path) -> Non
     assert not isinstance(told.value, Damaged)
 
 
-def edit(root: Path, change: Callable[[dict[str, Any]], None], *, sign: bool = True) -> None:
+def edit(root: Path, change: Change, *, sign: bool = True) -> None:
     """Change the manifest, with a checksum that is right."""
     path = root / NAME / FILE
     data = json.loads(path.read_bytes())
@@ -172,24 +173,26 @@ def edit(root: Path, change: Callable[[dict[str, Any]], None], *, sign: bool = T
     path.write_text(f'{{"checkpoint": {body}, "sha256": "{digest}"}}\n')
 
 
-def piece(manifest: dict[str, Any], key: str) -> list[int]:
-    """The first piece of a tensor: tensor, file, offset, start, stop."""
-    number = [tensor["key"] for tensor in manifest["tensors"]].index(key)
-    return next(p for part in manifest["parts"] for p in part["pieces"] if p[0] == number)
+def change_run(key: str, field: int, value: int) -> Change:
+    """Of the first run of a tensor: start, stop, length, rank, step, cuts, apart."""
 
-
-def change_piece(key: str, field: int, by: int) -> Callable[[dict[str, Any]], None]:
     def change(manifest: dict[str, Any]) -> None:
-        piece(manifest, key)[field] += by
+        runs_of(manifest, key)[0][field] = value
 
     return change
 
 
-def change_tensor(field: str, value: Any, number: int = 0) -> Callable[[dict[str, Any]], None]:
+def runs_of(manifest: dict[str, Any], key: str) -> list[Any]:
+    number = [tensor["key"] for tensor in manifest["tensors"]].index(key)
+    runs: list[Any] = manifest["runs"][number]
+    return runs
+
+
+def change_tensor(field: str, value: Any, number: int = 0) -> Change:
     return lambda manifest: manifest["tensors"][number].update({field: value})
 
 
-def change_file(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def change_file(field: str, value: Any) -> Change:
     return lambda manifest: manifest["files"][0].update({field: value})
 
 
@@ -202,21 +205,12 @@ def swap_keys(manifest: dict[str, Any]) -> None:
 def forget_tensor(manifest: dict[str, Any]) -> None:
     """The last one; what remains hangs together."""
     number = len(manifest["tensors"]) - 1
-    del manifest["tensors"][number]
-    for part in manifest["parts"]:
-        part["pieces"] = [piece for piece in part["pieces"] if piece[0] != number]
-
-
-def drop_piece(manifest: dict[str, Any]) -> None:
-    del manifest["parts"][1]["pieces"][0]
-
-
-def repeat_piece(manifest: dict[str, Any]) -> None:
-    manifest["parts"][1]["pieces"].append(manifest["parts"][1]["pieces"][0])
+    del manifest["tensors"][number], manifest["runs"][number]
 
 
 def repeat_tensor(manifest: dict[str, Any]) -> None:
     manifest["tensors"].append(dict(manifest["tensors"][0]))
+    manifest["runs"].append(manifest["runs"][0])
 
 
 def swap_sums(manifest: dict[str, Any]) -> None:
@@ -224,7 +218,7 @@ def swap_sums(manifest: dict[str, Any]) -> None:
     first["sums"], second["sums"] = second["sums"], first["sums"]
 
 
-EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+EDITS: dict[str, tuple[Change, str]] = {
     "keys swapped": (swap_keys, r"random/0000\d/torch is not where the manifest says"),
     "dtype of the same size": (change_tensor("dtype", "I32"), "weight/a is not where"),
     "shape of the same size": (change_tensor("shape", [50, 3]), "weight/a is not where"),
@@ -232,25 +226,32 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "larger shape": (change_tensor("shape", [3, 51]), "weight/a: ends at element 150 of 153"),
     "unknown dtype": (change_tensor("dtype", "F33"), "weight/a has the unknown dtype F33"),
     "unknown key": (change_tensor("key", "weight/z"), "weight/z is not where the manifest says"),
-    "tensor forgotten": (forget_tensor, r"rank-00001\.sums: |torch is not in the manifest"),
+    "tensor forgotten": (forget_tensor, "do not fill it"),
     "tensor twice": (repeat_tensor, "two entries for weight/a"),
-    "piece dropped": (drop_piece, "weight/b|exp_avg/b"),
-    "piece twice": (repeat_piece, "weight/b: elements .* are there twice"),
-    "piece moved": (change_piece("weight/b", 2, 4), "weight/b"),
-    "piece of another file": (change_piece("weight/b", 1, 1), "weight/b"),
-    "piece of no file": (change_piece("weight/b", 1, 9), "unknown tensor or file"),
-    "piece of no tensor": (change_piece("weight/b", 0, 9), "unknown tensor or file"),
-    "piece in the header": (change_piece("weight/a", 2, -4096), "weight/a: a piece lies outside"),
-    "piece shorter": (
-        change_piece("weight/b", 4, -1),
-        "weight/b: elements 4500 to 4501 are missing",
+    "run dropped": (lambda m: runs_of(m, "weight/b").pop(), "weight/b: ends at element 4501"),
+    "run twice": (
+        lambda m: runs_of(m, "weight/b").append(runs_of(m, "weight/b")[0]),
+        "weight/b: elements .* are there twice",
     ),
-    "file larger": (change_file("size", 10**15), "bytes instead of 1000000000000000"),
+    "run shorter": (
+        change_run("weight/b", 1, 4500),
+        "weight/b: elements 4500 to 4501 are missing|weight/b: cut for ranks",
+    ),
+    "run longer than all": (change_run("weight/b", 2, 10**30), "weight/b: cut for ranks"),
+    "run of nothing": (change_run("weight/b", 2, 0), "written by another version: runs"),
+    "run of another rank": (change_run("weight/b", 3, 1), r"do not fill it|rank-0000[01]\.sums"),
+    "run of no rank": (change_run("weight/b", 3, 2), "weight/b: cut for ranks that there are not"),
+    "run of many ranks": (change_run("weight/b", 2, 1), "weight/b: cut for ranks"),
+    "run cut": (change_run("weight/b", 5, 2), "weight/b: cut for ranks"),
+    "no runs": (lambda m: m.update(runs=[]), "does not say who has which tensor"),
+    "tensor in no file": (change_tensor("file", 9), "weight/a: lies in an unknown file"),
+    "tensor in another file": (change_tensor("file", 1), "do not fill it"),
+    "file larger": (change_file("size", 10**15), "do not fill it|instead of 1000000000000000"),
     "header larger": (change_file("data_start", 10**15), "longer than the file"),
     "another header": (change_file("header", 1), "its header is damaged"),
     "sums swapped": (swap_sums, "rank-0000[01].sums"),
     "another step": (lambda m: m.update(step=2), "of step 2, in a folder that was renamed"),
-    "another version": (lambda m: m.update(version=2), "written by another version: version"),
+    "another version": (lambda m: m.update(version=3), "written by another version: version"),
     "more fields": (lambda m: m.update(more=2), "written by another version: more"),
 }
 for bad in ("/etc/passwd", "../x", "a/../../x", "a/..", ".", "", "a//b", "a\\b", "a\0b", ".hidden"):
@@ -285,11 +286,10 @@ def test_an_edit_that_changes_nothing_is_accepted(root: Path) -> None:
 
 def test_a_tensor_that_only_the_file_knows(root: Path) -> None:
     """Checksums that were edited as well would not show it."""
-    manifest = CheckpointReader(LocalStore(root), NAME).manifest
-    file = manifest.files[0]
+    reader = CheckpointReader(LocalStore(root), NAME)
+    file = reader.manifest.files[0]
     head = (root / NAME / file.name).read_bytes()[: file.data_start]
-    pieces = [p for part in manifest.parts for p in part.pieces if p.file == 0]
-    known = [(manifest.tensors[piece.tensor], piece) for piece in pieces]
+    known = reader._places.in_file(0)
     assert contradiction(head, known) == ""
     assert contradiction(head, known[1:]).endswith(" is not in the manifest")
 

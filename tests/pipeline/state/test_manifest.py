@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.state.manifest import Damaged, DataFile, Manifest, Part, Piece, TensorEntry
+from pipeline.state.division import Run
+from pipeline.state.manifest import Damaged, DataFile, Manifest, Part, TensorEntry
 from pipeline.state.safetensors_file import ITEM_BYTES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -42,27 +43,27 @@ STATES = st.fixed_dictionaries(
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     """Of tensors one after the other in one file, each in one piece or two."""
-    tensors, pieces, offset = [], [], 4096
+    tensors, runs, offset = [], [], 4096
     for key in draw(st.lists(TEXT, unique=True, max_size=4)):
         shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
         tensor = TensorEntry(key=key, dtype=draw(st.sampled_from(sorted(ITEM_BYTES))), shape=shape)
         cut = draw(st.integers(0, tensor.numel))
-        for start, stop in ((0, cut), (cut, tensor.numel)):
-            if start < stop:
-                pieces.append(Piece(len(tensors), 0, offset, start, stop))
-                offset += (stop - start) * tensor.itemsize
+        edges = ((0, cut), (cut, tensor.numel))
+        runs.append([Run(start, stop, stop - start, 0) for start, stop in edges if start < stop])
+        offset += tensor.numel * tensor.itemsize
         tensors.append(tensor)
     file = DataFile(name="rank-00000.safetensors", size=offset, data_start=4096, header=7)
     return Manifest(
-        step=draw(COUNTS),
+        step=draw(st.integers(0, 10**18)),
         written="2026-01-01T00:00:00+00:00",
         world_size=1,
         writer=draw(FACTS),
         progress=draw(FACTS),
         state=draw(STATES),
         tensors=tensors,
+        runs=runs,
         files=[file],
-        parts=[Part(sums="rank-00000.sums", digest=draw(COUNTS), pieces=pieces)],
+        parts=[Part(sums="rank-00000.sums", digest=draw(COUNTS))],
     )
 
 

@@ -20,6 +20,7 @@ from pipeline.state.planning import Arrangement, Sharded
 from pipeline.state.reader import CheckpointReader
 from pipeline.state.source import StateSource
 from pipeline.state.spans import Span
+from pipeline.state.staging import stage
 from pipeline.state.views import Watched, WeightsOnly
 from pipeline.state.whole import Whole
 
@@ -71,17 +72,18 @@ def content(key: str, start: int, stop: int) -> bytes:
 def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: Arrangement) -> None:
     """Odd numbers of items of all sizes, in files that follow each other."""
     kinds = {"weight/a": "BF16", "weight/b": "U8", "exp_avg/a": "F32", "random/0": "I64"}
-    tensors = {k: TensorEntry(key=k, dtype=dtype, shape=(7,)) for k, dtype in kinds.items()}
-    mine = sorted((Span(key, 0, 7) for key in kinds), key=lambda s: -tensors[s.key].itemsize)
-    layout = arrangement.lay_out(0, mine, tensors)
-    copies = [
-        (tensors[key].itemsize, *copy) for key, all_ in layout.copies.items() for copy in all_
-    ]
+    entries = arrangement.in_order(
+        TensorEntry(key=key, dtype=dtype, shape=(7,)) for key, dtype in kinds.items()
+    )
+    tensors = {entry.key: entry for entry in entries}
+    layout = arrangement.lay_out(0, [Span(key, 0, 7) for key in tensors], tensors)
+    staging = stage(layout, tensors, {"weight/b", "exp_avg/a"}.__contains__)
+    copies = [(tensors[copy.key].itemsize, copy) for copy in (*staging.whole, *staging.passing)]
     assert len(copies) == 4
-    assert [place % itemsize for itemsize, _, _, place in copies] == [0] * 4
-    taken = sorted((place, place + (stop - start) * n) for n, start, stop, place in copies)
+    assert [copy.place % itemsize for itemsize, copy in copies] == [0] * 4
+    taken = sorted((copy.place, copy.place + 7 * itemsize) for itemsize, copy in copies)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
-    assert taken[-1][1] <= layout.size
+    assert taken[-1][1] <= staging.size
 
 
 @pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)

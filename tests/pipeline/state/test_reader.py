@@ -9,17 +9,18 @@ import tempfile
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from pipeline.state import blocks, reader
+from pipeline.state.division import Run
 from pipeline.state.local_store import LocalStore
-from pipeline.state.manifest import Manifest, Part, Piece, TensorEntry
-from pipeline.state.planning import Sharded
+from pipeline.state.manifest import Manifest, Part, TensorEntry
+from pipeline.state.planning import Sharded, spans_of
 from pipeline.state.reader import CheckpointReader
-from pipeline.state.safetensors_file import ITEM_BYTES
 from pipeline.state.spans import Span, require_cover
+from tests.support.tier import examples
 from tests.support.tiny_store import job
 
 NAME = "step-00000001"
@@ -50,35 +51,42 @@ def content(tensor: TensorEntry) -> bytes:
 
 def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
     """A checkpoint by hand, without the writer."""
-    table = {tensor.key: tensor for tensor in tensors}
-    numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
+    ordered = Sharded().in_order(tensors)
+    table = {tensor.key: tensor for tensor in ordered}
+    runs = [
+        sorted(
+            Run(span.start, span.stop, span.stop - span.start, rank)
+            for rank, share in enumerate(shares)
+            for span in share
+            if span.key == tensor.key
+        )
+        for tensor in ordered
+    ]
     attempt = LocalStore(root).attempt(NAME, "x")
     files, parts = [], []
-    for rank, share in enumerate(shares):
-        mine = sorted(share, key=lambda span: -ITEM_BYTES[table[span.key].dtype])
-        layout = Sharded().lay_out(rank, mine, table)
-        memory = bytearray(layout.size)
-        for place, head in layout.heads:
-            memory[place : place + len(head)] = head
-        pieces, sums = [], []
+    for rank in range(len(shares)):
+        layout = Sharded().lay_out(rank, spans_of(rank, ordered, runs), table)
+        memory, sums = bytearray(layout.heads[0]), []
         for span, _, offset in layout.pieces:
+            assert offset == len(memory)
             size = table[span.key].itemsize
             data = content(table[span.key])[span.start * size : span.stop * size]
-            memory[offset : offset + len(data)] = data
+            memory += data
             sums += blocks.sums(memoryview(data))
-            pieces.append(Piece(numbers[span.key], rank, offset, span.start, span.stop))
         attempt.put(layout.files[0].name, bytes(memory))
         attempt.put(f"rank-{rank:05d}.sums", blocks.pack(sums))
         files += layout.described
         digest = xxh3_64_intdigest(blocks.pack(sums))
-        parts.append(Part(sums=f"rank-{rank:05d}.sums", digest=digest, pieces=pieces))
+        parts.append(Part(sums=f"rank-{rank:05d}.sums", digest=digest))
     facts: dict[str, Any] = json.loads(json.dumps(dict(job(1, "x").facts)))
-    manifest = Manifest(**facts, written="2026-01-01", tensors=tensors, files=files, parts=parts)
+    manifest = Manifest(
+        **facts, written="2026-01-01", tensors=ordered, runs=runs, files=files, parts=parts
+    )
     attempt.commit(manifest.dump())
 
 
 @given(layouts(), st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.DataObject) -> None:
     tensors, shares = layout
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:

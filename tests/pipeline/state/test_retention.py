@@ -83,3 +83,8 @@ def test_names_are_in_the_order_of_steps(found: set[int]) -> None:
     """Also where a step has more digits than names usually have."""
     names = [*map(step_name, found), "step-1", "step-00000001.tmp-x", "other"]
     assert steps_in_order(names) == [step_name(step) for step in sorted(found)]
+
+
+def test_steps_that_no_training_has() -> None:
+    assert step_number(f"step-{10**17}") == 10**17
+    assert [step_number(f"step-{n}") for n in (10**18, 10**30, "9" * 5000, "٣" * 8)] == [None] * 4

@@ -1,66 +1,14 @@
-"""Who writes what, and whether that is everything."""
+"""Whether ranges are everything."""
 
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.state.spans import WHOLE, Misfit, Span, require_cover, share_writing
-
-SIZES = st.one_of(st.integers(1, 50), st.integers(WHOLE - 2, 6 * WHOLE))
-
-
-@st.composite
-def holdings(draw: st.DrawFn) -> list[list[Span]]:
-    """What ranks hold: tensors cut into ranges, each range on one rank or more."""
-    ranks = draw(st.integers(1, 6))
-    held: list[list[Span]] = [[] for _ in range(ranks)]
-    for number in range(draw(st.integers(1, 8))):
-        lengths = draw(st.lists(SIZES, min_size=1, max_size=4))
-        for start, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
-            span = Span(f"weight/{number}", start, start + length)
-            for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                held[rank].append(span)
-    return [draw(st.permutations(spans)) for spans in held]
-
-
-def within(part: Span, whole: Span) -> bool:
-    return part.key == whole.key and whole.start <= part.start and part.stop <= whole.stop
-
-
-@given(holdings())
-def test_everything_is_written_once_by_who_holds_it(held: list[list[Span]]) -> None:
-    shares = share_writing(held)
-    for spans, share in zip(held, shares, strict=True):
-        places = [
-            next(place for place, span in enumerate(spans) if within(part, span)) for part in share
-        ]
-        assert places == sorted(set(places))  # in the order of what the rank holds, none twice
-    for key in {span.key for spans in held for span in spans}:
-        total = max(span.stop for spans in held for span in spans if span.key == key)
-        ranges = [(s.start, s.stop) for share in shares for s in share if s.key == key]
-        require_cover(ranges, total)
-        assert all(start < stop for start, stop in ranges)
-
-
-@given(holdings())
-def test_the_work_is_balanced(held: list[list[Span]]) -> None:
-    """Replicas of everything: no rank writes more than its share and one uncut range."""
-    everything = sorted({span for spans in held for span in spans})
-    shares = share_writing([everything] * len(held))
-    loads = [sum(span.stop - span.start for span in share) for share in shares]
-    assert max(loads) - min(loads) <= WHOLE * len(held) + len(everything)
-
-
-@given(holdings())
-def test_ranks_agree(held: list[list[Span]]) -> None:
-    """Each computes it from what travelled as JSON."""
-    told = [[Span(*span) for span in rank] for rank in json.loads(json.dumps(held))]
-    assert share_writing(told) == share_writing(held)
+from pipeline.state.spans import Misfit, require_cover
 
 
 @st.composite

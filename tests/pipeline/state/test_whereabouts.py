@@ -37,3 +37,12 @@ def test_what_is_in_the_runs_folder_moves_with_it(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoints\.at: No such file or directory"):
         whereabouts.remember(tmp_path / "gone", "s3://bucket/run")
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe", b"/a\0b", b"/a\n/b", b"/" * 5000])
+def test_garbage_is_said_and_replaced_by_the_next_save(tmp_path: Path, garbage: bytes) -> None:
+    (tmp_path / "checkpoints.at").write_bytes(garbage)
+    with pytest.raises(CheckpointError, match=r"checkpoints.at: damaged: .*\(write into it where"):
+        whereabouts.known(tmp_path)
+    whereabouts.remember(tmp_path, "/elsewhere")
+    assert whereabouts.known(tmp_path) == "/elsewhere"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import resource
 import signal
+import termios
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from pipeline.errors import CheckpointError
 from pipeline.state.arena import Arena
 from pipeline.state.local_store import LocalStore
-from pipeline.state.writer import DEAF_TO
+from pipeline.state.writer import DEAF_TO, Write
 from pipeline.state.writer_process import WriterProcess
 from tests.support.tiny_store import Tiny, digests, job, read_digests
 
@@ -95,6 +98,33 @@ def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess])
     for ask in (writers[1].poll, writers[1].wait, lambda: writers[1].begin(job(1, "x"))):
         with pytest.raises(CheckpointError, match=problem):
             ask()
+
+
+def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) -> None:
+    setup = Tiny(str(tmp_path)).setups[1]
+    impossible = Write(file=99, offset=0, start=0, size=1, piece=False)
+    rounds = [*setup.rounds, [impossible], []]
+    with ExitStack() as stack:
+        arena = Arena(setup.size)
+        stack.callback(arena.close)
+        writer = WriterProcess(setup.model_copy(update={"rounds": rounds}), arena)
+        stack.callback(writer.close)
+        writer.begin(job(1, "x"))
+        writer.go_on()
+        while waiting(writer) < len("\n{}\n"):
+            pass
+        assert writer.wait_taken() is None
+        outcome = writer.poll()
+    assert outcome is not None
+    assert outcome.problem
+
+
+def waiting(writer: WriterProcess) -> int:
+    """Bytes that it has told and nobody has read."""
+    assert writer._process.stdout is not None
+    size = array.array("i", [0])
+    fcntl.ioctl(writer._process.stdout, termios.FIONREAD, size)
+    return size[0]
 
 
 def test_a_process_with_many_open_files(tmp_path: Path) -> None:

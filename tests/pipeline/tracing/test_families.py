@@ -12,6 +12,7 @@ import pytest
 from pipeline.forecast.phases import BACKWARD, FORWARD, UPDATE
 from pipeline.tracing.level import traced_forecast
 from tests.support.families import SIZES, SMALL, VARIANTS, fields
+from tests.support.tier import spread
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CASES: dict[str, dict[str, Any]] = {
@@ -51,8 +52,15 @@ def apart(
     return max(abs(told[p].bytes / reference[p].bytes - 1) for p in (FORWARD, BACKWARD, UPDATE))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", SMALL)
+PAIRS = [
+    (kind, list(CASES)[(place + turn) % len(CASES)])
+    for place, kind in enumerate(SMALL)
+    for turn in range(len(CASES))
+]
+"""Each family begins with another case, or the quick tier would meet the same two all the time."""
+
+
+@pytest.mark.parametrize(("kind", "case"), spread(PAIRS, 8))
 def test_a_family(kind: str, case: str, tmp_path: Path) -> None:
     assert apart(fields(kind), tmp_path, **CASES[case]) < 0.01
 
@@ -62,7 +70,7 @@ def test_a_variant(variant: str, tmp_path: Path) -> None:
     assert apart(fields(variant), tmp_path, ranks=2, samples=2) < 0.01
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3", "gemma3_text", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("kind", spread(["llama", "phi3", "gemma3_text", "gpt_neox", "gpt2"], 1))
 def test_attention_that_holds_its_matrix(kind: str, tmp_path: Path) -> None:
     config = SMALL[kind]["config"] if kind in SMALL else {"model_type": kind, **SIZES}
     model = {"config": config, "attention": "eager"}
@@ -78,8 +86,10 @@ DROPPED = [
 ]
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(("kind", "field"), DROPPED)
+@pytest.mark.parametrize(
+    ("kind", "field", "again"),
+    spread([(*dropped, again) for dropped in DROPPED for again in (False, True)], 5),
+)
 def test_dropout(kind: str, field: str, again: bool, tmp_path: Path) -> None:
     """On CPUs, whose kernels are traced; those of GPUs keep smaller masks."""
     model = {"config": {**fields(kind)["config"], field: 0.1}}

@@ -26,6 +26,7 @@ from pipeline.tracing import measured
 from pipeline.tracing.training import training
 from stages.train.causal_lm import TrainCausalLm
 from tests.pipeline import fake_stages
+from tests.support.tier import spread
 
 ROOT = Path(__file__).parents[3]
 
@@ -103,6 +104,7 @@ def test_any_model_can_be_traced(recipe: dict[str, Any], tmp_path: Path) -> None
     assert shards == pytest.approx(4 * parameters / 16, rel=0.01)
 
 
+@pytest.mark.full
 def test_compiled_updates_are_traced_uncompiled(recipe: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     recipe["launch"]["procs"] = 1  # smaller shards are not packed
@@ -120,7 +122,7 @@ def test_offloading_is_computed(recipe: dict[str, Any], tmp_path: Path) -> None:
     assert "parameters" not in found["device"]["load"]["items"]
 
 
-@pytest.mark.parametrize("wrap", ["wrap.ddp", "wrap.fsdp"])
+@pytest.mark.parametrize("wrap", spread(["wrap.fsdp", "wrap.ddp"], 1))
 def test_two_real_processes_take_what_was_predicted(
     recipe: dict[str, Any], tmp_path: Path, wrap: str
 ) -> None:
@@ -185,7 +187,7 @@ def test_one_training_without_a_trace_is_one_too_many(
 ) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
-    known = plan_file(file, [])
+    known = plan_file(file, [], forecast=True)
     (own,) = training(known)
     plugin = replace(own, slot="more", use="plugin.train", stage=fake_stages.Train(steps=1))
     with pytest.raises(UsageError, match=r"measured: more: plugin\.train \(what trains"):

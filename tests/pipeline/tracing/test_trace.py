@@ -17,6 +17,7 @@ from pipeline.tracing import level
 from pipeline.tracing.extrapolate import extrapolated, highest
 from pipeline.tracing.run import Traced, run
 from pipeline.tracing.structure import depths
+from tests.support.tier import spread
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -114,7 +115,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 """What decides where weights take more than activations."""
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", spread(list(WEIGHTS), 3))
 def test_arithmetic_of_few_tokens_is_what_a_trace_says(small: dict[str, Any], name: str) -> None:
     from memories.compare import arithmetic_and_trace
 
@@ -152,7 +153,7 @@ def test_what_an_update_takes(small: dict[str, Any], kernel: str, tmp_path: Path
     assert apart(traced.arithmetic.device, traced.forecast.device) < 0.02
 
 
-@pytest.mark.parametrize("name", ["FSDP again, accumulated", "Gemma 2"])
+@pytest.mark.parametrize("name", spread(["Gemma 2", "FSDP again, accumulated"], 1))
 def test_two_depths_tell_of_all(small: dict[str, Any], name: str, tmp_path: Path) -> None:
     case = small[name]
     config = {**case.model["config"], "num_hidden_layers": 12}
@@ -164,7 +165,7 @@ def test_two_depths_tell_of_all(small: dict[str, Any], name: str, tmp_path: Path
     assert apart(highest(extrapolated(shallow, deeper, 12)), whole) < 0.001
 
 
-@pytest.mark.parametrize("name", ["FSDP", "FSDP again, accumulated", "LoRA, FSDP"])
+@pytest.mark.parametrize("name", spread(["LoRA, FSDP", "FSDP", "FSDP again, accumulated"], 1))
 def test_arithmetic_of_a_strategy_replays_a_model_that_ran_alone(
     small: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +215,7 @@ def test_depths_have_room_for_what_is_gathered_ahead(
     assert depths(kinds, reach) == expected
 
 
-@pytest.mark.parametrize("ahead", [{"forward_prefetch": 3}, {"backward_prefetch": 3}])
+@pytest.mark.parametrize("ahead", spread([{"forward_prefetch": 3}, {"backward_prefetch": 3}], 1))
 def test_units_gathered_ahead_are_traced_from_two_depths(
     small: dict[str, Any], ahead: dict[str, Any], tmp_path: Path
 ) -> None:

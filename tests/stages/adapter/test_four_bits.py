@@ -110,6 +110,7 @@ def test_large_weights_are_read_some_blocks_at_a_time(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_layer_multiplies_by_the_rounded_weight(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     plain = nn.Linear(100, 24)
     with torch.no_grad():
         plain.weight.copy_(weight_of((24, 100)))

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.errors import StageError
+from pipeline.artifacts import Data, Progress, TrainedRun
+from pipeline.errors import ResumeRefused, StageError
 from pipeline.testing import assert_conforms, plan_view
+from stages.adapter.compat import quiet
+from stages.adapter.four_bit_linear import round_layers
+from stages.adapter.injection import peft_config
 from stages.adapter.lora import Lora
 from stages.adapter.rows import row_blocks
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from stages.model.options import ActivationCheckpointing, Fp8
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.origin import origin, require_same_origin
 from tests.support.models import context
 from tests.support.runs import TINY
 from tests.support.weights import MemoryWeights
@@ -179,6 +187,93 @@ def test_an_adapter_goes_on_from_a_saved_one(tmp_path: Path) -> None:
         other.run(context(tmp_path), source.base).weights()
 
 
+OF_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    **{name: (config, fields, {}) for name, (config, fields) in CASES.items()},
+    "and a head": (*CASES["and a head"], {"modules_to_save": ["lm_head"]}),
+    "of a head": (UNTIED, {"rank": 2, "targets": ("lm_head", "q_proj")}, {}),
+    "and biases": (
+        {**UNTIED, "model_type": "qwen2"},
+        {"rank": 2, "targets": ("q_proj",), "train_also": ("*.q_proj.bias",)},
+        {"bias": "lora_only"},
+    ),
+    "in 4 bits": (UNTIED, {"rank": 2, "quantize": "nf4", "dora": True}, {}),
+}  # fmt: skip
+"""An architecture, a training's fields here, and what peft's configuration has beside them."""
+
+
+def saved_by_peft(base: Path, source: Any, more: dict[str, Any]) -> tuple[Path, Any]:
+    """A folder with an adapter that peft made, changed and saved, and peft's model."""
+    config = peft_config(source.stage)
+    for key, value in more.items():
+        setattr(config, key, value)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    if source.quantize is not None:
+        round_layers(plain, source.quantize)
+    with quiet():
+        model = peft.get_peft_model(plain, config)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    with quiet():
+        model.save_pretrained(base.parent / "peft")
+    return base.parent / "peft", model.eval()
+
+
+@pytest.mark.parametrize("name", OF_PEFT)
+def test_an_adapter_of_peft_is_read_and_written_as_peft_does(name: str, tmp_path: Path) -> None:
+    config, fields, more = OF_PEFT[name]
+    fresh = adapted(tmp_path, config, **fields)
+    folder, model = saved_by_peft(tmp_path / "base", fresh, more)
+    base = fresh.base.base if fresh.quantize else fresh.base
+    source = Lora(**fields, start_from=str(folder)).run(context(tmp_path), base)
+    torch.testing.assert_close(
+        logits(module_with(source, MemoryWeights({}))), logits(model), rtol=0, atol=2e-5
+    )
+    if "bias" in more:
+        return  # export.adapter has no way to say so
+    reader = source.weights()
+    weights = MemoryWeights({name: reader.read(name) for name in source.trained})
+    done = ExportAdapter().run(context(tmp_path), weights, source)
+    ours = load_file(done.folder / "adapter_model.safetensors")
+    theirs = load_file(folder / "adapter_model.safetensors")
+    assert ours.keys() == {name for name in theirs if ".base_layer." not in name}
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_an_adapter_that_we_wrote_under_other_names_still_loads(tmp_path: Path) -> None:
+    config, fields = CASES["dora"]
+    source = adapted(tmp_path, config, **fields)
+    weights = trained(source)
+    done = ExportAdapter().run(context(tmp_path), weights, source)
+    file = done.folder / "adapter_model.safetensors"
+    suffix = ".lora_magnitude_vector"
+    before = {
+        f"{name}.weight" if name.endswith(suffix) else name: tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert any(name.endswith(f"{suffix}.weight") for name in before)
+    save_file(before, file)
+    reader = (
+        Lora(**fields, start_from=str(done.folder)).run(context(tmp_path), source.base).weights()
+    )
+    assert all(torch.equal(reader.read(n), tensor) for n, tensor in weights.tensors.items())
+
+
+def test_an_adapter_of_another_head_is_no_start(tmp_path: Path) -> None:
+    config, fields, _ = OF_PEFT["of a head"]
+    fresh = adapted(tmp_path, config, **fields)
+    folder, _ = saved_by_peft(tmp_path / "base", fresh, {})
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.lm_head.base_layer.weight"][3, 5] += 1
+    save_file(tensors, file)
+    source = Lora(**fields, start_from=str(folder)).run(context(tmp_path), fresh.base)
+    with pytest.raises(StageError, match=r"brings its own lm_head\.base_layer\.weight"):
+        source.weights()
+
+
 def test_what_is_borrowed_is_all_that_is_not_trained(tmp_path: Path) -> None:
     source = adapted(tmp_path, UNTIED, rank=2, train_also=("*norm.weight",))
     names = {name for name, _ in source.outline.named_parameters()}
@@ -201,6 +296,34 @@ def test_the_file_is_as_peft_would_write_it(tmp_path: Path) -> None:
     assert config["target_modules"] == ["q_proj"]
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 32.0, "LORA")
+
+
+def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> None:
+    """One bit in the middle of its only file, of the same size and with the same times."""
+    source = adapted(tmp_path, UNTIED, rank=2)
+    began = origin_of(source, tmp_path)
+    weights, done = trained(source), TrainedRun(checkpoint="", progress=Progress(origin=began))
+    stage, file = ExportSafetensors(dtype="fp32"), tmp_path / "base/model.safetensors"
+    assert stage.run(context(tmp_path), weights, source, done).total_bytes
+    times, content = file.stat(), bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    again = Lora(rank=2).run(
+        context(tmp_path), HfModel(path=str(tmp_path / "base")).run(context(tmp_path))
+    )
+    with pytest.raises(ResumeRefused, match=r"weights was \w+, is \w+ .*--accept weights"):
+        require_same_origin(origin_of(again, tmp_path), (), done.progress)
+    with pytest.raises(StageError, match="are not those that were trained on"):
+        stage.run(context(tmp_path), weights, again, done)
+    accepted = dataclasses.replace(context(tmp_path), accept=frozenset({"weights"}))
+    assert stage.run(accepted, weights, again, done).total_bytes
+    assert origin_of(again.base, tmp_path)["weights"] is None  # a checkpoint has all of it
+
+
+def origin_of(source: Any, folder: Path) -> dict[str, Any]:
+    data = Data(train=[], heldout=None, pad_id=0, packed=False, identity={})  # type: ignore[arg-type]
+    return origin(TrainCausalLm(steps=1, global_batch_size=1), context(folder), data, source)
 
 
 MISTAKES = {

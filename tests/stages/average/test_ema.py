@@ -11,7 +11,6 @@ from pipeline.dist import Dist
 from pipeline.errors import CheckpointError
 from pipeline.testing import plan_view
 from stages.average.ema import EmaAverage
-from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.wrap.ddp import Ddp
@@ -91,8 +90,6 @@ def test_mistakes() -> None:
     assert [problem.hint for problem in ema.check(late)] == [
         "put this slot between wrap and checkpoint"
     ]
-    native = plan_view({"ema": ema, "checkpoint": DeepSpeedCheckpoint()})
-    assert [problem.hint for problem in ema.check(native)] == ["use checkpoint.sharded"]
     export = ConsolidateStream(weights="ema")
     assert list(export.check(good)) == []
     told = list(export.check(plan_view({"wrap": Ddp(), "checkpoint": saving})))

@@ -12,10 +12,7 @@ from torch import Tensor
 from pipeline.artifacts import Progress
 from pipeline.dist import Dist
 from pipeline.errors import StageError
-from pipeline.length import Length
-from pipeline.state.store import step_name
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.checkpoint.steps import StepCheckpoints
 from stages.export.safetensors import ExportSafetensors
 from stages.train.causal_lm import TrainCausalLm
 from tests.support.exports import Run, run_of
@@ -51,27 +48,6 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert first == 4 * real  # two, the best, and the one that is being written
     assert second == 3 * real
     assert all_five == 4 * real  # without the one that is there
-
-
-class Small(StepCheckpoints):
-    """Of seven bytes."""
-
-    format = "small"
-    size = 7
-
-    def write(self, folder: Path) -> None: ...
-
-    def read(self, folder: Path) -> None: ...
-
-
-@pytest.mark.parametrize(("keep", "there", "number"), [(None, 0, 5), (None, 2, 3), (2, 0, 3)])
-def test_checkpoints_of_steps(keep: int | None, there: int, number: int, tmp_path: Path) -> None:
-    ctx = context(tmp_path)
-    for step in range(there):
-        (ctx.run_dir / "checkpoints" / step_name(step)).mkdir(parents=True)
-    (room,) = Small(ctx, every=4, keep=keep).room(Length(steps=18))
-    assert (room.what, room.disk) == (f"{number} checkpoints", number * 7)
-    assert room.folder == ctx.run_dir / "checkpoints"
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "mixtral"])

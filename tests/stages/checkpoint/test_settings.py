@@ -11,12 +11,9 @@ from safetensors.torch import load_file
 
 from pipeline.dist import Dist
 from pipeline.metrics import records
-from pipeline.stage import PlanView
-from stages.checkpoint.deepspeed import DeepSpeedCheckpoint
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
-from stages.wrap.zero import OptimizerOffload, Zero
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, hashed, load_run, make_engine, save_run, source
@@ -74,13 +71,3 @@ def test_fewer_bits_are_loaded_only_when_that_is_accepted(tmp_path: Path) -> Non
     assert saved["model.norm.weight"].dtype == torch.float32
     for name, weight in saved.items():
         assert loaded[f"weight/{name}"] == hashed(weight.bfloat16())
-
-
-def test_deepspeeds_own_format_lacks_what_a_ratio_leaves_on_the_device() -> None:
-    def problems(**offload: Any) -> list[str]:
-        slots = {"wrap": Zero(stage=3, offload_optimizer=OptimizerOffload(**offload))}
-        plan = PlanView(name="x", seed=0, procs=2, device="cpu", slots=slots)
-        return [problem.hint for problem in DeepSpeedCheckpoint().check(plan)]
-
-    assert problems(ratio=0.5) == ["use checkpoint.sharded"]
-    assert problems() == []

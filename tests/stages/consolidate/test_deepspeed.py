@@ -1,4 +1,4 @@
-"""Full tensors out of every kind of ZeRO checkpoint equal the masters that were live."""
+"""Full tensors out of every kind of DeepSpeed's own checkpoint equal the masters that were live."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {
 
 def consolidated(folder: Path, case: Case, *, ranks: int = 2) -> Any:
     run_ranks(run_case, ranks, str(folder), dataclasses.replace(case, save=True, last=2))
-    return opened(folder / "checkpoints/step-00000002")
+    return opened(folder / "saved")
 
 
 def opened(checkpoint: Path) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -26,6 +26,7 @@ from stages.export.layout import BLOCK, Named, shards
 from stages.export.writer import check, write
 from stages.formats.adam import fresh_progress
 from stages.formats.mapped import MappedSource, Range, Stored
+from tests.support.tier import examples
 
 HERE = Dist(device=torch.device("cpu"))
 
@@ -84,7 +85,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("form", ["canonical", "full", "dcp"])
-@settings(max_examples=25)
+@examples(25)
 @given(tensors=TENSORS, edges=EDGES)
 def test_every_format(form: str, tensors: Mapping[str, torch.Tensor], edges: list[float]) -> None:
     kept = {name: one for name, one in tensors.items() if one.numel()}
@@ -103,7 +104,7 @@ def test_every_format(form: str, tensors: Mapping[str, torch.Tensor], edges: lis
         weights.close()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(tensors=TENSORS, limit=st.integers(1, 2000), edges=EDGES, data=st.data())
 def test_files(
     tensors: Mapping[str, torch.Tensor], limit: int, edges: list[float], data: st.DataObject

@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 import transformers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from pipeline.artifacts import ModelSource
 
@@ -39,13 +39,21 @@ class FakeSource(ModelSource):
 
     name = "fake"
 
-    def __init__(self, template: str | None = PLAIN, *, eos: str | None = "<|end|>") -> None:
+    def __init__(
+        self, template: str | None = PLAIN, *, eos: str | None = "<|end|>", bos: str | None = None
+    ) -> None:
+        """`bos`: what the tokenizer's own call puts before a text, as those of Llama do."""
         self.fast = transformers.PreTrainedTokenizerFast(
             tokenizer_object=byte_tokenizer(), chat_template=template, model_max_length=8
         )
         self.fast.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
         if eos:
             self.fast.eos_token = eos
+        if bos:
+            self.fast.bos_token = bos
+            self.fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, SPECIAL[bos])]
+            )
         self.rows = 259
 
     def tokenizer(self) -> Any:

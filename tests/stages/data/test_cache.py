@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.data import cache
 from stages.data.blocks import TokenWriter
+from stages.data.chat import ChatData
 from stages.data.text import TextData
+from stages.data.verified import VerifiedArray, write_sums
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -58,11 +62,13 @@ def test_a_second_run_does_not_tokenise(
     assert first.fingerprint == second.fingerprint
     assert second.train[0].labels.tolist() == ids("bcdef")
     assert sorted(path.name for path in entry(tmp_path).iterdir()) == [
-        "meta.json", "starts.bin", "tokens.bin"
+        "meta.json", "starts.bin", "starts.bin.sums", "tokens.bin", "tokens.bin.sums"
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "meta", "no meta", "format"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "remove", "sums", "meta", "counts", "no meta", "format"]
+)
 def test_a_damaged_entry_is_built_again(
     ctx: Context,
     source: FakeSource,
@@ -78,6 +84,10 @@ def test_a_damaged_entry_is_built_again(
             os.truncate(tokens, 3)
         case "remove":
             tokens.unlink()
+        case "sums":
+            (entry(tmp_path) / "tokens.bin.sums").unlink()
+        case "counts":
+            meta.write_text(meta.read_text().replace('"tokens": 6', '"tokens": 5'))
         case "meta":
             meta.write_text("[")
         case "no meta":
@@ -87,6 +97,65 @@ def test_a_damaged_entry_is_built_again(
             meta.write_text(meta.read_text().replace(current, '"format": 1'))
     assert stage.run(ctx, source).train[0].labels.tolist() == ids("bcdef")
     assert len(builds) == 2
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit in the byte at `at`, leaving the size and times as they are."""
+    times = file.stat()
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+ROWS = [
+    {"messages": [{"role": role, "content": "x" * (17 * row)} for role in ("user", "assistant")]}
+    for row in range(1, 40)
+]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_changed_bit_is_never_trained_on(
+    ctx: Context, source: FakeSource, packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.data.verified.BLOCK", 64)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    stage = ChatData(files=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "c"), packing=packing)
+
+    def read() -> list[list[int]]:
+        train = stage.run(ctx, source).train
+        return [
+            [*train[i].input_ids, *train[i].labels, train.targets(i)] for i in range(len(train))
+        ]
+
+    expected = read()
+    files = sorted((tmp_path / "c").rglob("*.bin"))
+    assert len(files) == (7 if packing else 4)
+    for file in files:
+        for at in (0, file.stat().st_size // 2, file.stat().st_size - 1):
+            flip(file, at)
+            with pytest.raises(StageError, match=rf"{file} has changed.*remove {file.parent}"):
+                read()
+            flip(file, at)
+    assert read() == expected
+
+
+def test_blocks_are_compared_once_and_only_where_something_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.data.verified.BLOCK", 16)
+    file = tmp_path / "a.bin"
+    np.arange(21, dtype="<u2").tofile(file)
+    write_sums(file)
+    flip(file, 16 + 3)
+    held = VerifiedArray(file, "<u2")
+    assert (len(held), held[:8].tolist(), held[16:99].tolist()) == (
+        21, list(range(8)), list(range(16, 21))
+    )  # fmt: skip
+    with pytest.raises(StageError, match="bytes 16 to 31 are others"):
+        held[7:9]
+    flip(file, 0)  # what has been compared is not read again
+    assert held[1:8].tolist() == list(range(1, 8))
 
 
 def test_a_crash_leaves_nothing_to_be_found(

@@ -19,6 +19,7 @@ from stages.data.rows import Row
 from stages.data.samples import LeftOut
 from stages.data.today import with_today
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
+from tests.support.tier import examples, times
 
 END, START, STOP = SPECIAL["<|end|>"], SPECIAL["<|s|>"], SPECIAL["<|e|>"]
 _ = NO_TARGET
@@ -81,7 +82,9 @@ def test_all_turns_or_the_last(ctx: Context, chat: Any, template: str) -> None:
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=times(quick=25, full=250),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     contents=st.lists(st.text(" ab\n\té🎉", max_size=6), min_size=2, max_size=6),
@@ -241,7 +244,7 @@ def test_what_is_no_date(chat: Any, bad: str) -> None:
     assert str(problem) == f"today: {bad!r} is no date (write it as YYYY-MM-DD)"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     before=st.text(" \n-x", max_size=4),
     date=st.datetimes(datetime.datetime(1970, 1, 1), datetime.datetime(2099, 1, 1)),
@@ -286,6 +289,31 @@ def test_a_template_that_forgets_earlier_turns(ctx: Context, chat: Any) -> None:
     marked = MARKED.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
     sample = only(ctx, FakeSource(marked), stage)
     assert trained(sample) == [*ids("b"), STOP, *ids("Rd"), STOP]
+
+
+HEADED = (
+    "{% for m in messages %}<|s|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ '\n' + m.content }}<|e|>{{ '\n' }}{% endgeneration %}"
+    "{% else %}{{ '\n' + m.content }}<|e|>{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
+)
+"""Marks the line break that ends a header too, and the one behind the end of a turn, as TRL's
+training templates of Qwen do."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"), [({}, "bd"), ({"loss": "last"}, "d"), ({"loss": "assistant"}, "bd")]
+)
+def test_markers_are_taken_at_their_word(
+    ctx: Context, chat: Any, fields: dict[str, Any], said: str
+) -> None:
+    sample = only(
+        ctx, FakeSource(HEADED), chat({"messages": [*TWO_TURNS, message("user", "e")]}, **fields)
+    )
+    assert trained(sample) == [t for word in said for t in (*ids(f"\n{word}"), STOP, *ids("\n"))]
+    silent = [TWO_TURNS[0], {**TWO_TURNS[1], "train": False}, *TWO_TURNS[2:]]
+    sample = only(ctx, FakeSource(HEADED), chat({"messages": silent}, **fields))
+    assert trained(sample) == [*ids("\nd"), STOP, *ids("\n")]
 
 
 @pytest.mark.parametrize("marked", ["{% if m.role == 'user' %}", "{% if m.role == 'tool' %}"])

@@ -7,6 +7,7 @@ enough to be put together here.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -114,6 +115,60 @@ def test_pairs_of_texts_without_a_template(ctx: Context, chat: Any) -> None:
         }  # fmt: skip
         expected["trained"] = expected["trained"][: len(expected["ids"])]
         assert tokens(data.train)[index] == as_tokens(expected)
+
+
+@pytest.mark.parametrize(
+    ("bos", "prepend_bos", "start"),
+    [
+        ("<|s|>", None, [START]),
+        ("<|s|>", False, []),
+        ("<|s|>", True, [START]),
+        (None, None, []),
+    ],
+)
+def test_texts_begin_as_the_tokenizer_s_own_call_does(
+    ctx: Context, chat: Any, bos: str | None, prepend_bos: bool | None, start: list[int]
+) -> None:
+    rows = ({"text": "ab"}, {"prompt": "a", "completion": "b"})
+    for row, first in zip(rows, (64, NO_TARGET), strict=True):
+        stage = chat(row, template=False, prepend_bos=prepend_bos)
+        source = FakeSource(bos=bos)
+        sample = stage.run(ctx, source).train[0]
+        assert sample.input_ids.tolist() == [*start, 64, 65]
+        assert sample.labels.tolist() == [first, 65, END][-len(start) - 2 :]
+        if prepend_bos is None:
+            called = source.fast("ab")["input_ids"]
+            assert sample.input_ids.tolist() == called
+    conversation = chat({"messages": [USER, BOT]}, prepend_bos=prepend_bos)
+    assert conversation.run(ctx, FakeSource(bos=bos)).train[0].input_ids.tolist().count(START) == 2
+
+
+def test_a_text_s_beginning_is_part_of_the_cache_s_key(ctx: Context, chat: Any) -> None:
+    stage = chat({"text": "ab"})
+    asked = [None, False, None]
+    prints = [
+        dataclasses.replace(stage, prepend_bos=each).run(ctx, FakeSource(bos="<|s|>")).identity
+        for each in asked
+    ]
+    assert prints[0] == prints[2]
+    assert prints[0]["contents"] != prints[1]["contents"]
+    assert (prints[0]["prepend_bos"], prints[1].get("prepend_bos")) == (True, None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"messages": [USER, BOT]}, {"prompt": "a", "completion": "b"}, {"input_ids": [1, 2]}],
+)
+def test_data_without_a_text_are_the_same_whatever_texts_begin_with(
+    ctx: Context, chat: Any, row: dict[str, Any]
+) -> None:
+    """So runs of conversations that began before texts had a beginning go on."""
+    stage, source = chat(row), FakeSource(bos="<|s|>")
+    own, none = (
+        dataclasses.replace(stage, prepend_bos=each).run(ctx, source).identity
+        for each in (None, False)
+    )
+    assert own == none
 
 
 def trained(samples: Samples, index: int = 0) -> list[int]:

@@ -201,7 +201,9 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
     data, _ = opened(stream(folder, documents_apart=True), ctx)
     assert data.packed
     order = data.train.order(SEED, shuffle=True)
-    for index in order.indices(0, 30).tolist():
+    indices = order.indices(0, 30)
+    assert data.train.total_targets(indices) == sum(map(data.train.targets, indices.tolist()))
+    for index in indices.tolist():
         sample = data.train[index]
         assert sample.positions is not None
         assert data.train.targets(index) == int((sample.labels >= 0).sum())

@@ -16,6 +16,7 @@ from pipeline.errors import DataError, StageError
 from pipeline.stage import Context
 from stages.data.text import TextData
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
+from tests.support.tier import times
 
 END = SPECIAL["<|end|>"]
 
@@ -61,7 +62,9 @@ def test_blocks_of_two_documents(
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=times(quick=25, full=250),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     documents=st.lists(st.text("ab c\n", min_size=1).filter(str.strip), min_size=1, max_size=6),
@@ -133,6 +136,17 @@ def test_start_and_end_tokens(ctx: Context, source: FakeSource, text: Any, tmp_p
     assert data.train[0].input_ids.tolist() == [SPECIAL["<|s|>"], *ids("ab")]
     with pytest.raises(StageError, match=r"no eos_token.*append_eos: false"):
         text(path).run(ctx, FakeSource(eos=None))
+
+
+def test_documents_begin_as_the_tokenizer_s_own_call_does(
+    ctx: Context, text: Any, tmp_path: Path
+) -> None:
+    stage, source = text(write(tmp_path / "a.txt", "ab")), FakeSource(bos="<|s|>")
+    data = stage.run(ctx, source)
+    assert data.train[0].input_ids.tolist() == [SPECIAL["<|s|>"], *ids("ab")]
+    without = dataclasses.replace(stage, prepend_bos=False).run(ctx, source)
+    assert without.train[0].input_ids.tolist() == ids("ab")
+    assert (data.identity["prepend_bos"], without.identity["prepend_bos"]) == (True, False)
 
 
 def test_heldout_files(ctx: Context, source: FakeSource, text: Any, tmp_path: Path) -> None:

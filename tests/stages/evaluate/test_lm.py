@@ -109,6 +109,11 @@ def test_with_a_start_token_every_token_is_scored(model: Any, files: str, tmp_pa
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written == {"measure": {"model": str(model[1]), "text": told}}
     assert EvaluatedModel.restore(found.record()) == found
+    (tmp_path / "evaluation.json").write_text(
+        json.dumps(written).replace('"tokens": 1', '"tokens": 2')
+    )
+    with pytest.raises(StageError, match=r"slot `measure` has other results than were measured"):
+        EvaluatedModel.restore(found.record())
     (tmp_path / "evaluation.json").write_text("{}")
     with pytest.raises(StageError, match=r"evaluation\.json has nothing of slot `measure`"):
         EvaluatedModel.restore(found.record())

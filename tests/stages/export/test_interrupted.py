@@ -4,7 +4,6 @@ taken for a whole one."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from stages.export import contents, manifest
 from stages.export.safetensors import ExportSafetensors
 from tests.support.exports import Run
 from tests.support.models import context, random_source, tiny_llama_config
-from tests.support.processes import PRELOAD
+from tests.support.processes import forking
+from tests.support.tier import spread
 from tests.support.weights import trained
 
 OPERATIONS = ("pwrite", "fsync", "replace", "mkdir", "rmdir", "unlink")
@@ -48,8 +48,7 @@ def _deadly(real: Callable[..., Any], count: Any, kill_at: int) -> Callable[...,
 
 def in_child(folder: Path, kill_at: int = -1) -> tuple[int, int]:
     """Exit code, and how many operations there were."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(PRELOAD)
+    processes = forking()
     count = processes.Value("i", 0)
     child = processes.Process(target=export, args=(str(folder), count, kill_at))
     child.start()
@@ -83,7 +82,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, byt
     return content(folder / "export"), count
 
 
-@pytest.mark.parametrize("part", [0, 0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999])
+PARTS = [0, 0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999]
+
+
+@pytest.mark.parametrize("part", spread(PARTS, 4))
 def test_killed_and_done_again(
     part: float, undisturbed: tuple[dict[str, bytes], int], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import ExportError
 from stages.export import logits as running
 from stages.export import proof
+from stages.export.safetensors import ExportSafetensors
 from stages.export.verify import verify
 from tests.support.exports import Run, run_of
 from tests.support.models import FAMILIES
@@ -79,7 +80,16 @@ def lose_weights(folder: Path) -> None:
 def test_harm_is_found(harm: Callable[[Path], None], message: str, llama: Run) -> None:
     done = llama.export(dtype="fp32")
     harm(done.folder)
-    with pytest.raises(ExportError, match=message):
+    for look in (told, lambda folder: ExportSafetensors().prove(done)):
+        with pytest.raises(ExportError, match=message):
+            look(done.folder)
+
+
+def test_a_resume_minds_no_file_that_was_added(llama: Run) -> None:
+    done = llama.export(dtype="fp32")
+    (done.folder / "model.gguf").touch()
+    ExportSafetensors().prove(done)
+    with pytest.raises(ExportError, match=r"model.gguf is not of this export"):
         told(done.folder)
 
 

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pipeline.errors import CheckpointError
 from pipeline.state.formats import Reading
+from pipeline.state.manifest import State, TensorEntry
 from pipeline.state.source import StateSource
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
@@ -215,3 +217,50 @@ def test_no_memory_is_taken_for_what_is_only_claimed() -> None:
     boxes = Boxes("w", shape, 4, [Box((0, 0), shape)], lambda _: torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(CheckpointError, match="a chunk has 4 bytes instead of 24000000000"):
         next(boxes.read(0, shape[1]))
+
+
+class Claimed(StateSource):
+    """A state whose manifest says what one likes."""
+
+    where, step, world_size, writer, progress = "there", 3, 1, {}, {}
+
+    def __init__(self, names: list[str], **state: Any) -> None:
+        self.tensors = {
+            f"weight/{name}": TensorEntry(key=f"weight/{name}", dtype="F32", shape=(2,))
+            for name in names
+        }
+        nothing = {"aliases": {}, "frozen": [], "groups": [], "updates": {}, "moments": []}
+        self.state = State(**nothing | {"loss_scale": None} | state)
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        yield start, memoryview(bytes(4 * (stop - start)))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/", "../../x", "a b", "\n", "\0", "é", "a" * 5000, ".metadata"]
+)
+def test_odd_names_come_out_as_they_were(name: str, tmp_path: Path) -> None:
+    Dcp().write(Claimed([name, "b"]), tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".metadata", "__0_0.distcp"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert set(opened(tmp_path / "out", weights_only=True).tensors) == {
+        f"weight/{name}",
+        "weight/b",
+    }
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"aliases": {"c": "none"}},
+        {"moments": ["exp_avg", "exp_avg_sq"], "updates": {"none": 1}},
+        {"moments": ["exp_avg", "exp_avg_sq"], "updates": {"a": 10**30}},
+    ],
+)
+def test_what_a_manifest_claims_in_vain(claims: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^there: "):
+        Dcp().write(Claimed(["a"], **claims), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

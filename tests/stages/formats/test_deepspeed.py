@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import shutil
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from pipeline.artifacts import LossScaling
+from pipeline.artifacts import LossScaling, Progress
 from pipeline.errors import CheckpointError
 from pipeline.state.formats import Reading
 from pipeline.state.source import StateSource
@@ -20,12 +22,18 @@ from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
 from stages.formats.deepspeed_files import ADMITTED, Fragment, Stage
 from stages.formats.deepspeed_native import _in_memory
-from tests.support.formats import digest_of, load_universal, same, save_deepspeed
+from tests.support.formats import (
+    STEP,
+    digest_of,
+    load_universal,
+    same,
+    save_deepspeed,
+    tiny_universal,
+)
 from tests.support.processes import run_ranks
 from tests.support.state import Setting, load_run
 from tests.support.zero import has_libaio
 
-STEP = "step-00000003"
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 FP16 = LossScaling(initial_scale=2.0**10, growth_interval=1000)
@@ -69,7 +77,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         }
         told = run_ranks(save_deepspeed, ranks, str(root), settings)[0]
         for name, setting in settings.items():
-            folder = root / name / "checkpoints" / STEP
+            folder = root / name / STEP
             found[name] = Case(folder, told[name], ranks, setting)
     return found
 
@@ -89,15 +97,13 @@ def opened(folder: Path, **reading: Any) -> StateSource:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_live_state_comes_out(name: str, cases: dict[str, Case]) -> None:
     folder, live, ranks, setting = cases[name]
-    source = opened(folder)
+    source = opened(folder, samples=36)
     assert digest_of(source) == same(live)
     assert sum(key.startswith("exp_avg_sq/") for key in live) == 20
     assert (source.step, source.world_size, source.progress["samples"]) == (3, ranks, 36)
-    assert source.progress["origin"] == {"seed": 7}
     assert [group.settings["weight_decay"] for group in source.state.groups] == [0.1, 0.0]
     assert [len(group.parameters) for group in source.state.groups] == [15, 5]
     assert (source.state.loss_scale is not None) == (setting.loss_scaling is not None)
-    assert f"random/{ranks - 1:05d}/torch" in source.tensors
     assert ("weight/counts" in source.tensors) == (ranks == 3)
 
 
@@ -105,7 +111,7 @@ def test_other_strategies_and_deepspeed_itself_load_what_was_converted(
     saved: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
     folder, live = saved
-    source = opened(folder)
+    source = opened(folder, samples=36)
     Canonical().write(source, tmp_path / "checkpoints" / STEP)
     loaded = run_ranks(load_run, 1, str(tmp_path), Setting(wrap="fsdp full"))[0]
     assert same(loaded["state"]) == same(live)
@@ -237,6 +243,34 @@ def test_a_checkpoint_of_others_knows_its_step_alone(
         assert source.progress == {
             "step": 3, "samples": 99, "tokens": 0, "skipped": 0, "metrics": {}, "origin": {},
         }  # fmt: skip
+
+
+def test_progress_and_random_streams_that_pipetrain_put_beside_them(
+    saved: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """Its former stage for that format did; such checkpoints still load."""
+    folder = shutil.copytree(saved[0], tmp_path / STEP)
+    progress = Progress(step=3, samples=36, tokens=100, origin={"seed": 7})
+    record = {"format": "deepspeed", "world_size": 2, "progress": vars(progress)}
+    (folder / "progress.json").write_text(json.dumps(record))
+    coded = base64.b64encode(bytes(range(9))).decode()
+    (folder / "random-00001.json").write_text(json.dumps({"torch": coded}))
+    source = opened(folder)
+    assert source.progress == vars(progress)
+    parts = source.read("random/00001/torch", 0, 9)
+    assert b"".join(bytes(data) for _, data in parts) == bytes(range(9))
+
+
+def test_deepspeeds_zero_to_fp32_reads_no_universal_checkpoint(tmp_path: Path) -> None:
+    """Its `load_checkpoint` does: see above."""
+    made = tmp_path / "made"
+    made.mkdir()
+    tiny_universal(made)
+    notes = DeepSpeed().write(opened(made), tmp_path / "universal")
+    assert (tmp_path / "universal" / "latest_universal").read_text() == "global_step3"
+    assert any("`pipe export`" in note for note in notes)
+    with pytest.raises(FileNotFoundError, match=r"can't find \*_optim_states.pt"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "universal", tag="global_step3")
 
 
 def test_the_loss_scale_goes_there_and_back(cases: dict[str, Case], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -88,17 +89,20 @@ def copy(trained: tuple[Path, Any, Any], tmp_path: Path) -> Path:
     return shutil.copytree(trained[0], tmp_path / "checkpoint-3")
 
 
-def test_nothing_but_tensors_is_read(copy: Path) -> None:
-    (copy / "training_args.bin").write_bytes(b"never opened")
-    opened(copy)
-
+def test_nothing_but_tensors_is_read(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:
-            return print, ("boom",)
+            return os.system, ("echo boom",)
 
+    others = ["rng_state.pth", "scheduler.pt", "training_args.bin"]
+    assert sorted(file.name for file in copy.glob("*.[pb][ti]*")) == ["optimizer.pt", *others]
+    for name in others:  # never opened
+        torch.save(Bomb(), copy / name)
+    opened(copy)
     torch.save({"state": Bomb()}, copy / "optimizer.pt")
-    with pytest.raises(CheckpointError, match=r"optimizer.pt: refused: it holds print"):
+    with pytest.raises(CheckpointError, match=r"optimizer.pt: refused: it holds posix\.system"):
         opened(copy)
+    assert "boom" not in capfd.readouterr().out
 
 
 def test_no_code_of_the_folder_is_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tests.stages.importing.support import (
     slot,
     translated,
 )
+from tests.support.tier import times
 
 
 def test_training_arguments_alone() -> None:
@@ -60,7 +61,7 @@ def test_training_arguments_alone() -> None:
             "export": {"use": "export.safetensors"},
         },
     }  # fmt: skip
-    assert set(made.missing) == {"model.path", "data.files"}
+    assert set(made.missing) == {"model.path", "data.files", "data.heldout_fraction"}
     batch = fate(made, "gradient_accumulation_steps")
     assert (batch.outcome, dict(batch.to)) == ("translated", {"train.global_batch_size": 32})
     assert made.notes["stages", "optimizer", "lr"] == "learning_rate in 0.json"
@@ -318,7 +319,9 @@ def contents(table: Table) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", TABLES)
-@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=times(quick=60, full=600), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(data=st.data())
 def test_every_key_has_a_fate(kind: str, data: st.DataObject) -> None:
     content = data.draw(contents(TABLES[kind]))
@@ -382,6 +385,23 @@ def test_what_saves_memory_and_time_is_translated() -> None:
             {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 10},
             {"schedule": "inverse_sqrt", "warmup_steps": 10},
         ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "warmup_steps": 10,
+                "lr_scheduler_kwargs": {"num_decay_steps": 5, "warmup_type": "linear"},
+            },
+            {"schedule": "wsd", "warmup_steps": 10, "decay_steps": 5, "decay_shape": "cosine"},
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {
+                    "num_decay_steps": 5, "decay_type": "1-sqrt", "min_lr_ratio": 0.1,
+                },
+            },
+            {"schedule": "wsd", "decay_steps": 5, "decay_shape": "sqrt", "final_lr_ratio": 0.1},
+        ),
     ],
 )  # fmt: skip
 def test_rules_and_schedules(said: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -401,6 +421,7 @@ def test_rules_and_schedules(said: dict[str, Any], fields: dict[str, Any]) -> No
             {"lr_scheduler_type": "inverse_sqrt"},
             "without warm-up it begins as behind 10,000 steps",
         ),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "needs num_decay_steps"),
     ],
 )
 def test_rules_and_schedules_that_there_are_not(said: dict[str, Any], why: str) -> None:
@@ -459,10 +480,14 @@ def test_layers_that_peft_would_have_chosen_have_to_be_said() -> None:
 
 
 def test_without_an_adapter() -> None:
-    made = translated({"output_dir": "x", "lora_r": 8, "load_in_4bit": True})
+    said = {"output_dir": "x", "lora_r": 8, "load_in_4bit": True}
+    made = translated({**said, "use_peft": False})
     assert refused(made) == {"load_in_4bit": "weights that are trained are not held in 4 bits"}
     assert fate(made, "lora_r").outcome == "default"
     assert "adapter" not in made.recipe["stages"]  # type: ignore[index]
+    open_question = translated(said)  # LoRA for whoever wrote it, nothing for TRL
+    assert open_question.recipe is None
+    assert refused(open_question)["lora_r"] == "means LoRA, or nothing without use_peft"
 
 
 def test_data_sets_on_the_hub() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.stage import PlanView
+from stages.model.causal_compat import causal_types
 from stages.model.hf import HfModel
 from tests.support.models import save_tokenizer, tiny_llama_config
 
@@ -80,6 +81,32 @@ def test_one_mistake(fields: dict[str, Any], expected: str) -> None:
 )
 def test_no_mistake(fields: dict[str, Any]) -> None:
     assert found(**fields) == []
+
+
+def test_the_table_of_architectures_is_transformers_own() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert causal_types() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "hint"),
+    [
+        ({"model_type": "qwen2_vl", "vision_config": {}}, "it is a model of text and more"),
+        ({"model_type": "llava", "text_config": {}}, "it is a model of text and more"),
+        ({"model_type": "llamma"}, "did you mean `llama`?"),
+    ],
+)
+def test_an_architecture_that_is_no_causal_language_model(
+    config: dict[str, Any], hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": {}}))
+    said = f"transformers has no causal language model of type '{config['model_type']}' ({hint}"
+    (spelled,) = found(config=config)
+    (read,) = found(path=str(tmp_path))
+    assert spelled.startswith(f"config: {said}")
+    assert read.startswith(f"path: {said}")
+    assert found(path=str(tmp_path), trust_remote_code=True) == []
 
 
 def test_folder(tmp_path: Path) -> None:

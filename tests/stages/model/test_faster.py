@@ -159,6 +159,10 @@ REFUSED = {
     "flex": ({"attention": "flex_attention"}, "attention", "computes no gradients on a CPU"),
     "liger": ({"kernels": "liger"}, "kernels", "Liger needs a GPU"),
     "fp8": ({"fp8": {}, "compile": {}}, "fp8", "needs a GPU with 8-bit products"),
+    "offloaded and compiled": (
+        {"activation_checkpointing": {"offload": True}, "compile": {}}, "compile",
+        "torch compiles no block whose activations are offloaded",
+    ),
     "fp8 alone": ({"fp8": {}}, "fp8", "is slower than bf16 without compile"),
 }  # fmt: skip
 

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
 
 from pipeline.errors import StageError
 from pipeline.forecast.site import Site
+from stages.model.gguf import require_whole
 from stages.model.hf import HfModel
 from stages.model.shapes import gguf_header
 from stages.model.shapes.gguf_header import Array, read_header
+from tests.support.gguf import write_tensors
 
 U32, STRING, ARRAY = 4, 8, 9
 HUGE = 1 << 60
@@ -151,3 +155,15 @@ def test_what_is_no_dense_model_is_refused(content: bytes, message: str, tmp_pat
 
 def test_no_experts_are_none(tmp_path: Path) -> None:
     assert parameters(llama(number("llama.expert_count", 0)), tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.9999])
+def test_a_file_that_is_cut_short_is_told_in_a_sentence(tmp_path: Path, share: float) -> None:
+    whole = tmp_path / "whole.gguf"
+    write_tensors(whole, {name: (torch.zeros(64, 32), Kind.Q8_0) for name in ("a", "b")})
+    require_whole(whole)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * share)])
+    message = f"^{cut} cannot be read as GGUF: the file (is cut short|ends in its header)"
+    with pytest.raises(StageError, match=rf"{message}.* \(download or copy it again\)$"):
+        require_whole(cut)

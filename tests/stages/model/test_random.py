@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import StageError
@@ -20,6 +20,7 @@ from tests.support.models import (
     tiny_llama_config,
     volatile_buffers,
 )
+from tests.support.tier import examples
 
 HERE = Path()
 
@@ -51,7 +52,7 @@ def test_names_are_the_state_dict(family: str) -> None:
     assert {name: tuple(reader.read(name).shape) for name in reader.names()} == shapes
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(data=st.data())
 def test_order_of_reading_does_not_matter(data: st.DataObject) -> None:
     source = random_source(FAMILIES["gpt2"], HERE)

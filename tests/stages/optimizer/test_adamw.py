@@ -43,10 +43,10 @@ def test_one_step_is_the_rule(ctx) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("ratio", "total", "first"), [(0.1, 40, 1 / 4), (0.1, 41, 1 / 5), (0.07, 100, 1 / 7)]
+    ("ratio", "total", "second"), [(0.1, 40, 1 / 4), (0.1, 41, 1 / 5), (0.07, 100, 1 / 7)]
 )
-def test_warmup_ratio_rounds_up(ctx, ratio: float, total: int, first: float) -> None:  # type: ignore[no-untyped-def]
-    assert AdamW(warmup_ratio=ratio).run(ctx).lr_scale(0, total) == pytest.approx(first)
+def test_warmup_ratio_rounds_up(ctx, ratio: float, total: int, second: float) -> None:  # type: ignore[no-untyped-def]
+    assert AdamW(warmup_ratio=ratio).run(ctx).lr_scale(1, total) == pytest.approx(second)
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "single"])

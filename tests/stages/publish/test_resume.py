@@ -15,7 +15,7 @@ from pipeline.testing import context
 from stages.publish.hub import PublishHub
 from tests.stages.publish.exported import REPO, TOKEN
 from tests.stages.publish.hub_server import Hub, serving
-from tests.support.pipe import Pipe
+from tests.support.pipe import Outcome, Pipe
 from tests.support.plugins import install
 from tests.support.processes import run_ranks
 
@@ -63,6 +63,11 @@ def write_recipe(pipe: Pipe, folder: Path) -> Path:
     return path
 
 
+def anew(pipe: Pipe, *arguments: str) -> Outcome:
+    """`pipe ARGUMENTS` in a process that huggingface_hub is imported in under these settings."""
+    return pipe.end(pipe.start("-m", "pipeline", *arguments))
+
+
 def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: ExportedModel) -> None:
     recipe = write_recipe(pipe, model.folder)
     with serving(Hub(TOKEN)) as hub:
@@ -71,15 +76,15 @@ def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: Exporte
             "HF_HOME": str(pipe.folder / "home"),
         }  # fmt: skip
         hub.refuse["/commit/"] = (403, f"{TOKEN} may not")
-        failed = pipe.run(recipe)
+        failed = anew(pipe, "run", str(recipe), "--run-dir", str(pipe.run_dir))
         assert failed.code == 1
         assert "the token in $HF_TOKEN must be valid and allow to write" in failed.stderr
         hub.refuse.clear()
-        resumed = pipe("resume", str(pipe.run_dir))
+        resumed = anew(pipe, "resume", str(pipe.run_dir))
         assert resumed.code == 0, resumed.stderr
         assert len(hub.repos[REPO].commits) == 2
         hub.requests.clear()
-        again = pipe("resume", str(pipe.run_dir))
+        again = anew(pipe, "resume", str(pipe.run_dir))
         assert again.code == 0, again.stderr
         assert hub.requests == []
     said = "".join(each.stdout + each.stderr for each in (failed, resumed, again))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from pathlib import Path
@@ -17,7 +16,6 @@ from pipeline.artifacts import LossScaling, Progress
 from pipeline.state.manifest import FILE, Manifest
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.checkpoint.steps import PROGRESS
 from stages.train.anomalies import is_spike, leave_out
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.policies import Anomalies
@@ -193,31 +191,6 @@ def test_a_rollback_to_the_end_of_training_ends_with_an_evaluation(
     assert told["progress"]["best"]["step"] == 3
     assert told["progress"]["left_out"] == [[12, 24]]
     assert told["progress"]["rollbacks"] == 1
-
-
-def test_deepspeeds_own_format_knows_of_the_last_batch_too(tmp_path: Path) -> None:
-    case = Poisoned(
-        setting=Setting(wrap="zero2"), batches=range(3), poison={2: NAN}, anomalies=SKIP, every=2,
-        native=True,
-    )  # fmt: skip
-    told = run_ranks(train, 2, str(tmp_path), case)[0]
-    record = json.loads((Path(told["checkpoint"]) / PROGRESS).read_text())
-    assert record["progress"] == told["progress"]
-    assert record["progress"]["left_out"] == [[8, 12]]
-    assert "eval_loss" in record["progress"]["metrics"]
-
-
-def test_a_rollback_reads_deepspeeds_own_format_too(tmp_path: Path) -> None:
-    setting = Setting(wrap="zero2")
-    left = Poisoned(
-        setting=setting, batches=range(6), poison={3: NAN}, steps=4, anomalies=BACK, every=2,
-        native=True,
-    )  # fmt: skip
-    right = Poisoned(
-        setting=setting, batches=[0, 1, 4, 5], steps=4, anomalies=Anomalies(), native=True
-    )
-    back, without = run_ranks(train_both, 2, str(tmp_path), left, right)[0]
-    assert back["state"] == without["state"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import Data, Progress, Sample
@@ -16,6 +16,7 @@ from stages.train.batches import collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
 from tests.support.runs import ToySamples
+from tests.support.tier import examples
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,7 @@ def seen(
     return order
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     batch=st.integers(1, 24),
     ranks=st.integers(1, 5),
@@ -89,7 +90,7 @@ def order_hash(samples: list[int]) -> str:
     return hashlib.sha256(np.array(samples, dtype="<i8").tobytes()).hexdigest()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 7), st.sampled_from([0, 2])),
     then=st.tuples(st.integers(1, 4), st.integers(1, 7), st.sampled_from([0, 2])),

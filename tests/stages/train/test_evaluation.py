@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.artifacts import Data, Progress
@@ -149,17 +151,20 @@ def test_what_a_run_takes_over_from_another_is_how_far_it_has_come() -> None:
     )
 
 
-def warnings_of(dist: Dist, folder: str, schedule: Any) -> list[str]:
-    """What a training of one step, and the same once it is done, warn of."""
+def one_step(dist: Dist, folder: str, warmup: int) -> tuple[list[str], list[float]]:
+    """What a training of one step, and the same once it is done, warn of; and what Python's and
+    numpy's generators give behind them."""
     told = []
     setting = Setting(wrap="ddp")
     for _ in range(2):
+        random.seed()
+        np.random.seed()
         ctx = context(dist, folder)
         ctx.log.setLevel(logging.WARNING)
         handler = logging.Handler()
         handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
         ctx.log.addHandler(handler)
-        plan = AdamW(schedule=schedule).run(ctx)
+        plan = AdamW(warmup_steps=warmup).run(ctx)
         engine = make_engine(ctx, setting, plan)
         checkpoints = ShardedCheckpoint().run(ctx, engine)
         loop = TrainCausalLm(global_batch_size=4, steps=1)
@@ -167,13 +172,15 @@ def warnings_of(dist: Dist, folder: str, schedule: Any) -> list[str]:
         checkpoints.close()
         engine.close()
         ctx.log.removeHandler(handler)
-    return told
+    return told, [random.random(), np.random.random()]
 
 
-def test_a_training_without_any_rate_begins_with_a_warning(tmp_path: Path) -> None:
-    (warning,) = run_ranks(warnings_of, 1, str(tmp_path / "cosine"), "cosine")[0]
-    assert warning.startswith("the learning rate is 0 at every step")
-    assert run_ranks(warnings_of, 1, str(tmp_path / "constant"), "constant")[0] == []
+def test_a_training_without_any_rate_warns_and_every_generator_follows_the_seed(
+    tmp_path: Path,
+) -> None:
+    (warnings, draws) = run_ranks(one_step, 1, str(tmp_path / "warm-up"), 1)[0]
+    assert [one.startswith("the learning rate is 0 at every step") for one in warnings] == [True]
+    assert run_ranks(one_step, 1, str(tmp_path / "none"), 0)[0] == [[], draws]
 
 
 def test_the_model_as_it_came_can_be_the_best(tmp_path: Path) -> None:
@@ -199,7 +206,7 @@ def test_perplexity_is_recorded_and_kept(tmp_path: Path) -> None:
     [
         ({"eval_every": 2}, "eval_every"),
         ({"eval_first": True}, "eval_first"),
-        ({"result": "best"}, "result: best"),
+        ({"result": "best"}, "result"),
     ],
 )
 def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.order import ENDLESS, SampleOrder
 from stages.train.feed import STRETCH, OrderStretch
+from tests.support.tier import examples
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     size=st.integers(200, 9000),
     calls=st.lists(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import Data, Precision, Sample, Samples
@@ -29,9 +29,10 @@ from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, source
+from tests.support.tier import examples
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     tokens=st.integers(1, 40),
     chunk=st.integers(1, 50),

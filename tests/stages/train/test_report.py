@@ -111,6 +111,25 @@ def test_speeds_of_every_step_and_of_the_line(
     ]
 
 
+def test_a_step_that_is_done_is_on_disk_whenever_its_line_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = Progress()
+    reporter = make(tmp_path, progress, every=3)
+    for step in range(1, 6):
+        progress.step = step
+        reporter.add(done(float(step)))
+        assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [
+            (before, float(before)) for before in range(1, step + 1)
+        ]
+        assert progress.metrics["loss"] == step
+        assert len(caplog.messages) == (step >= 3)
+    with reporter.paused():
+        assert [message.split()[1] for message in caplog.messages] == ["3/9", "5/9"]
+    reporter.show()
+    assert len(caplog.messages) == 2
+
+
 def test_a_profiled_step_tells_its_own_time_and_communication(
     tmp_path: Path, at: Callable[[float], None]
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -39,6 +39,7 @@ from tests.support.readers import (
     require_equal,
     require_range,
 )
+from tests.support.tier import examples
 
 Step = Callable[[list[Tensor]], list[Tensor]]
 STORED = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32])
@@ -192,7 +193,7 @@ def in_file(folder: Path, held: Mapping[str, Tensor]) -> SafetensorsReader:
     return SafetensorsReader([folder / "x"])
 
 
-@settings(max_examples=300)
+@examples(75)
 @given(held=sources(), data=st.data())
 def test_any_range_equals_converting_whole_tensors(
     worth: str, held: dict[str, Tensor], data: st.DataObject
@@ -215,7 +216,7 @@ def test_any_range_in_another_dtype(
             require_cast(reader, name, tensor, data.draw(ranges(tensor.numel())), dtype)
 
 
-@settings(max_examples=200)
+@examples(50)
 @given(held=sources(), data=st.data())
 def test_what_is_traced_is_what_is_made(held: dict[str, Tensor], data: st.DataObject) -> None:
     """The runs of a conversion, put together, are its results: no step fools the tracing."""
@@ -262,7 +263,7 @@ MOVES: dict[str, tuple[list[Step], dict[str, Tensor]]] = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_moved_rows_are_traced_and_cost_their_own_bytes(
     folder: Path, move: str, data: st.DataObject
@@ -415,7 +416,7 @@ def test_a_file_becomes_the_module_and_the_module_the_file(
     stored.close()
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_any_range_of_a_mixtral_costs_its_own_bytes(folder: Path, data: st.DataObject) -> None:
     if not (folder / "mixtral").exists():

@@ -1,0 +1,193 @@
+"""What a rank's plan of a checkpoint takes, by the number of ranks: seconds, memory, manifest.
+
+A 70B-shaped list of parameters with two moments, cut as FSDP, hybrid FSDP and ZeRO do it. Every
+rank's message is made as that rank would make it, then rank 0's and one other's work is measured in
+this process: `python benchmarks/planning.py [RANKS ...]`. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipeline.state.division import Division, Run
+from pipeline.state.manifest import Group, Manifest, Part, State, TensorEntry
+from pipeline.state.places import Places
+from pipeline.state.planning import (
+    Holding,
+    Layout,
+    Sharded,
+    divided,
+    message,
+    spans_of,
+    unpacked,
+)
+from pipeline.state.staging import stage
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+HIDDEN, MIDDLE, LAYERS, VOCABULARY, KV = 8192, 28672, 80, 128256, 1024
+
+Ranges = Iterator[tuple[str, tuple[int, ...], int, int]]
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Names and shapes as Llama 70B has them."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        for name, rows, columns in (
+            ("self_attn.q_proj", HIDDEN, HIDDEN), ("self_attn.k_proj", KV, HIDDEN),
+            ("self_attn.v_proj", KV, HIDDEN), ("self_attn.o_proj", HIDDEN, HIDDEN),
+            ("mlp.gate_proj", MIDDLE, HIDDEN), ("mlp.up_proj", MIDDLE, HIDDEN),
+            ("mlp.down_proj", HIDDEN, MIDDLE),
+        ):  # fmt: skip
+            found[f"{at}.{name}.weight"] = (rows, columns)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"{at}.{name}.weight"] = (HIDDEN,)
+    return {**found, "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+SHAPES = shapes()
+
+
+def by_rows(rank: int, ranks: int) -> Ranges:
+    """FSDP: each tensor in chunks of as many rows."""
+    for name, shape in SHAPES.items():
+        numel = _numel(shape)
+        chunk = -(-shape[0] // ranks) * (numel // shape[0])
+        yield name, shape, min(rank * chunk, numel), min((rank + 1) * chunk, numel)
+
+
+def by_rows_of_nodes(rank: int, ranks: int) -> Ranges:
+    """Hybrid FSDP: the same over half of the ranks; the others hold copies."""
+    yield from by_rows(rank % (ranks // 2), ranks // 2)
+
+
+def by_elements(rank: int, ranks: int) -> Ranges:
+    """ZeRO-3: each tensor in chunks of as many elements."""
+    for name, shape in SHAPES.items():
+        numel = _numel(shape)
+        chunk = -(-numel // ranks)
+        yield name, shape, min(rank * chunk, numel), min((rank + 1) * chunk, numel)
+
+
+def by_flat_range(rank: int, ranks: int) -> Ranges:
+    """ZeRO-1 and 2: all tensors one behind the other, in chunks of as many elements."""
+    chunk = -(-sum(map(_numel, SHAPES.values())) // ranks)
+    low, end = rank * chunk, 0
+    for name, shape in SHAPES.items():
+        begin, end = end, end + _numel(shape)
+        start, stop = max(low, begin), min(low + chunk, end)
+        if start < stop:
+            yield name, shape, start - begin, stop - begin
+
+
+def everything(rank: int, ranks: int) -> Ranges:
+    """DDP: every rank all of it."""
+    del rank, ranks
+    for name, shape in SHAPES.items():
+        yield name, shape, 0, _numel(shape)
+
+
+STRATEGIES: dict[str, Callable[[int, int], Ranges]] = {
+    "fsdp": by_rows, "fsdp hybrid": by_rows_of_nodes, "zero3": by_elements, "zero1": by_flat_range,
+    "ddp": everything,
+}  # fmt: skip
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+def measured(strategy: str, ranks: int) -> dict[str, Any]:
+    """Seconds of processor time and peak MB of rank 0's plan, of another rank's, and of opening the
+    checkpoint; MB of the manifest."""
+    told = [_message(strategy, rank, ranks) for rank in range(ranks)]
+    made = Sharded()
+    main = _Taken()
+    text = divided(told, made)
+    main.stop()
+    received = sum(map(len, told))
+    del told
+    other = _Taken()
+    tensors, runs = unpacked(text)
+    table = {entry.key: entry for entry in tensors}
+    mine = spans_of(ranks // 2, tensors, runs)
+    layout = made.lay_out(ranks // 2, mine, table)
+    stage(layout, table, lambda key: True)
+    other.stop()
+    data = _manifest(ranks, tensors, runs, layout).dump()
+    opened = _Taken()
+    places = Places(Manifest.load(data, "here"), "here")
+    for span in mine:
+        next(places.find(span.key, span.start, span.stop))
+    opened.stop()
+    return {
+        "strategy": strategy, "ranks": ranks, "received_mb": round(received / 1e6, 2),
+        "shared_mb": round(len(text) / 1e6, 2), "manifest_mb": round(len(data) / 1e6, 2),
+        "rank_0": main.told, "another": other.told, "opened": opened.told,
+    }  # fmt: skip
+
+
+def _message(strategy: str, rank: int, ranks: int) -> bytes:
+    own = [
+        Holding(f"{kind}/{name}", "F32", shape, start, stop, True)
+        for name, shape, start, stop in STRATEGIES[strategy](rank, ranks)
+        for kind in KINDS
+        if start < stop
+    ]
+    return message(own, {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16})
+
+
+def _manifest(
+    ranks: int, tensors: list[TensorEntry], runs: list[list[Run]], layout: Layout
+) -> Manifest:
+    """Of files and checksums that nobody has written."""
+    (file,) = layout.described
+    state = State(
+        aliases={}, frozen=[], groups=[Group(settings={}, parameters=list(SHAPES))],
+        moments=KINDS[1:], updates=dict.fromkeys(SHAPES, 1), loss_scale=None,
+    )  # fmt: skip
+    division = Division(runs)
+    items = [entry.itemsize for entry in tensors]
+    files = []
+    for rank in range(ranks):
+        mine = division.of(rank)
+        lengths = zip(mine.tensor.tolist(), (mine.stop - mine.start).tolist(), strict=True)
+        size = file.data_start + sum(items[tensor] * length for tensor, length in lengths)
+        files.append(file.model_copy(update={"name": f"rank-{rank:05d}.data", "size": size}))
+    return Manifest(
+        step=1, written="", world_size=ranks, writer={}, progress={}, state=state,
+        tensors=tensors, runs=runs, files=files,
+        parts=[Part(sums=f"rank-{rank:05d}.sums", digest=2**63 + rank) for rank in range(ranks)],
+    )  # fmt: skip
+
+
+class _Taken:
+    """Processor time and memory of what happens until `stop`; watching memory takes time too."""
+
+    def __init__(self) -> None:
+        tracemalloc.start()
+        self._began = time.process_time()
+        self.told: dict[str, float] = {}
+
+    def stop(self) -> None:
+        """Tell."""
+        seconds, (_, peak) = time.process_time() - self._began, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        self.told = {"seconds": round(seconds, 2), "mb": round(peak / 1e6, 1)}
+
+
+def main() -> None:
+    """One line of JSON for each strategy and number of ranks."""
+    for ranks in map(int, sys.argv[1:] or ("64", "256", "1024")):
+        for strategy in STRATEGIES:
+            print(json.dumps(measured(strategy, ranks)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Text for people: it cannot command their terminal, and tells no environment variable's value.
+
+All that a process writes to its standard output and error goes through a `Guarded` stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Any, TextIO
+
+UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tabs and line breaks
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # writing direction
+    "\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"  # line breaks, half pairs, invisible letters
+)
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
+SHORTEST_SECRET = 5
+"""Characters. Shorter values would hide half of what is said, and no secret."""
+
+_hidden: dict[str, str] = {}
+
+
+def hide(value: str, name: str) -> None:
+    """From now on this process says `name` where it would say `value`. Numbers stay."""
+    if len(value) >= SHORTEST_SECRET and not value.isdecimal():
+        _hidden[value] = name
+
+
+def shown(text: str) -> str:
+    """`text` as people may see it: colours are dropped, other commands are spelled out."""
+    for value in sorted(_hidden, key=len, reverse=True):
+        text = text.replace(value, _hidden[value])
+    return UNSAFE.sub(_spelled, _COLOUR.sub("", text)) if UNSAFE.search(text) else text
+
+
+def _spelled(match: re.Match[str]) -> str:
+    """As JSON and YAML write it, so that what is JSON stays JSON."""
+    code = ord(match[0])
+    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+
+
+class Guarded:
+    """A text stream that writes what may be shown. The carriage return that a progress bar begins
+    with is let through."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """All of it."""
+        bare = text.removeprefix("\r")
+        self.stream.write(text[: len(text) - len(bare)] + shown(bare))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        """Line by line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def guard() -> None:
+    """Put this process's standard output and error behind a `Guarded` stream, once."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Guarded):
+            setattr(sys, name, Guarded(stream))
+
+
+def bare(stream: TextIO) -> TextIO:
+    """The stream itself, for our own colours and bars of text that is `shown` already."""
+    return stream.stream if isinstance(stream, Guarded) else stream
+
+
+class ShownFormatter(logging.Formatter):
+    """Records as people may see them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))

@@ -1,0 +1,76 @@
+"""Nobody on another machine reaches a run of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.pipe import Pipe
+
+
+def outside() -> str:
+    """An address by which other machines reach this one."""
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return str(address.address)
+    pytest.skip("this machine has no address but the loopback's")
+
+
+def listening(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
+    """Where a process and its descendants can be connected to."""
+    found = []
+    top = psutil.Process(process.pid)
+    for each in (top, *top.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            places = [one for one in each.net_connections("inet") if one.status == "LISTEN"]
+            found += [(str(one.laddr.ip), int(one.laddr.port)) for one in places]
+    return found
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_every_socket_is_closed_to_other_addresses(pipe: Pipe, procs: int) -> None:
+    address = outside()
+    recipe = pipe.recipe(procs=procs, train={"fault": "hang"})
+    set_so = {"GLOO_SOCKET_IFNAME": interface_of(address)}  # as a cluster's profile may have it
+    command = ("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    process = pipe.start(*command, **set_so)
+    try:
+        pipe.wait_for((pipe.run_dir / "hanging").exists)
+        found = listening(process)
+        assert len(found) >= procs  # gloo has one a rank
+        for _, port in found:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, port), timeout=5)
+        assert {ip for ip, _ in found} == {"127.0.0.1"}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        pipe.end(process)
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has it."""
+    return next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if address in {one.address for one in addresses}
+    )
+
+
+def test_a_killed_launcher_leaves_no_folder_behind(pipe: Pipe, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    recipe = pipe.recipe(procs=2, train={"fault": "hang"})
+    command = ("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    process = pipe.start(*command, TMPDIR=str(scratch))
+    pipe.wait_for((pipe.run_dir / "hanging").exists)
+    process.kill()
+    pipe.end(process)
+    pipe.wait_for(lambda: not pipe.processes(), limit=5)
+    assert list(scratch.iterdir()) == []

@@ -1,0 +1,62 @@
+"""What the documents say is what there is, and can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.dist import Dist
+from pipeline.stage import Context, PlanView
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+GUIDE = (ROOT / "docs/writing-a-stage.md").read_text("utf-8")
+
+
+def members(kind: type) -> set[str]:
+    """Public attributes and methods."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    own = {name for name, _ in inspect.getmembers(kind)} & vars(kind).keys()
+    return {name for name in fields | own if not name.startswith("_")} - {"store"}
+
+
+@pytest.mark.parametrize("kind", [Context, Dist, PlanView])
+def test_the_guide_names_all_that_a_stage_is_given(kind: type) -> None:
+    named = set(re.findall(r"`(?:with |metrics\.)?(\w+)", GUIDE))
+    assert members(kind) - named == set()
+
+
+def tables(document: Path) -> Iterator[list[str]]:
+    """Runs of lines that are rows, outside of code."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.M | re.S)
+    for block in re.findall(r"(?:^\|.*\n?)+", text, flags=re.M):
+        yield block.splitlines()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_tables(document: Path) -> None:
+    for rows in tables(document):
+        assert len(rows) > 2, rows
+        assert re.fullmatch(r"\|([ :-]+\|)+", rows[1]), rows[:2]
+        columns = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+        assert len(columns) == 1, rows
+
+
+def test_every_recipe_is_in_the_table() -> None:
+    (table,) = (
+        rows for rows in tables(ROOT / "README.md") if any("`quickstart`" in row for row in rows)
+    )
+    cells = [re.search(r"`([^`]+)`", row) for row in table[2:]]
+    listed = {name for cell in cells if cell for name in expanded(cell[1])}
+    assert listed == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+
+
+def expanded(names: str) -> list[str]:
+    """`a_{b,c}` as a_b and a_c."""
+    head, _, choices = names.rstrip("}").partition("{")
+    return [head + choice for choice in choices.split(",")]

@@ -1,0 +1,126 @@
+"""State in host memory is saved through a memory that does not grow with it, under any engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.artifacts import Progress
+from pipeline.dist import Dist
+from pipeline.errors import CheckpointError
+from pipeline.state import blocks
+from pipeline.state.checkpoints import StateCheckpoints
+from pipeline.state.dtypes import dtype
+from pipeline.state.planning import Plan
+from pipeline.state.reader import CheckpointReader
+from pipeline.state.staging import stage
+from pipeline.state.store import locate
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+from tests.support.state import Setting, checkpoint_stage, digest, hashed, make_engine, train
+
+SMALL = 2 * blocks.BLOCK
+"""Of which the tiny model's state takes many rounds."""
+
+
+def save(
+    dist: Dist, folder: str, setting: Setting, on_device: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """What was saved, what should have been; the rank's share of it, and the memory it took. Kinds
+    that are `on_device` are treated as if they were."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
+        patch.setattr("pipeline.state.checkpoints.stage", small)
+        if on_device:
+            patch.setattr(Plan, "__post_init__", lambda plan: moved(plan, on_device), raising=False)
+        ctx = context(dist, folder)
+        engine = make_engine(ctx, setting)
+        kept: StateCheckpoints = checkpoint_stage(setting).run(ctx, engine)
+        for step in (1, 2):
+            train(engine, step - 1, step)
+            kept.save(Progress(step=step))
+        expected = digest(engine, dist)
+        train(engine, 2, 3)  # while it is still being written
+        place = kept.finish()
+        size, rounds = kept.snapshot_bytes, len(kept._staging.rounds)
+        share = kept._plan.layout.files[0].size
+        kept.close()
+    reader = CheckpointReader(*locate(place))
+    found = {
+        key: hashed(torch.frombuffer(bytearray(reader.read_bytes(key)), dtype=dtype(entry.dtype)))
+        for key, entry in reader.tensors.items()
+        if not key.startswith("random/")
+    }
+    reader.close()
+    wanted = {key: text for key, text in expected.items() if key in found}
+    return {"same": found == wanted, "size": size, "share": share, "rounds": rounds}
+
+
+def moved(plan: Plan, kinds: tuple[str, ...]) -> None:
+    object.__setattr__(plan, "on_host", {key for key in plan.on_host if not key.startswith(kinds)})
+
+
+def save_each(dist: Dist, folder: str) -> dict[str, dict[str, Any]]:
+    return {
+        "ddp": save(dist, f"{folder}/1", Setting(wrap="ddp")),
+        "bf16": save(dist, f"{folder}/2", Setting(wrap="fsdp full", master="bf16", compute="bf16")),
+        "full": save(dist, f"{folder}/3", Setting(wrap="fsdp full", full=True)),
+        "waiting": save(
+            dist, f"{folder}/4", Setting(wrap="ddp", checkpoint={"asynchronous": False}),
+            ("weight", "exp"),
+        ),
+        "device": save(dist, f"{folder}/5", Setting(wrap="ddp"), ("exp_avg/",)),
+    }  # fmt: skip
+
+
+def test_memory_and_content(tmp_path: Path) -> None:
+    fixed = 3 * 4096 + 3 * 5200  # heads, and the states of random generators
+    for found in run_ranks(save_each, 2, str(tmp_path)):
+        for name, case in found.items():
+            assert case["same"], name
+            assert case["rounds"] > 2, name
+            third = case["share"] // 3 if name == "device" else 0
+            assert case["size"] <= third + fixed + SMALL, name
+
+
+def save_on_a_full_disk(dist: Dist, folder: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
+        patch.setattr("pipeline.state.checkpoints.stage", small)
+        ctx = context(dist, folder)
+        engine = make_engine(ctx, Setting(wrap="ddp"))
+        kept: StateCheckpoints = checkpoint_stage(Setting(wrap="ddp")).run(ctx, engine)
+        checkpoints = Path(folder, "checkpoints")
+        checkpoints.rmdir()
+        checkpoints.write_text("a file is in the way")
+        with pytest.raises(CheckpointError) as told:
+            kept.save(Progress(step=1))
+        kept.close()
+    return str(told.value)
+
+
+def fail_behind_a_save(dist: Dist, folder: str) -> bool:
+    def lost(dist: Dist) -> None:
+        raise ConnectionError
+
+    ctx = context(dist, folder)
+    kept = checkpoint_stage(Setting(wrap="ddp")).run(ctx, make_engine(ctx, Setting(wrap="ddp")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dist, "barrier", lost)
+        with pytest.raises(ConnectionError):
+            kept.save(Progress(step=1))
+        kept.close()
+    return Path(folder, "checkpoints/step-00000001/manifest.json").is_file()
+
+
+def fail_each(dist: Dist, folder: str) -> tuple[str, bool]:
+    return save_on_a_full_disk(dist, f"{folder}/1"), fail_behind_a_save(dist, f"{folder}/2")
+
+
+def test_failures_of_the_writer_and_of_other_ranks(tmp_path: Path) -> None:
+    ((said, saved),) = run_ranks(fail_each, 1, str(tmp_path))
+    assert said.startswith("step-00000001 could not be saved: ")
+    assert saved, "what was handed over gets a moment to end well"

@@ -1,0 +1,135 @@
+"""What is trained, and how, is never lost: files of other tools, adapters, losses, parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.importing.translator import ConfigFile, choose
+from stages.importing.foreign import FOREIGN
+from stages.importing.rules import Table
+from stages.importing.translator import TABLES, HuggingFace
+from tests.stages.importing.support import fate, refused, slot, translated
+
+AXOLOTL = {
+    "base_model": "org/model", "adapter": "lora", "lora_r": 8, "lora_alpha": 16,
+    "lora_target_linear": True, "datasets": [{"path": "x", "type": "alpaca"}],
+    "gradient_accumulation_steps": 2, "micro_batch_size": 1, "num_epochs": 1,
+    "learning_rate": 2e-4, "optimizer": "adamw_8bit", "sequence_len": 1024, "bf16": "auto",
+}  # fmt: skip
+LLAMA_FACTORY = {
+    "model_name_or_path": "org/model", "stage": "sft", "do_train": True, "lora_rank": 8,
+    "finetuning_type": "lora", "lora_target": "all", "dataset": "identity", "template": "llama3",
+    "cutoff_len": 2048, "output_dir": "x", "learning_rate": 1e-4, "num_train_epochs": 3.0,
+    "per_device_train_batch_size": 1, "lr_scheduler_type": "cosine", "bf16": True,
+}  # fmt: skip
+DPO = {"output_dir": "x", "model_name_or_path": "org/model", "beta": 0.1, "learning_rate": 5e-7}
+
+
+@pytest.mark.parametrize(
+    ("content", "tool"),
+    [
+        (AXOLOTL, "axolotl"),
+        (LLAMA_FACTORY, "LLaMA-Factory"),
+        (DPO, "TRL for preference or reinforcement learning"),
+        ({"output_dir": "x", "num_generations": 8, "learning_rate": 1e-6}, "TRL for preference"),
+        ({"output_dir": "x", "train_type": "lora", "learning_rate": 1e-4}, "ms-swift"),
+        ({"model": {"_component_": "torchtune.models.llama3"}, "optimizer": {}}, "torchtune"),
+        ({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1}, "peft"),
+        ({"architectures": ["X"], "model_type": "llama", "torch_dtype": "bfloat16"}, "a model"),
+    ],
+)
+def test_a_file_of_another_tool_is_refused_by_name(content: dict[str, Any], tool: str) -> None:
+    file = ConfigFile(path=Path("c.yaml"), content=content)
+    with pytest.raises(UsageError, match=rf"c\.yaml: is a file of {tool}") as caught:
+        choose([file], [HuggingFace()])
+    assert "TrainingArguments" in str(caught.value)
+
+
+def test_a_file_of_mostly_unknown_keys_is_none_that_is_read() -> None:
+    content = {"learning_rate": 1e-4, "one": 1, "two": 2}
+    with pytest.raises(
+        UsageError, match="its keys are those of no configuration that can be imported"
+    ):
+        choose([ConfigFile(path=Path("c.yaml"), content=content)], [HuggingFace()])
+
+
+def test_no_key_of_another_tool_is_one_that_is_read() -> None:
+    def keys(table: Table) -> set[str]:
+        return {*table}
+
+    for table in TABLES.values():
+        assert not set().union(*FOREIGN.values()) & keys(table)
+
+
+@pytest.mark.parametrize(
+    "key", ["lora_x", "adapter_path", "freeze_layers", "quantization", "tp_size", "dpo_beta"]
+)
+def test_an_unknown_key_that_may_change_the_method_leaves_no_recipe(key: str) -> None:
+    made = translated({"output_dir": "x", "learning_rate": 1e-4, "seed": 1, key: 4})
+    assert made.recipe is None
+    assert refused(made) == {key: "is no key that is known here"}
+    assert translated({"output_dir": "x", "seed": 1, "my_key": 4}).recipe is not None
+
+
+@pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"])
+def test_sizes_of_parallelism_count_whatever_the_type(kind: str) -> None:
+    for key, why in (
+        ("sp_size", "a model is cut over data-parallel ranks only"),
+        ("dp_replicate_size", "accelerate takes it with FSDP alone"),
+    ):
+        block = {f"parallelism_config_{key}": 2}
+        made = translated({"distributed_type": kind, "parallelism_config": block})
+        if kind == "FSDP" and key == "dp_replicate_size":
+            assert slot(made, "wrap")["sharding"] == "hybrid_shard"
+        else:
+            assert made.recipe is None
+            assert refused(made) == {f"parallelism_config.parallelism_config_{key}": why}
+
+
+def test_megatron_is_refused_whatever_the_type() -> None:
+    block = {"megatron_lm_tp_degree": 2}
+    made = translated({"distributed_type": "FSDP", "megatron_lm_config": block})
+    assert made.recipe is None
+
+
+@pytest.mark.parametrize(
+    ("said", "loss"),
+    [
+        ({"assistant_only_loss": True}, "assistant"),
+        ({"completion_only_loss": True, "assistant_only_loss": True}, "completion"),
+        ({"completion_only_loss": False}, "all"),
+    ],
+)
+def test_tokens_that_are_trained_on(said: dict[str, Any], loss: str) -> None:
+    made = translated({"output_dir": "x", "dataset_name": "owner/chats", **said})
+    assert not refused(made)
+    assert slot(made, "data")["loss"] == loss
+
+
+def test_tokens_that_are_trained_on_are_asked_for_where_trl_looks_at_the_rows() -> None:
+    said = {"output_dir": "x", "dataset_name": "owner/chats", "assistant_only_loss": False}
+    found = fate(translated(said), "assistant_only_loss")
+    assert (found.outcome, found.hint) == ("refused", "set data.loss: all or completion")
+    text = {**said, "assistant_only_loss": True, "block_size": 8}
+    assert "assistant_only_loss" in refused(translated(text))
+
+
+def test_products_in_8_bits_are_the_model_s() -> None:
+    made = translated({"distributed_type": "FSDP", "mixed_precision": "fp8"})
+    assert made.recipe is None
+    assert "model.fp8" in fate(made, "mixed_precision").hint
+    beside = translated(
+        {"distributed_type": "FSDP", "mixed_precision": "bf16", "fp8_config": {"backend": "AO"}}
+    )
+    assert beside.recipe is not None
+    assert fate(beside, "fp8_config").hint == "set model.fp8 in the recipe"
+
+
+def test_an_older_name_of_fsdp_s_prefetching_is_known() -> None:
+    block = {"fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_version": 1}
+    made = translated({"distributed_type": "FSDP", "fsdp_config": block})
+    assert not refused(made)

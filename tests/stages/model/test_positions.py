@@ -1,0 +1,71 @@
+"""Samples that are longer than the model's positions are told before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
+
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 50}
+LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
+YARN = {"factor": 2.0, "rope_type": "yarn"}
+
+
+def checked(folder: Path, config: dict[str, Any], *options: str) -> Result:
+    """`pipe check` of a recipe with samples of 512 tokens."""
+    (folder / "text.txt").write_text("a text")
+    (folder / "tokenizer.json").touch()
+    file = folder / "recipe.yaml"
+    stages = {
+        "model": {"use": "model.hf", "config": config, "tokenizer": str(folder)},
+        "data": {"use": "data.text", "files": "./text.txt", "sequence_length": 512},
+    }
+    file.write_text(json.dumps({"name": "r", "stages": stages}))
+    return CliRunner().invoke(main, ["check", str(file), *options])
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({**GPT2, "n_positions": 256}, 256),
+        ({**GPT2, "n_positions": 512}, None),
+        (GPT2, None),  # 1024
+        ({"model_type": "opt", "max_position_embeddings": 256}, 256),
+    ],
+)
+def test_a_table_of_positions_that_is_too_short_is_a_mistake(
+    config: dict[str, Any], positions: int | None, tmp_path: Path
+) -> None:
+    result = checked(tmp_path, config)
+    assert result.exit_code == (0 if positions is None else 2), result.output
+    if positions is not None:
+        kind = config["model_type"]
+        assert (
+            f"model: samples of slot `data` may have 512 tokens, and a {kind} with {positions} "
+            f"positions fails on longer ones (set data.sequence_length to {positions} or less)"
+        ) in result.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 512}, None),
+        ({"max_position_embeddings": 511}, 511),
+        ({"max_position_embeddings": 256, "rope_scaling": YARN}, None),
+    ],
+)
+def test_rotary_positions_beyond_those_of_the_config_are_a_warning(
+    fields: dict[str, Any], positions: int | None, tmp_path: Path
+) -> None:
+    result = checked(tmp_path, {**LLAMA, **fields})
+    assert result.exit_code == 0, result.output
+    told = f"may have 512 tokens, and the model's config states {positions} positions"
+    assert (told in result.stderr) == (positions is not None)
+    record = json.loads(checked(tmp_path, {**LLAMA, **fields}, "--json").stdout)
+    assert (record["ok"], len(record["warnings"])) == (True, int(positions is not None))

@@ -1,0 +1,81 @@
+"""Slots whose types fit, while one does not have or cannot read what the other needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from pipeline.artifacts import Checkpoints
+from pipeline.stage import Context
+from pipeline.testing import plan_view, problems
+from stages.checkpoint.full import FullCheckpoint
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.consolidate.stream import ConsolidateStream
+from stages.data.chat import ChatData
+from stages.data.stream import StreamData
+from stages.data.text import TextData
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.hf_trainer import HfTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """A checkpoint stage of its own."""
+
+    def run(self, ctx: Context) -> Checkpoints: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere(Own):
+    """One whose format no package brings."""
+
+    format: ClassVar[str] = "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("saving", "found"),
+    [
+        (ShardedCheckpoint(), []),
+        (FullCheckpoint(), []),
+        (Own(), ["Own's checkpoints cannot be read: the stage names no `format`"]),
+        (Elsewhere(), ["Elsewhere's checkpoints cannot be read: there is no format `elsewhere`"]),
+    ],
+)
+def test_checkpoints_are_in_a_format_that_can_be_read(saving: Any, found: list[str]) -> None:
+    view = plan_view({"checkpoint": saving})
+    assert [one.message for one in problems(ConsolidateStream, {}, plan=view)] == found
+
+
+FILES = {"files": ("train.txt",)}
+
+
+@pytest.mark.parametrize(
+    ("data", "held"),
+    [
+        (TextData(**FILES), False),
+        (TextData(**FILES, heldout_fraction=0.1), True),
+        (ChatData(**FILES, heldout_files=("held.jsonl",)), True),
+        (StreamData(shards=("a.txt",)), False),
+        (StreamData(shards=("a.txt",), heldout_files=("held.txt",)), True),
+        (Own(), True),  # no data slot, or one with mistakes of its own
+    ],
+)
+@pytest.mark.parametrize(
+    ("stage", "fields"),
+    [
+        (TrainCausalLm, {"eval_every": 5}),
+        (TrainCausalLm, {"eval_first": True}),
+        (TrainCausalLm, {"eval_every": 5, "early_stopping": {"patience": 2}}),
+        (HfTrainer, {"eval_every": 5}),
+    ],
+)
+def test_what_evaluates_has_samples(
+    data: Any, held: bool, stage: type, fields: dict[str, Any]
+) -> None:
+    slot = {"global_batch_size": 8, "steps": 10, **fields}
+    told = problems(stage, slot, plan=plan_view({"data": data}))
+    wrong = [one.key for one in told if one.message.startswith("needs held-out samples")]
+    assert wrong == ([] if held else list(fields))
+    assert problems(stage, {"global_batch_size": 8, "steps": 10}, plan=plan_view({})) == []

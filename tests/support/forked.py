@@ -1,0 +1,89 @@
+"""Ranks that are forked from a process that has torch imported, instead of started anew.
+
+The quick tier starts the ranks of its many short runs so, as importing torch and transformers takes
+six seconds of each. The full tier starts them as users do, and so does `Pipe.start` in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def fork_ranks() -> None:
+    """Have this process fork the ranks that it starts."""
+    from pipeline.launch import local
+
+    local.subprocess = Ranks  # type: ignore[attr-defined]
+
+
+class ForkedRank:
+    """What the launcher uses of subprocess.Popen."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(command[command.index("pipeline.worker") + 1 :], env)
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, at its end."""
+        deadline = time.monotonic() + timeout if timeout is not None else float("inf")
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked rank", timeout or 0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+class Ranks:
+    """Stands in for the module `subprocess`."""
+
+    Popen = ForkedRank
+    DEVNULL = subprocess.DEVNULL
+    TimeoutExpired = subprocess.TimeoutExpired
+
+
+def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """In the child: `python -P -m pipeline.worker ARGUMENTS` to its end."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(env)
+        from pipeline import worker
+
+        code = worker.main(list(arguments))
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)

@@ -1,0 +1,77 @@
+"""Import once, in the server that test processes are forked from, what each would import by itself.
+
+A rank of a ZeRO engine spends three seconds on this otherwise: DeepSpeed imports torch's compiler,
+asks a C compiler which operators it could build, and looks whether they are built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+OPERATORS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "PinMemoryBuilder",
+             "AsyncIOBuilder")  # fmt: skip
+MODULES = (
+    "accelerate",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "pipeline.state.checkpoints",
+    "pipeline.state.local_store",
+    "pipeline.worker",
+    "stages.adapter.lora",
+    "stages.consolidate.weights",
+    "stages.export.safetensors",
+    "stages.formats.canonical",
+    "stages.formats.dcp",
+    "stages.formats.deepspeed",
+    "stages.formats.trainer",
+    "stages.model.open",
+    "stages.train.loop",
+    "stages.wrap.ddp_engine",
+    "stages.wrap.fsdp_engine",
+    "stages.wrap.zero.build",
+    "tests.support.state",
+    "tokenizers.trainers",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.flop_counter",
+    "torch.profiler._cupti_monitor",
+    "transformers.generation.utils",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.tokenization_llama",
+    "transformers.models.gemma.tokenization_gemma",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.models.qwen3_5.tokenization_qwen3_5",
+    "transformers.models.t5.tokenization_t5",
+)
+
+
+def load_operators() -> None:
+    """Load DeepSpeed's operators, compiled first where they are not yet."""
+    import torch
+
+    from pipeline.dist import Dist
+    from stages.wrap.zero.compat import point_at_device
+
+    point_at_device(Dist(device=torch.device("cpu")))
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    for name in OPERATORS:
+        builder = get_accelerator().create_op_builder(name)
+        if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
+            builder.load(verbose=False)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    load_operators()
+    del os.environ["LOCAL_RANK"]  # which DeepSpeed wants; to a run it would be a launcher's word
+    for module in MODULES:
+        importlib.import_module(module)
