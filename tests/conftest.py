@@ -23,7 +23,8 @@ settings.load_profile("pipetrain")
 
 # A suite started in the background inherits signals that are ignored, and so would every run in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,6 @@ FEATURES = {
 }
 CONTAINED = {
     "packing", "loss in chunks", "activation checkpointing", "compiled blocks", "LoRA", "DoRA",
-    "QLoRA",
 }  # fmt: skip
 """Features that the combined ones further down have too."""
 

@@ -100,8 +100,9 @@ def test_tensors_and_files_are_as_large_as_was_said(
     for found in run_ranks(metered, ranks, str(tmp_path), fields, compute):
         for phase in (FORWARD, BACKWARD, UPDATE):
             assert found[phase] == pytest.approx(peaks[phase], rel=0.02), phase
-        # random weights are made a tensor at a time, and gloo lets go late of what it has sent
-        assert 0.98 * peaks[LOAD] < found[LOAD] < peaks[LOAD] + 4 * N
+        # random weights are made a tensor at a time, and gloo may let go of what it has sent only
+        # when the buckets have been made
+        assert 0.98 * peaks[LOAD] < found[LOAD] < peaks[LOAD] + 4.1 * N
     (checkpoint,) = extras.files(step.length)
     assert (checkpoint.what, checkpoint.bytes) == ("1 checkpoint", 12 * N)
     written = sum(file.stat().st_size for file in (tmp_path / "checkpoints/checkpoint-2").iterdir())
