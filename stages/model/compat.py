@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,15 +147,20 @@ def converts_weights(model: nn.Module) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def gguf_names(file: Path, architecture: str, model: nn.Module) -> tuple[Any, dict[str, str]]:
+def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
     """What turns a GGUF file's arrays into those of the module, and its names into the module's."""
-    from transformers import modeling_gguf_pytorch_utils as gguf
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as mapping
 
-    with quiet():
-        parsed = gguf.load_gguf_checkpoint(file)
-    kind = gguf.TENSOR_PROCESSORS.get(architecture, gguf.TensorProcessor)
-    processor = kind(config=parsed["config"])
-    return processor, gguf.get_gguf_hf_weights_map(model, processor)
+    kind = mapping.TENSOR_PROCESSORS.get(architecture, mapping.TensorProcessor)
+    processor = kind(config=model.config.to_dict())
+    # transformers asks for the same names once for every module, and making them takes 0.1 s
+    original = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(original)
+    try:
+        return processor, mapping.get_gguf_hf_weights_map(model, processor)
+    finally:
+        gguf.get_tensor_name_map = original
 
 
 def initialise(owner: Any, module: nn.Module) -> None:

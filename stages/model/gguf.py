@@ -48,7 +48,7 @@ def open_gguf(file: Path, model: nn.Module) -> TensorReader:
     out, as transformers does. Raises StageError."""
     tensors = GgufTensors(file)
     try:
-        processor, names = compat.gguf_names(file, tensors.architecture, model)
+        processor, names = compat.gguf_names(tensors.architecture, model)
     except (ValueError, KeyError, NotImplementedError, IndexError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error
     groups: dict[str, list[str]] = {}
