@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from hypothesis import settings
 
+from tests.support.processes import forking
 from tests.support.tier import FULL, times
 
 # One thread a process: results do not depend on the machine's cores, and ranks do not fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes that tests start keep what Python compiles of our code, as a user's do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Nothing in the suite may reach for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -29,10 +30,12 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 
 @pytest.fixture(scope="session")
 def deepspeed_operators() -> None:
-    """DeepSpeed's operators, compiled before any test whose time is limited needs one."""
-    code = "from tests.support.preloaded import load_operators; load_operators()"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout + said.stderr
+    """DeepSpeed's operators, compiled before any test whose time is limited needs one: by the
+    server that ranks are forked from, when it starts."""
+    process = forking().Process(target=int)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 LONGEST_FIRST = (

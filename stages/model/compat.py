@@ -7,7 +7,6 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.weights.change import Change, renamed

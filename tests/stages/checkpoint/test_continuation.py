@@ -25,7 +25,7 @@ from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-HALF, WHOLE, BATCH = 10, 20, 6
+HALF, WHOLE, BATCH = 8, 12, 6
 NUMBERS = ("step", "loss", "grad_norm", "tokens", "samples", "eval_loss", "loss_scale")
 DROPOUT = {"attention_dropout": 0.1}
 
@@ -33,16 +33,16 @@ DROPOUT = {"attention_dropout": 0.1}
 def train(
     dist: Dist, folder: str, setting: Setting, micro: int, checkpoint: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Train to step 20, saving every 10, from wherever the folder's newest checkpoint is.
+    """Train to the last step, saving half way, from wherever the folder's newest checkpoint is.
 
-    40 samples are an epoch, so step 10 is in the middle of the second.
+    40 samples are an epoch, so step 8 is in the second.
     """
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     engine = make_engine(ctx, setting)
     checkpoints = ShardedCheckpoint(every=HALF, keep=None, **checkpoint).run(ctx, engine)
     loop = TrainCausalLm(
-        global_batch_size=BATCH, steps=WHOLE, micro_batch_size=micro, log_every=5, eval_every=7
+        global_batch_size=BATCH, steps=WHOLE, micro_batch_size=micro, log_every=3, eval_every=5
     )
     trained = loop.run(ctx, engine, toy_data(), plan, checkpoints, source(ctx, setting))
     checkpoints.close()
@@ -63,11 +63,11 @@ def numbers(lines: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def stopped_at_half(whole: Path, to: Path) -> None:
-    """What a run leaves that was stopped right after step 10 was saved, or some steps later."""
+    """What a run leaves that saved step 8 and was stopped while it noted a later one."""
     (to / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints/step-00000010", to / "checkpoints/step-00000010")
+    shutil.copytree(whole / "checkpoints/step-00000008", to / "checkpoints/step-00000008")
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (to / "metrics.jsonl").write_text("".join(lines[:15]) + lines[15][:20])
+    (to / "metrics.jsonl").write_text("".join(lines[:11]) + lines[11][:20])
 
 
 DTYPES: dict[str, dict[str, Any]] = {"fp32": {"compute": "fp32"}, "bf16": {"compute": "bf16"}}
