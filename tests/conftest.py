@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -64,6 +65,11 @@ LONGEST_FIRST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs in the full tier alone")
+
+
+def pytest_collection_finish() -> None:
+    """What tests import is never garbage, and runs in this process collect again and again."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ asks a C compiler which operators it could build, and looks whether they are bui
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import warnings
@@ -75,3 +76,4 @@ with warnings.catch_warnings():
     del os.environ["LOCAL_RANK"]  # which DeepSpeed wants; to a run it would be a launcher's word
     for module in MODULES:
         importlib.import_module(module)
+gc.freeze()  # it is never garbage, and runs collect again and again, a second each time

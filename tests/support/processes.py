@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -93,7 +92,6 @@ def _rank(
 
     from pipeline.dist import Dist
 
-    gc.freeze()  # what was imported is never garbage, and DeepSpeed collects again and again
     torch.set_num_threads(1)
     _allow_fp16()
     try:
