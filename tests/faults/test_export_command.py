@@ -90,7 +90,7 @@ def test_a_rehearsal_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path
     recipe = tmp_path / "recipe.yaml"
     content = {"name": "tiny", "rehearse": True, "launch": launch, "stages": stages}
     recipe.write_text(json.dumps(content))
-    outcome = pipe.end(pipe.start("-m", "pipeline", "run", str(recipe), "--run-dir", "the run"))
+    outcome = pipe.run(recipe)
     assert outcome.code == 1
     assert "rank 0 failed in slot `train`" in outcome.stderr
     assert f"{tmp_path / 'model.rehearsal'} is not a folder" in outcome.stderr

@@ -14,6 +14,7 @@ from stages.precision.policy import PrecisionPolicy
 from tests.parity.body import stage, tiny_source
 from tests.support.processes import run_ranks
 from tests.support.runs import context
+from tests.support.tier import FULL
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,6 +37,12 @@ CASES = [
     *((strategy, "plain") for strategy in STRATEGIES if strategy != "ddp"),
     *((strategy, feature) for strategy in ("fsdp", "zero3") for feature in ("recomputed", "LoRA")),
 ]
+ALIKE = {
+    "ddp keeping attention", "ddp 8 bits", "zero1 plain", "fsdp recomputed", "zero3 LoRA"
+}  # fmt: skip
+"""Compiled as others are that the quick tier has."""
+if not FULL:
+    CASES = [case for case in CASES if " ".join(case) not in ALIKE]
 BROKEN = {"zero3 LoRA"}
 """Whose frozen parameters have hooks within the block."""
 
