@@ -73,7 +73,7 @@ def stopped_at_half(whole: Path, to: Path) -> None:
 DTYPES: dict[str, dict[str, Any]] = {"fp32": {"compute": "fp32"}, "bf16": {"compute": "bf16"}}
 BOTH = DTYPES if FULL else {"bf16": DTYPES["bf16"]}
 """bf16 has all that fp32 has, and masters beside the weights."""
-FP16 = {"compute": "fp16", "loss_scaling": LossScaling(initial_scale=256.0, growth_interval=4)}
+FP16 = {"compute": "fp16", "loss_scaling": LossScaling(initial_scale=256.0, growth_interval=3)}
 RANKS = {"ddp": 2, "fsdp hybrid": 4, "fsdp full": 3, "zero2": 3}
 
 

@@ -74,6 +74,25 @@ def test_replicas_round_alike(wrap: str, tmp_path: Path) -> None:
     assert rounded != run_ranks(save_run, ranks, str(tmp_path / "b"), nearest)[0]
 
 
+def rounding_numbers(dist: Dist, folder: str) -> dict[str, list[int]]:
+    """Strategy -> the numbers that this rank's groups of parameters draw their noise by."""
+    found = {}
+    for wrap in ("fsdp full", "fsdp hybrid", "fsdp hybrid 1"):
+        engine = make_engine(
+            context(dist, folder), Setting(wrap=wrap, optimizer=ROUNDED, frozen="", **BF16)
+        )
+        found[wrap] = sorted({group["shard"] for group in engine.optimizer.param_groups})
+        engine.close()
+    return found
+
+
+def test_shards_round_each_by_noise_of_its_own(tmp_path: Path) -> None:
+    told = run_ranks(rounding_numbers, 4, str(tmp_path))
+    assert [one["fsdp full"] for one in told] == [[0], [1], [2], [3]]
+    assert [one["fsdp hybrid"] for one in told] == [[0], [1], [0], [1]]
+    assert [one["fsdp hybrid 1"] for one in told] == [[0]] * 4
+
+
 CHAINS: dict[str, tuple[Any, list[tuple[str, int]]]] = {
     "lion": (LION, [("ddp", 2), ("zero3", 3), ("fsdp full", 1), ("zero1", 2), ("ddp", 1)]),
     "groups": (
