@@ -233,10 +233,18 @@ def test_a_run_stops_and_says_why(
 LOSSES = st.lists(st.floats(0.01, 100), min_size=2, max_size=12)
 
 
-@given(recent=LOSSES, loss=st.floats(0.01, 1000), window=st.integers(2, 6))
-def test_a_spike_is_what_the_fields_say(recent: list[float], loss: float, window: int) -> None:
+@given(
+    recent=LOSSES,
+    window=st.integers(2, 6),
+    limit=st.sampled_from(["factor", "deviations"]),
+    near=st.floats(0.9, 1.1),
+)
+def test_a_spike_is_what_the_fields_say(
+    recent: list[float], window: int, limit: str, near: float
+) -> None:
     newest = recent[-window:]
     mean, deviation = statistics.fmean(newest), statistics.pstdev(newest)
+    loss = near * (1.5 * mean if limit == "factor" else mean + 2 * deviation)
     full = len(recent) >= window
     factor = Anomalies(spike="skip", spike_window=window, spike_factor=1.5)
     assert is_spike(loss, recent, factor) == (full and loss > 1.5 * mean)
