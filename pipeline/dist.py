@@ -30,6 +30,10 @@ LONG_WAIT = datetime.timedelta(hours=24)
 """For waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer ends
 them early: the launcher stops the whole run."""
 
+PIECE = 1 << 20
+"""Characters of one value in the store. torch's server drops the connection of one that sends more
+than a few MiB at once."""
+
 _CALLS = itertools.count()
 """Every rank makes the same calls in the same order, so counting them gives common keys."""
 
@@ -75,9 +79,14 @@ class Dist:
         self._spent.append(key)
         if self.is_main:
             assert value is not None
-            self.store.set(key, value)
+            pieces = [value[at : at + PIECE] for at in range(0, len(value), PIECE)]
+            for number, piece in enumerate(pieces):
+                self.store.set(f"{key}/{number}", piece)
+                self._spent.append(f"{key}/{number}")
+            self.store.set(key, str(len(pieces)))
             return value
-        return receive(self.store, key)
+        count = int(receive(self.store, key))
+        return "".join(receive(self.store, f"{key}/{number}") for number in range(count))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""

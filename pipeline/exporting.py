@@ -16,6 +16,7 @@ from pipeline import rundir
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.chain import Link, inputs
 from pipeline.errors import PluginError, UsageError, system_errors_as
+from pipeline.journal import Journal
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe.render import render
 from pipeline.registry import Registry
@@ -100,12 +101,19 @@ def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
 
 
 def exports_of(run: Path) -> list[Path]:
-    """The folders that a run's recipe exports to. Raises UsageError."""
+    """The folders that a run has exported to; of slots that have not finished, those that its
+    recipe names. Raises UsageError, JournalDamaged."""
     stages = load_recipe(run / rundir.RECIPE).public()["stages"]
-    slots = [stages[link.slot] for link in _links(stages) if _gives(link, ExportedModel)]
+    slots = [link.slot for link in _links(stages) if _gives(link, ExportedModel)]
     if not slots:
         raise UsageError(f"{run} exports nothing", hint="pipe export writes one")
-    return [Path(slot.get("folder") or run / EXPORT) for slot in slots]
+    finished = Journal(run / rundir.JOURNAL).finished()
+    records = {slot: finished[slot].record or {} for slot in slots if slot in finished}
+    named = [
+        records.get(slot, {}).get("folder") or stages[slot].get("folder") or run / EXPORT
+        for slot in slots
+    ]
+    return [Path(folder).expanduser() for folder in named]
 
 
 def _run(source: str) -> Path | None:

@@ -5,6 +5,7 @@ All that a process writes to its standard output and error goes through a `Guard
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -16,16 +17,17 @@ UNSAFE = re.compile(
     "\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"  # line breaks, half pairs, invisible letters
 )
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
-SHORTEST_SECRET = 5
-"""Characters. Shorter values would hide half of what is said, and no secret."""
+_NO_SECRET = re.compile(r"\d+|.{0,4}|[a-z]{5,7}", re.DOTALL)
+"""Values that stay: numbers, and words, which would hide half of what is said and break JSON
+(`false`, `train`)."""
 
 _hidden: dict[str, str] = {}
 
 
 def hide(value: str, name: str) -> None:
-    """From now on this process says `name` where it would say `value`. Numbers stay."""
-    if len(value) >= SHORTEST_SECRET and not value.isdecimal():
-        _hidden[value] = name
+    """From now on this process says `name` where it would say `value`, or that in JSON."""
+    if not _NO_SECRET.fullmatch(value):
+        _hidden[value] = _hidden[json.dumps(value)[1:-1]] = name
 
 
 def shown(text: str) -> str:

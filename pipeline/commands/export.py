@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 @click.option("--dtype", help="fp32, bf16, fp16, or source: as in the model that was trained from.")
 @click.option("--max-shard-size", help="Largest weight file, such as 5GB.")
 @click.option("--procs", type=click.IntRange(min=1), help="Processes (default: up to 4).")
+@click.option(
+    "--accept",
+    type=click.Choice(["weights"]),
+    multiple=True,
+    help="Take the weights that were not trained from the model as it is now.",
+)
 def export(
     source: str,
     step: str | None,
@@ -32,6 +38,7 @@ def export(
     dtype: str | None,
     max_shard_size: str | None,
     procs: int | None,
+    accept: tuple[str, ...],
 ) -> None:
     """Write the model of a RUN's checkpoint, or of any CHECKPOINT, as a proven export.
 
@@ -66,4 +73,4 @@ def export(
         click.echo(f"{choice.checkpoint} -> {choice.folder}")
         return plan, choice.job
 
-    start(prepare)
+    start(prepare, accept)

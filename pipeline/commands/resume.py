@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.accepting import ACCEPTABLE
+
 if TYPE_CHECKING:
     from pipeline.plan import Plan
 
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--accept",
-    type=click.Choice(
-        ["model", "tokenizer", "data", "seed", "shuffle", "global_batch_size", "precision"]
-    ),
+    type=click.Choice(ACCEPTABLE),
     multiple=True,
     help="Go on although this part of the training is another than before. May be repeated.",
 )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Count = Annotated[int, Ge(0)]
 LARGEST = 1 << 44
 """Elements of a tensor; with the tensor's number that makes a 64-bit key."""
+MOST_TENSORS = (1 << 63) // LARGEST - 2
+"""So that the key behind the last tensor's is one too."""
 
 
 class Run(NamedTuple):

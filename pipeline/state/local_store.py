@@ -178,12 +178,13 @@ def _put(path: Path, data: bytes) -> None:
     partial.rename(path)
 
 
-def _make_durable(folder: Path) -> None:
-    """A folder and its missing parents, so that they survive a power loss."""
+def _make_durable(folder: Path, mode: int = 0o700) -> None:
+    """A folder of its owner's, and its missing parents, so that they survive a power loss."""
     if folder.is_dir():
         return
-    _make_durable(folder.parent)
-    folder.mkdir(exist_ok=True, mode=0o700)
+    if not folder.parent.is_dir():
+        _make_durable(folder.parent, mode=0o777)  # less what the user's umask says
+    folder.mkdir(exist_ok=True, mode=mode)
     _sync(folder.parent)
 
 

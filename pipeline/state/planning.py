@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import StageError
 from pipeline.state import randomness
-from pipeline.state.division import Division, Pieces, Run
+from pipeline.state.division import MOST_TENSORS, Division, Pieces, Run
 from pipeline.state.dtypes import code
 from pipeline.state.manifest import DataFile, TensorEntry
 from pipeline.state.safetensors_file import ITEM_BYTES, Entry, header
@@ -149,7 +149,8 @@ def message(own: Sequence[Holding], random: Mapping[str, int]) -> bytes:
 
 
 def divided(messages: Sequence[bytes], arrangement: Arrangement) -> str:
-    """All tensors in order and who writes them, from what every rank has told; for `unpacked`."""
+    """All tensors in order and who writes them, from what every rank has told; for `unpacked`.
+    Raises StageError for more tensors than keys have room for."""
     known: dict[bytes, NDArray[np.int64]] = {}
     numbers: dict[str, int] = {}
     entries: list[TensorEntry] = []
@@ -168,6 +169,8 @@ def divided(messages: Sequence[bytes], arrangement: Arrangement) -> str:
     tensors = arrangement.in_order(
         [*entries, *(TensorEntry(key=key, dtype="U8", shape=(size,)) for _, key, size in random)]
     )
+    if len(tensors) > MOST_TENSORS:
+        raise StageError(f"a checkpoint has room for {MOST_TENSORS} tensors, not {len(tensors)}")
     runs = {key: [Run(0, size, size, rank)] for rank, key, size in random}
     runs.update(zip(numbers, _shared(entries, held), strict=True))
     made = [[*entry.model_dump().values(), runs[entry.key]] for entry in tensors]

@@ -25,6 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import CheckpointError, in_words
 from pipeline.launch.children import die_with
+from pipeline.launch.signals import ENDING
 from pipeline.state import blocks
 from pipeline.state.division import Run
 from pipeline.state.manifest import DataFile, Manifest, Part, TensorEntry
@@ -34,10 +35,6 @@ from pipeline.terminal import guard
 
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
-
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Terminals and schedulers send these to all processes of a run. The rank decides what they mean;
-its writer ends with it."""
 
 
 class NewFile(BaseModel):
@@ -116,7 +113,8 @@ def main(argv: Sequence[str]) -> None:
     """Write until standard input ends."""
     die_with(int(argv[1]))
     guard()
-    for number in DEAF_TO:
+    # terminals and schedulers send these to all processes of a run; the rank decides what they mean
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     orders, told = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
     setup = Setup.model_validate_json(orders.readline())

@@ -171,7 +171,7 @@ def _complete(final: Path) -> Counts | None:
         if written != digest(meta) or meta["format"] != FORMAT or sizes != meta["sizes"]:
             return None
         return dict(meta["counts"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -50,12 +49,20 @@ def required_id(tokenizer: Any, name: str, field: str) -> int:
 
 def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
     """Ids that a text begins with: the start token or none, as the field says; null: those that the
-    tokenizer's own call puts before a text. Raises StageError when there is no start token."""
-    if prepend_bos is None:
-        called = tokenizer("a", return_special_tokens_mask=True)
-        own = zip(called["input_ids"], called["special_tokens_mask"], strict=True)
-        return [token for token, _ in itertools.takewhile(lambda pair: pair[1], own)]
-    return [required_id(tokenizer, "bos_token", "prepend_bos")] if prepend_bos else []
+    tokenizer's own call puts before a text. Raises StageError when there is no start token, or when
+    it cannot be told from the call."""
+    if prepend_bos is not None:
+        return [required_id(tokenizer, "bos_token", "prepend_bos")] if prepend_bos else []
+    for text in ("a", "A", "1", "."):  # which of them a tokenizer has ids for is not known
+        called = list(tokenizer(text)["input_ids"])
+        plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        places = range(len(called) - len(plain) + 1)
+        start = next((k for k in places if called[k : k + len(plain)] == plain), None)
+        if start is not None and (plain or not called):
+            return called[:start]
+    raise StageError(
+        "what the tokenizer puts before a text cannot be told", hint="set `prepend_bos`"
+    )
 
 
 def check_ids(model: ModelSource, largest: int) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pipeline.stage import Context
     from stages.export.plan import ExportPlan
 
+CARD = "README.md"
+
 
 def facts_of(
     ctx: Context, source: ModelSource, plan: ExportPlan, trained: TrainedRun | None
@@ -97,7 +99,7 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto"
 
 
 def write_card(folder: Path, facts: Mapping[str, str], usage: Usage) -> None:
-    """Write README.md with one line per fact, under the `name`."""
+    """Write the CARD with one line per fact, under the `name`."""
     title = facts["name"]
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
     text = f"""---
@@ -115,4 +117,4 @@ pipeline_tag: text-generation
 
 `pipe verify` proves again that the files are whole and compute what they did.
 """
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    (folder / CARD).write_text(text, encoding="utf-8")

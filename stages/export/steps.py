@@ -68,7 +68,7 @@ def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) ->
         raise ExportError(
             f"the weights of {model.name} are not those that were trained on: their digest was "
             f"{then[:12]}, is {str(model.contents)[:12]}",
-            hint="put back the files, or if that is intended: pipe resume RUN --accept weights",
+            hint="put back the files, or if that is intended: --accept weights",
         )
 
 
@@ -123,7 +123,9 @@ def _exported(
             done = None
             if ctx.dist.is_main:
                 done = _finish(ctx, contents, plan, partial, written, facts)
-                swap(partial, folder)
+                kept = swap(partial, folder)
+                if kept is not None:
+                    ctx.log.warning("files of the earlier export were changed: kept as %s", kept)
         except ExportError as error:
             if ctx.dist.is_main:
                 reject(partial)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 from collections.abc import Collection
@@ -97,8 +98,7 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> tuple[Path, Ma
         reason = foreign(place)
         if reason:
             raise StageError(reason, hint="name another folder in the export slot, or move it away")
-    if previous.exists():
-        shutil.rmtree(previous)
+    _retire(previous, folder)
     partial.mkdir(parents=True, exist_ok=True)
     _lock(partial, held)
     begun = manifest.load(partial)
@@ -154,15 +154,39 @@ def seal(partial: Path, finished: Manifest) -> None:
     sync(partial)
 
 
-def swap(partial: Path, folder: Path) -> None:
-    """Put the finished partial folder in place of an earlier export."""
+def swap(partial: Path, folder: Path) -> Path | None:
+    """Put the finished partial folder in place of an earlier export. Returns where that is kept, if
+    somebody has changed a file beside its weights."""
     previous = _previous(folder)
     if folder.exists():
         folder.replace(previous)
     partial.replace(folder)
     sync(folder.parent)
-    if previous.exists():
+    return _retire(previous, folder)
+
+
+def _retire(previous: Path, folder: Path) -> Path | None:
+    """Remove an earlier export, or move it to where it is kept, which is returned."""
+    if not previous.exists():
+        return None
+    if _is_as_written(previous):
         shutil.rmtree(previous)
+        return None
+    numbers = itertools.count(1)
+    places = (folder.with_name(f"{folder.name}.replaced-{number}") for number in numbers)
+    kept = next(place for place in places if not place.exists())
+    previous.replace(kept)
+    return kept
+
+
+def _is_as_written(folder: Path) -> bool:
+    """Whether no file beside the weights holds anything else than what its export wrote."""
+    with contextlib.suppress(ExportError):
+        written = manifest.load(folder)
+        if written is not None:
+            found = manifest.checksums(folder, without=written.weights)
+            return found.items() <= written.others.items()
+    return not manifest.names_in(folder)
 
 
 def _previous(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from pipeline.dist import Dist
 from pipeline.errors import ExportError
 from pipeline.state.dtypes import DTYPES
 from stages.export import manifest
+from stages.export.card import CARD
 from stages.export.layout import INDEX, Named, Shard, index
 from stages.export.logits import loaded, logits
 from stages.export.manifest import BLOCK, Manifest, Proof, WeightFile, names_in
@@ -38,7 +39,8 @@ def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bo
 
 
 def prove_whole(folder: Path, tell: Callable[[str], object], *, alone: bool = True) -> Proof:
-    """Every file is there as it was written and, if `alone`, no other. Raises ExportError."""
+    """Every file is there as it was written and, if `alone`, no other; without `alone` the model
+    card may say something else. Raises ExportError."""
     found = manifest.load(folder)
     if found is None or found.proof is None:
         raise ExportError(f"{folder}: no finished export: it holds no {manifest.NAME} of one")
@@ -46,7 +48,7 @@ def prove_whole(folder: Path, tell: Callable[[str], object], *, alone: bool = Tr
         raise ExportError(f"{folder}: written by another version, with other checksums")
     if alone:
         _prove_alone(folder, found)
-    _prove_others(folder, found)
+    _prove_others(folder, found, free=() if alone else (CARD,))
     tell(f"{len(found.others)} files beside the weights are as they were written")
     parts = [_shard(name, entry) for name, entry in found.weights.items()]
     sums = {name: entry.sums for name, entry in found.weights.items()}
@@ -68,9 +70,11 @@ def _prove_alone(folder: Path, found: Manifest) -> None:
         raise ExportError(f"{folder}: {strange[0]} is not of this export")
 
 
-def _prove_others(folder: Path, found: Manifest) -> None:
+def _prove_others(folder: Path, found: Manifest, free: Collection[str]) -> None:
     for name, wanted in found.others.items():
         file = folder / name
+        if name in free:
+            continue
         if not file.is_file():
             raise ExportError(f"{file}: missing")
         if xxh3_64_hexdigest(file.read_bytes()) != wanted:

@@ -116,14 +116,25 @@ def _decay(draft: Draft, wanted: str | None) -> None:
     account = draft.account
     if wanted == "wsd":
         account.assume("decay_shape", "cosine", "transformers' default")
-        draft.copy("decay_steps", "optimizer.decay_steps")
+        _decay_steps(draft)
         draft.copy("decay_shape", "optimizer.decay_shape")
         warms_up = account.value("warmup_steps") or account.value("warmup_ratio")
         if account.value("wsd.final_lr_ratio") and warms_up:
             account.refuse("wsd.final_lr_ratio", "warm-up begins with rate 0", "leave one out")
-        draft.copy("wsd.final_lr_ratio", "optimizer.final_lr_ratio")
+        else:
+            draft.copy("wsd.final_lr_ratio", "optimizer.final_lr_ratio")
     for fact in ("decay_steps", "decay_shape", "wsd.final_lr_ratio"):
         account.dismiss(fact, "belongs to schedule warmup_stable_decay")
+
+
+def _decay_steps(draft: Draft) -> None:
+    account = draft.account
+    steps = account.value("steps")
+    if steps and account.value("warmup_steps", 0) + account.value("decay_steps") > steps:
+        why = "is more than warm-up leaves, where transformers' rate jumps"
+        account.refuse("decay_steps", why, "lower num_decay_steps")
+    else:
+        draft.copy("decay_steps", "optimizer.decay_steps")
 
 
 def _final_rate(draft: Draft) -> None:

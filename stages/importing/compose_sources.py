@@ -86,7 +86,7 @@ def data(draft: Draft, request: Request) -> None:
         account.dismiss("packing", "data.text fills every sample")
     else:
         draft.copy("packing", "data.packing", bool)
-        _loss(draft)
+        _loss(draft, given)
     if account.given("heldout"):
         draft.put("data.heldout_files", [account.value("heldout")], "heldout")
         account.dismiss("heldout_fraction", "there are files to evaluate on")
@@ -94,19 +94,42 @@ def data(draft: Draft, request: Request) -> None:
         draft.copy("heldout_fraction", "data.heldout_fraction", lambda share: min(share, 0.5))
 
 
-def _loss(draft: Draft) -> None:
+def _loss(draft: Draft, files: list[str]) -> None:
     """Which tokens are trained on; what TRL does unless told depends on the form of the rows."""
     account = draft.account
     both = ("loss.completion", "loss.assistant")
-    if account.value("loss.completion"):
-        draft.put("data.loss", "completion", *both)
-    elif account.value("loss.assistant"):
-        draft.put("data.loss", "assistant", *both)
-    elif account.given("loss.completion"):
-        draft.put("data.loss", "all", *both)
-    else:
+    completion, assistant = map(account.value, both)
+    pairs = _are_pairs(files) if files else None
+    loss = trained_tokens(completion, assistant, pairs=pairs)
+    if loss is None and any(map(account.given, both)):
         why = "TRL then trains on all of a conversation, but on a prompt's completion alone"
         account.refuse("loss.assistant", why, "set data.loss: all or completion")
+    elif loss is None:
+        draft.lacks("data.loss", "TRL's is `all` for conversations, `completion` for prompts")
+    elif files and not pairs and not any(map(account.given, both)):
+        note = "the assistant's words; TRL, unless told, trains on `all` of a conversation"
+        draft.put("data.loss", "completion", note=note)
+    else:
+        note = "rows have no prompt, and TRL then trains on all of them" if completion else ""
+        draft.put("data.loss", loss, *both, note=note if loss == "all" else "")
+
+
+def trained_tokens(
+    completion: bool | None, assistant: bool | None, *, pairs: bool | None
+) -> str | None:
+    """The `loss` of data.chat that does what TRL 1.16 does of completion_only_loss and
+    assistant_only_loss for rows with a prompt and a completion, or without; None where it depends
+    on the rows, and they are not known. `completion` of a conversation is what the assistant says.
+    """
+    if assistant:
+        return "assistant" if completion is False else "completion"
+    if completion is False or pairs is False:
+        return "all"
+    return "completion" if completion or pairs else None
+
+
+def _are_pairs(files: list[str]) -> bool:
+    return {"prompt", "completion"} <= _first_row(files).keys()
 
 
 def _hub_stage(draft: Draft) -> str:

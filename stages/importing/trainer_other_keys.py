@@ -217,8 +217,8 @@ SCRIPT: Table = {
         "text", why="is so", otherwise="a row's text is called `text`", hint="rename the column"
     ),
     "packing_strategy": only(
-        *("bfd", "bfd_split"), why="samples are packed by best fit",
-        otherwise="rows are packed whole, by best fit", hint="leave it out",
+        "bfd", why="samples are packed by best fit", otherwise="a row that is too long is cut, "
+        "not split", hint="split long rows, or use data.text, which splits all",
     ),
     "truncation_mode": only("keep_start", why="is so", otherwise="the start of a row is kept"),
     **_all(

@@ -20,12 +20,11 @@ def origin(config: TrainCausalLm, ctx: Context, data: Data, model: ModelSource) 
     """Part -> what it is, JSON (collective). The parts are what `pipe resume --accept` can name."""
     identity = dict(data.identity)
     lends = bool(model.borrowed)  # otherwise checkpoints have all that was read from the model
-    if lends and ctx.dist.local_rank == 0:
-        _ = model.contents  # of each machine one process reads, the others find what it kept
-    ctx.dist.barrier()
+    # of each machine one process reads, and ranks of a machine follow one another
+    read = ctx.dist.gather(model.contents if lends and ctx.dist.local_rank == 0 else None)
     return {
         "model": model.fingerprint,
-        "weights": model.contents if lends else None,
+        "weights": read[ctx.dist.rank - ctx.dist.local_rank],
         "tokenizer": identity.pop("tokenizer", None),
         "data": identity,
         "seed": ctx.seed,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.dist import Dist
+from pipeline.dist import PIECE, Dist
 from pipeline.launch.environment import is_worker, worker_rank, worker_world_size
 from tests.support.processes import run_ranks
 
@@ -34,6 +34,14 @@ def test_calls_agree_and_leave_no_keys(tmp_path: Path) -> None:
     assert [rank["shared"] for rank in found] == [[f"text {n}" for n in range(20)]] * 3
     for rank in found:
         assert max(rank["keys"]) - min(rank["keys"]) <= 8
+
+
+def _long(dist: Dist) -> int:
+    return len(dist.share("x" * (2 * PIECE + 7) if dist.is_main else None))
+
+
+def test_long_texts_are_shared_in_pieces() -> None:
+    assert run_ranks(_long, 2) == [2 * PIECE + 7] * 2
 
 
 def test_one_process_waits_for_nobody() -> None:

@@ -11,7 +11,8 @@ import yaml
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from pipeline.exporting import chosen, recipe_text
+from pipeline.exporting import chosen, exports_of, recipe_text
+from pipeline.journal import Journal
 from stages.export.safetensors import ExportSafetensors
 from tests.support.tiny_recipe import EXPORT, training
 from tests.support.tiny_store import Tiny, write
@@ -61,3 +62,16 @@ def test_a_run_s_exports_are_verified(run: Path, monkeypatch: pytest.MonkeyPatch
         (folder / "export.json").write_text('{"writer": "export.safetensors"}')
     assert pipe("../run").output.splitlines() == ["export", "other", "verified"]
     assert pipe("../run/export").output.splitlines() == ["export", "verified"]
+
+
+def test_a_run_s_export_is_where_it_was_written(run: Path) -> None:
+    """Not where the recipe's text leads from here."""
+    stages = json.loads((run / "recipe.yaml").read_text())["stages"]
+    stages["other"]["folder"] = "out/model"
+    (run / "recipe.yaml").write_text(json.dumps({"name": "x", "stages": stages}))
+    record = {"folder": str(run.parent / "real"), "files": [], "total_bytes": 0}
+    Journal(run / "journal.jsonl").write("slot finished", slot="other", digest="", record=record)
+    assert exports_of(run) == [run / "export", run.parent / "real"]
+    stages["export"]["folder"] = "~/model"
+    (run / "recipe.yaml").write_text(json.dumps({"name": "x", "stages": stages}))
+    assert exports_of(run)[0] == Path.home() / "model"

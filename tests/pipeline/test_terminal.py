@@ -111,3 +111,14 @@ def test_a_value_of_the_environment_is_not_said(
     assert "OSError: no $PLACE/in" in (tmp_path / "failures/rank-00001.txt").read_text()
     assert "rank 1 failed in slot `m`: OSError: no $PLACE/in" in str(failure.first(tmp_path, []))
     assert not any("hunter2" in path.read_text() for path in tmp_path.rglob("*-00001.*"))
+
+
+def test_values_that_are_words_stay_and_json_hides_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminal, "_hidden", {})
+    for name, value in {"ON": "false", "MODE": "train", "KEY": 'p"\u00e9ss\\word'}.items():
+        terminal.hide(value, f"${name}")
+    record = {"ok": False, "use": "train.causal_lm", "key": 'p"\u00e9ss\\word'}
+    assert json.loads(terminal.shown(json.dumps(record))) == {**record, "key": "$KEY"}
+    assert terminal.shown('a p"\u00e9ss\\word') == "a $KEY"

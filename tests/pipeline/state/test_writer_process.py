@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import CheckpointError
+from pipeline.launch.signals import ENDING
 from pipeline.state.arena import Arena
 from pipeline.state.local_store import LocalStore
-from pipeline.state.writer import DEAF_TO, Write
+from pipeline.state.writer import Write
 from pipeline.state.writer_process import WriterProcess
 from tests.support.tiny_store import Tiny, digests, job, read_digests
 
@@ -83,7 +84,7 @@ def test_signals_to_the_whole_run_do_not_stop_a_save(
     writers[0].begin(job(1, "x"))
     while not list(tmp_path.glob("*.tmp-x/*.sums")):
         assert writers[0].poll() is None
-    for number in DEAF_TO:
+    for number in ENDING:
         os.kill(pid(writers[0]), number)
     assert writers[0].poll() is None
     writers[1].begin(job(1, "x"))
@@ -145,3 +146,15 @@ def test_a_process_with_many_open_files(tmp_path: Path) -> None:
         assert writer.poll() is None
         writer.begin(job(1, "x"))
         assert writer.wait().problem == ""
+
+
+def test_folders_on_the_way_are_everybody_s_and_the_last_its_owner_s(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        LocalStore(tmp_path / "team" / "mine" / "checkpoints").attempt(NAME, "x")
+    finally:
+        os.umask(before)
+    places = ("team", "team/mine", "team/mine/checkpoints")
+    assert [oct((tmp_path / place).stat().st_mode & 0o777) for place in places] == [
+        "0o775", "0o775", "0o700"
+    ]  # fmt: skip

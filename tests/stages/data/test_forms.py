@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from pipeline.artifacts import NO_TARGET, Samples
+from pipeline.errors import StageError
 from pipeline.stage import Context
 from stages.data.chat import ChatData
+from stages.data.tokenizers import start_ids
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -141,6 +143,23 @@ def test_texts_begin_as_the_tokenizer_s_own_call_does(
             assert sample.input_ids.tolist() == called
     conversation = chat({"messages": [USER, BOT]}, prepend_bos=prepend_bos)
     assert conversation.run(ctx, FakeSource(bos=bos)).train[0].input_ids.tolist().count(START) == 2
+
+
+class Spare:
+    """A tokenizer with few ids, which puts 1 before a text and 2 behind it."""
+
+    def __init__(self, known: str) -> None:
+        self.known = known
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        plain = [10 + self.known.index(letter) for letter in text if letter in self.known]
+        return {"input_ids": [1, *plain, 2] if add_special_tokens else plain}
+
+
+def test_what_is_put_behind_a_text_is_never_put_before_it() -> None:
+    assert start_ids(Spare("01"), None) == [1]
+    with pytest.raises(StageError, match="cannot be told"):
+        start_ids(Spare("xyz"), None)
 
 
 def test_a_text_s_beginning_is_part_of_the_cache_s_key(ctx: Context, chat: Any) -> None:

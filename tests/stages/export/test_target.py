@@ -85,3 +85,15 @@ def test_write_error(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.files.os.fsync", fail)
     with pytest.raises(StageError, match=r"cannot write the export .* No space left"):
         llama.export()
+
+
+@pytest.mark.parametrize("name", ["README.md", "generation_config.json"])
+def test_an_earlier_export_with_a_changed_file_is_kept(name: str, llama: Run) -> None:
+    llama.export(dtype="fp32")
+    (llama.folder / name).write_text("mine")
+    llama.export(dtype="bf16")
+    kept = llama.folder.with_name("export.replaced-1")
+    assert (kept / name).read_text() == "mine"
+    assert (llama.folder / name).read_text() != "mine"
+    llama.export(dtype="fp32")
+    assert sorted(place.name for place in llama.folder.parent.iterdir()) == ["export", kept.name]

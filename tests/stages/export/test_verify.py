@@ -93,6 +93,14 @@ def test_a_resume_minds_no_file_that_was_added(llama: Run) -> None:
         told(done.folder)
 
 
+def test_a_resume_leaves_a_model_card_that_was_written_anew(llama: Run) -> None:
+    done = llama.export(dtype="fp32")
+    (done.folder / "README.md").write_text("# My model")
+    ExportSafetensors().prove(done)
+    with pytest.raises(ExportError, match=r"README.md: is not as it was written"):
+        told(done.folder)
+
+
 def test_other_computation_is_found(llama: Run) -> None:
     """Every checksum agrees, but the model computes something else than it did."""
     done = llama.export(dtype="fp32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def test_megatron_is_refused_whatever_the_type() -> None:
 @pytest.mark.parametrize(
     ("said", "loss"),
     [
-        ({"assistant_only_loss": True}, "assistant"),
+        ({"assistant_only_loss": True}, "completion"),
+        ({"assistant_only_loss": True, "completion_only_loss": False}, "assistant"),
         ({"completion_only_loss": True, "assistant_only_loss": True}, "completion"),
         ({"completion_only_loss": False}, "all"),
     ],
@@ -116,6 +118,27 @@ def test_tokens_that_are_trained_on_are_asked_for_where_trl_looks_at_the_rows() 
     assert (found.outcome, found.hint) == ("refused", "set data.loss: all or completion")
     text = {**said, "assistant_only_loss": True, "block_size": 8}
     assert "assistant_only_loss" in refused(translated(text))
+
+
+def test_which_tokens_are_trained_on_is_asked_where_no_key_and_no_row_tells(tmp_path: Path) -> None:
+    assert "data.loss" in translated({"output_dir": "x", "dataset_name": "owner/chats"}).missing
+    for row, said, loss in (
+        ({"messages": []}, {}, "completion"),
+        ({"messages": []}, {"assistant_only_loss": False}, "all"),
+        ({"messages": []}, {"completion_only_loss": True}, "all"),
+        ({"prompt": [], "completion": []}, {"assistant_only_loss": False}, "completion"),
+        ({"prompt": [], "completion": []}, {"completion_only_loss": False}, "all"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        made = translated({"output_dir": "x", "train_file": str(tmp_path / "rows.jsonl"), **said})
+        assert not refused(made)
+        assert "data.loss" not in made.missing
+        assert slot(made, "data")["loss"] == loss, (row, said)
+
+
+def test_rows_that_trl_splits_are_refused() -> None:
+    made = translated({"output_dir": "x", "packing": True, "packing_strategy": "bfd_split"})
+    assert refused(made) == {"packing_strategy": "a row that is too long is cut, not split"}
 
 
 def test_products_in_8_bits_are_the_model_s() -> None:

@@ -254,7 +254,8 @@ def test_a_model_and_data_of_the_scripts(tmp_path: Path) -> None:
     )  # fmt: skip
     assert slot(made, "model") == {"use": "model.hf", "path": "org/model", "revision": "a" * 40}
     assert slot(made, "data") == {
-        "use": "data.chat", "files": [str(rows)], "sequence_length": 64, "heldout_fraction": 0.05,
+        "use": "data.chat", "files": [str(rows)], "sequence_length": 64, "loss": "completion",
+        "heldout_fraction": 0.05,
     }  # fmt: skip
     other = translated({"model_name_or_path": "org/model", "output_dir": "x"})
     assert slot(other, "model")["allow_floating_revision"] is True
@@ -525,3 +526,18 @@ def test_deepspeed_s_optimizer_decays_everything_under_the_trainer_too() -> None
     optimizer = slot(translated({"output_dir": "x", "weight_decay": 0.1}, engine), "optimizer")
     assert (optimizer["weight_decay"], optimizer["decay_all"]) == (0.1, True)
     assert optimizer["schedule"] == "linear"
+
+
+WSD = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 50, "max_steps": 100}
+
+
+def test_a_schedule_that_cannot_be_had_is_not_written() -> None:
+    said = {"num_decay_steps": 5, "min_lr_ratio": 0.1}
+    made = translated({"output_dir": "x", **WSD, "lr_scheduler_kwargs": said})
+    assert list(refused(made).values()) == ["warm-up begins with rate 0"]
+    assert "final_lr_ratio" not in slot(made, "optimizer")
+    long = translated({"output_dir": "x", **WSD, "lr_scheduler_kwargs": {"num_decay_steps": 80}})
+    assert list(refused(long).values()) == [
+        "is more than warm-up leaves, where transformers' rate jumps"
+    ]
+    assert "decay_steps" not in slot(long, "optimizer")

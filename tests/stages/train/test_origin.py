@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 
+from pipeline.accepting import ACCEPTABLE, PARTS
 from pipeline.artifacts import Progress
+from pipeline.cli import main
+from pipeline.dist import Dist
 from pipeline.errors import ResumeRefused
-from stages.train.origin import require_same_origin
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.origin import origin, require_same_origin
+from tests.support.runs import context, tiny_model, toy_data
 
 DATA = {"contents": "a" * 64, "sequence_length": 128}
 NOW: dict[str, Any] = {
@@ -61,3 +69,13 @@ def test_another_tokenizer_explains_other_contents_and_nothing_else() -> None:
     assert refusal(contents, "data").endswith("RUN --accept tokenizer)")
     assert refusal(length, "tokenizer").endswith("RUN --accept data)")
     assert refusal(length).endswith("RUN --accept tokenizer --accept data)")
+
+
+def test_every_part_can_be_accepted(tmp_path: Path) -> None:
+    ctx = context(Dist(device=torch.device("cpu")), str(tmp_path))
+    loop = TrainCausalLm(steps=1, global_batch_size=1)
+    assert tuple(origin(loop, ctx, toy_data(), tiny_model(ctx, {}, ""))) == PARTS
+    for part in ACCEPTABLE:
+        result = CliRunner().invoke(main, ["resume", str(tmp_path / "none"), "--accept", part])
+        assert result.exit_code == 2
+        assert "--accept" not in result.output
