@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from stages.importing import read
 from stages.importing.rules import Rule, Table, covered, never, only, says, switched
 from stages.importing.trainer_keys import TRAINER
@@ -245,5 +248,21 @@ SCRIPT: Table = {
     **_all(never("secrets do not belong into a recipe", "set HF_TOKEN"), "token", "use_auth_token"),
 }  # fmt: skip
 """What transformers' and TRL's example scripts read from the same file."""
+
+SFT_KEYS = frozenset(
+    {
+        "activation_offloading", "assistant_only_loss", "chat_template_path",
+        "completion_only_loss", "dataset_text_field", "eval_packing", "packing",
+        "packing_strategy", "padding_free", "shuffle_dataset",
+    }
+)  # fmt: skip
+"""Keys of TRL's SFTConfig alone."""
+SFT_DEFAULTS: Mapping[str, tuple[str, Any]] = {
+    "learning_rate": ("lr", 2e-5),
+    "bf16": ("compute", "bf16"),
+    "gradient_checkpointing": ("recompute", True),
+    "logging_steps": ("log_every", 10),
+}
+"""Key -> fact and value where SFTConfig's default is not that of TrainingArguments (TRL 1.16)."""
 
 TRAINER_ALL: Table = {**TRAINER, **OTHER, **OLDER, **SCRIPT}

@@ -17,7 +17,7 @@ from stages.importing.foreign import tool
 from stages.importing.fsdp_keys import FSDP_PREFIXED
 from stages.importing.rules import Table, Verdict
 from stages.importing.trainer_keys import DEFAULTS
-from stages.importing.trainer_other_keys import TRAINER_ALL
+from stages.importing.trainer_other_keys import SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
 
 ACCELERATE_KIND = "accelerate config"
 DEEPSPEED_KIND = "DeepSpeed configuration"
@@ -122,6 +122,12 @@ class _Reading:
             self._deepspeed(file.path.name, engine, "deepspeed.")
         elif engine:
             self._named(file, "deepspeed", engine)
+        if SFT_KEYS & content.keys():
+            said = {key for key, value in content.items() if value is not None}
+            said |= {"bf16"} if content.get("fp16") else set()
+            for key, (fact, value) in SFT_DEFAULTS.items():
+                if key not in said:
+                    self._account.assume(fact, value, "TRL's default")
         for fact, value in DEFAULTS.items():
             self._account.assume(fact, value, "transformers' default")
         self._account.assume("keep", None, "transformers keeps all")

@@ -136,6 +136,22 @@ def test_which_tokens_are_trained_on_is_asked_where_no_key_and_no_row_tells(tmp_
         assert slot(made, "data")["loss"] == loss, (row, said)
 
 
+def test_what_trl_s_own_config_leaves_out_is_trl_s_default() -> None:
+    def parts(**said: Any) -> tuple[Any, ...]:
+        made = translated({"output_dir": "x", **said})
+        assert not refused(made)
+        precision, optimizer = slot(made, "precision"), slot(made, "optimizer")
+        model, train = slot(made, "model"), slot(made, "train")
+        return (precision["compute"], optimizer["lr"], train.get("log_every"),
+                model.get("activation_checkpointing"))  # fmt: skip
+
+    assert parts(packing=True) == ("bf16", 2e-5, 10, {})
+    assert parts(learning_rate=None) == ("fp32", 5e-5, None, None)
+    other = {"bf16": False, "learning_rate": 1e-4, "gradient_checkpointing": False}
+    assert parts(packing=True, logging_steps=5, **other) == ("fp32", 1e-4, 5, None)
+    assert parts(packing=False, fp16=True)[0] == "fp16"
+
+
 def test_rows_that_trl_splits_are_refused() -> None:
     made = translated({"output_dir": "x", "packing": True, "packing_strategy": "bfd_split"})
     assert refused(made) == {"packing_strategy": "a row that is too long is cut, not split"}
