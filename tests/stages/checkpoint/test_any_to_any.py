@@ -25,6 +25,7 @@ from tests.support.state import (
     save_run,
     train,
 )
+from tests.support.tier import spread
 from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -46,7 +47,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain[0][0])
+@pytest.mark.parametrize("chain", spread(CHAINS, 3), ids=lambda chain: chain[0][0])
 def test_state_travels_between_strategies_and_world_sizes(
     chain: list[tuple[str, int]], tmp_path: Path
 ) -> None:

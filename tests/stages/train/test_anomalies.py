@@ -22,6 +22,7 @@ from stages.train.policies import Anomalies
 from tests.support.poison import HIGH, NAN, Poisoned, train, train_both
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.state import Setting
+from tests.support.tier import spread
 from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -42,7 +43,8 @@ def anomalies(told: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "compute"), [*((wrap, "fp32") for wrap in STRATEGIES), ("zero1", "bf16")]
+    ("wrap", "compute"),
+    spread([*((wrap, "fp32") for wrap in STRATEGIES), ("zero1", "bf16")], 6),
 )
 def test_skipped_batches_might_as_well_not_have_been(
     wrap: str, compute: str, tmp_path: Path
