@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.accepting import ACCEPTABLE
-
 if TYPE_CHECKING:
     from pipeline.plan import Plan
+
+ACCEPTABLE = (
+    "model", "weights", "tokenizer", "data", "seed", "shuffle", "global_batch_size", "precision"
+)  # fmt: skip
+"""The parts of a checkpoint's origin, and fewer bits of its masters."""
 
 
 @click.command("resume")
