@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Durable, TrainedRun
 from pipeline.errors import StageError
-from pipeline.forecast.after import tell
 from pipeline.journal import Journal
 from pipeline.preflight import look_ahead, rehearse
 from pipeline.stage import Context

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import Problem
 from pipeline.stage import PlanView
 from stages.model.hf import HfModel
-from stages.model.shapes.read import config_at_hand
+from stages.model.read import config_at_hand
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,8 +13,6 @@ from annotated_types import Ge, Gt, Lt
 from pipeline.artifacts import ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.shapes import ModelShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.adapter.artifact import AdaptedModel, FourBits
 
@@ -87,11 +85,6 @@ class Lora:
         if not missing:
             for message, hint in differences(self, folder / CONFIG):
                 yield Problem(key="start_from", message=message, hint=hint)
-
-    def forecast(self, site: Site, model: ModelShape) -> ModelShape:
-        from stages.adapter.shape import adapted
-
-        return adapted(self, model)
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
         from stages.adapter.quantised import QuantisedSource

@@ -11,8 +11,6 @@ from annotated_types import Gt, Lt
 from pipeline.artifacts import Checkpoints
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 
 AVERAGE = "average of weights"
@@ -48,16 +46,6 @@ class EmaAverage:
                 message="the checkpoint slot comes before this one and would not save the average",
                 hint="put this slot between wrap and checkpoint",
             )
-
-    def forecast(self, site: Site, placement: Placement) -> Placement:
-        elements, place = placement.masters
-        site.ledger.explain(AVERAGE, "4 bytes for each trained element of this rank")
-        site.ledger.change(AVERAGE, ELEMENT * elements, place)
-        placement.averaged = ELEMENT
-        return placement
-
-    def trace(self, ctx: Context, engine: Engine) -> Engine:
-        return self.run(ctx, engine)
 
     def run(self, ctx: Context, engine: Engine) -> Engine:
         from stages.average.ema_engine import EmaEngine

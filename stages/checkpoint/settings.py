@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge, Gt
 
-from pipeline.artifacts import Checkpoints, ModelSource, Precision
+from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Extras
-from pipeline.forecast.shapes import ModelShape, OptimizerShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView, Trial
 from stages.checkpoint.addresses import unknown_address
 
@@ -60,18 +56,6 @@ class CheckpointSettings(ABC):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from unknown_address("start_from", self.start_from)
-
-    def forecast(
-        self,
-        site: Site,
-        model: ModelShape,
-        precision: Precision,
-        optimizer: OptimizerShape,
-        placement: Placement,
-    ) -> Extras:
-        from stages.checkpoint.forecast import extras
-
-        return extras(self, site, model, precision, optimizer, placement)
 
     def shortened(self, trial: Trial) -> Self:
         """Saves at the end only, from a fresh start."""

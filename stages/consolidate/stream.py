@@ -9,8 +9,6 @@ from typing import Literal
 from pipeline.artifacts import Checkpoints, TrainedRun, Weights
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.result import Extras
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from pipeline.state.formats import Formats
 from stages.average.ema import EmaAverage
@@ -46,10 +44,6 @@ class ConsolidateStream:
                     message=f"{type(stage).__name__}'s checkpoints cannot be read: {what}",
                     hint="docs/writing-a-stage.md says how a checkpoint stage names one",
                 )
-
-    def forecast(self, site: Site) -> Extras:
-        """A few MiB."""
-        return Extras()
 
     def run(self, ctx: Context, trained: TrainedRun) -> Weights:
         from stages.consolidate.weights import open_weights

@@ -10,8 +10,6 @@ from pydantic import Field
 
 from pipeline.artifacts import Data, ModelSource
 from pipeline.errors import Problem
-from pipeline.forecast.shapes import SampleShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.data import files
 from stages.data.selection import Selection, problems
@@ -84,9 +82,6 @@ class ChatData(Selection):
         found = {self.form} if self.form else {first_form(path) for path in paths}
         always = {"messages", "sharegpt"}
         return bool(found & (always | {"prompt/completion", "alpaca"} if self.template else always))
-
-    def forecast(self, site: Site) -> SampleShape:
-        return SampleShape(length=self.sequence_length, packed=self.packing)
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Render and tokenise once, then map the samples. Raises DataError for an unusable row, and

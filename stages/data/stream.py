@@ -10,8 +10,6 @@ from pydantic import Field
 
 from pipeline.artifacts import Data, ModelSource, TrainedRun
 from pipeline.errors import Problem
-from pipeline.forecast.shapes import SampleShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.data import files
 from stages.data.document_settings import DocumentSettings
@@ -67,9 +65,6 @@ class StreamData(DocumentSettings):
                     key="shards",
                     hint="give the train slot `steps` instead of `epochs`",
                 )
-
-    def forecast(self, site: Site) -> SampleShape:
-        return SampleShape(length=self.sequence_length, packed=self.documents_apart)
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """List the shards; they are read when their turn comes. Raises StageError when there are

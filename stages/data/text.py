@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from pipeline.artifacts import Data, ModelSource
 from pipeline.errors import Problem
-from pipeline.forecast.shapes import SampleShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.data.document_settings import DocumentSettings
 from stages.data.selection import Selection, problems
@@ -29,9 +27,6 @@ class TextData(DocumentSettings, Selection):
         """What is wrong with the files and sources, as far as that shows without reading them."""
         yield from problems(self)
         yield from tokenizer_problems(plan, template=False)
-
-    def forecast(self, site: Site) -> SampleShape:
-        return SampleShape(length=self.sequence_length, packed=self.documents_apart)
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Tokenise once, then map the tokens. Raises DataError for a file that cannot be used."""

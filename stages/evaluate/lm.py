@@ -13,9 +13,6 @@ from pydantic import Field
 
 from pipeline.artifacts import ExportedModel, ModelSource
 from pipeline.errors import Problem
-from pipeline.forecast.result import Exported, Extras
-from pipeline.forecast.shapes import ModelShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.data.files import problems
 from stages.evaluate.artifact import EvaluatedModel
@@ -103,11 +100,6 @@ class EvaluateLm:
             for key in ("task_folder", "num_fewshot", "limit"):
                 if getattr(self, key) is not None:
                     yield Problem(key=key, message="only means something with tasks")
-
-    def forecast(self, site: Site, exported: Exported, model: ModelShape) -> Extras:
-        from stages.evaluate.forecast import extras
-
-        return extras(self, site, exported, model)
 
     def run(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
         from stages.evaluate.steps import evaluate

@@ -9,9 +9,6 @@ from typing import Literal
 
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
-from pipeline.forecast.result import Exported
-from pipeline.forecast.shapes import ModelShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.adapter.artifact import AdaptedModel
 from stages.export import fields
@@ -58,11 +55,6 @@ class ExportAdapter:
 
         contents = AdapterContents(model, weights, dtype=self.dtype, prompt=self.prompt)
         return export(target_of(self.folder, ctx), ctx, contents, trained)
-
-    def forecast(self, site: Site, model: ModelShape) -> Exported:
-        from stages.export.forecast import adapter_extras
-
-        return adapter_extras(self.dtype, model)
 
     def rehearse(
         self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun

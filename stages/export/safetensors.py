@@ -9,9 +9,6 @@ from typing import Literal
 
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.errors import Problem
-from pipeline.forecast.result import Exported
-from pipeline.forecast.shapes import ModelShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView, Room
 from stages.export import fields
 from stages.export.sizes import parse_size
@@ -66,11 +63,6 @@ class ExportSafetensors:
             prompt=self.prompt,
         )
         return export(target_of(self.folder, ctx), ctx, contents, trained)
-
-    def forecast(self, site: Site, model: ModelShape) -> Exported:
-        from stages.export.forecast import extras
-
-        return extras(self.dtype, model)
 
     def foresee(self, ctx: Context, model: ModelSource) -> Iterator[Room]:
         from stages.export.foresight import room

@@ -14,7 +14,7 @@ from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from pipeline.state.blocks import CHUNK
 from stages.model import compat
-from stages.model.shapes.gguf_header import read_header
+from stages.model.gguf_header import read_header
 from stages.weights.change import Change
 from stages.weights.converted import ConvertedReader
 

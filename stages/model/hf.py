@@ -10,11 +10,7 @@ from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource
 from pipeline.errors import Problem
-from pipeline.forecast.options import RECOMPUTE, Saving
-from pipeline.forecast.shapes import ModelShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
-from pipeline.tracing.watch import Depth
 from stages.model.options import ActivationCheckpointing, Compile, Fp8
 
 
@@ -76,24 +72,6 @@ class HfModel:
         yield from problems(self)
         yield from speed_problems(self, plan)
         yield from too_long(self, plan)
-
-    def forecast(self, site: Site) -> ModelShape:
-        from stages.model.shapes.declared import declared_shape
-
-        return declared_shape(self)
-
-    def savings(self, ranks: int) -> Iterator[Saving]:
-        if self.activation_checkpointing is None:
-            yield Saving(
-                order=RECOMPUTE,
-                what="activations of blocks are computed again in backward",
-                fields={"activation_checkpointing": {}},
-            )
-
-    def trace(self, ctx: Context, depth: Depth) -> ModelSource:
-        from stages.model.tracing import traced_source
-
-        return traced_source(self, ctx, depth)
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.open import open_source

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Problem
 from pipeline.stage import PlanView
-from stages.model.shapes.declared import stated_context
-from stages.model.shapes.families import DEFAULTS
-from stages.model.shapes.read import config_at_hand
+from stages.model.read import config_at_hand
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
 
 TABLES = {
-    *("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt"),
-}
-"""Kinds of models that look positions up in a table, in which those beyond it are not."""
+    "biogpt": 1024, "codegen": 2048, "ctrl": 256, "gpt2": 1024, "gpt_bigcode": 1024,
+    "gpt_neo": 2048, "gptj": 2048, "openai-gpt": 512, "opt": 2048,
+}  # fmt: skip
+"""Kinds of models that look positions up in a table, in which those beyond it are not -> how many
+there are where a config does not say."""
 
 
 def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
@@ -26,8 +27,8 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     config = config_at_hand(stage) or {}
     kind = config.get("model_type")
     context = stated_context(config)
-    if context is None and kind in TABLES:
-        context = stated_context(DEFAULTS.get(str(kind), {}))
+    if context is None:
+        context = TABLES.get(str(kind))
     if context is None:
         return
     for slot, other in plan.slots.items():
@@ -47,3 +48,17 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
                 "rotary angles",
                 warning=True,
             )
+
+
+def stated_context(config: Mapping[str, Any]) -> int | None:
+    """Positions that a config states, with those that scaling its rotary angles adds."""
+    stated = config.get("max_position_embeddings", config.get("n_positions"))
+    if type(stated) is not int or stated < 1:
+        return None
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return stated
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or not isfinite(factor):
+        return stated
+    return max(stated, int(factor * (original if type(original) is int else stated)))

@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from stages.model.shapes.fields import MOST, MOST_BLOCKS
-
+MOST = 2**31 - 1
+"""The largest size of anything: what is larger is a slip, and would be no size of memory."""
+MOST_BLOCKS = 1024
+"""More than any model has (1000: Wang et al. 2022, DeepNet)."""
 _SIZE = re.compile(r"(num|n)_.+|.*(size|_dim|_rank|_embeddings|_positions|_layers|_heads|d_model)")
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 _NEVER_0 = (

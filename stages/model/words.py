@@ -56,7 +56,7 @@ def _told(folder: Path) -> bool:
 
 
 def _in_gguf(file: Path) -> tuple[bool, bool]:
-    from stages.model.shapes.gguf_header import read_header
+    from stages.model.gguf_header import read_header
 
     try:
         metadata, _ = read_header(file)

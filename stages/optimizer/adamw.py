@@ -12,9 +12,6 @@ from annotated_types import Gt
 
 from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.errors import Problem
-from pipeline.forecast.shapes import OptimizerShape, Taken
-from pipeline.forecast.site import Site
-from pipeline.forecast.sizes import BYTES
 from pipeline.stage import Context, PlanView
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
@@ -84,22 +81,6 @@ class AdamW(OptimizerSettings):
         """Name of the update rule."""
         kept = "" if self.moments == "master" else f"_{self.moments}"
         return f"adamw{kept}" + ("_stochastic" if self.stochastic_rounding else "")
-
-    def forecast(self, site: Site, precision: Precision) -> OptimizerShape:
-        master = 8 * BYTES[precision.master]
-        bits = {"fp32": 32.0, "bf16": 16.0, "fp8": 8 + 1 / 8, "8bit": 8 + 1 / 8, "4bit": 4 + 1 / 4}
-        by_kernel: dict[Kernel, Taken] = {"fused": "nothing", "foreach": "all", "single": "two"}
-        return OptimizerShape(
-            algorithm=self.algorithm,
-            bits=2 * bits.get(self.moments, master),
-            moments=2,
-            taken=by_kernel[self.kernel] if self.algorithm == "adamw" else "one",
-        )
-
-    def trace(self, ctx: Context) -> OptimizerPlan:
-        # What is compiled cannot be watched.
-        watched = self if self.algorithm == "adamw" else replace(self, kernel="single")
-        return watched.run(ctx)
 
     def run(self, ctx: Context) -> OptimizerPlan:
         hyperparameters = {

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Gt
 
-from pipeline.artifacts import OptimizerPlan, Precision
-from pipeline.forecast.shapes import OptimizerShape
-from pipeline.forecast.site import Site
-from pipeline.forecast.sizes import BYTES
+from pipeline.artifacts import OptimizerPlan
 from pipeline.stage import Context
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
@@ -35,10 +32,6 @@ class Lion(OptimizerSettings):
     def algorithm(self) -> str:
         """Name of the update rule."""
         return "lion"
-
-    def forecast(self, site: Site, precision: Precision) -> OptimizerShape:
-        bits = 8 * BYTES[precision.master]
-        return OptimizerShape(algorithm=self.algorithm, bits=bits, moments=1, taken="one")
 
     def run(self, ctx: Context) -> OptimizerPlan:
         hyperparameters = {

@@ -11,7 +11,6 @@ from annotated_types import Gt
 
 from pipeline.artifacts import DtypeName, LossScaling, Precision
 from pipeline.errors import Problem
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 
 
@@ -55,12 +54,10 @@ class PrecisionPolicy:
 
     def run(self, ctx: Context) -> Precision:
         self._warn_of_emulation(ctx)
-        return self._declared()
+        return self.declared()
 
-    def forecast(self, site: Site) -> Precision:
-        return self._declared()
-
-    def _declared(self) -> Precision:
+    def declared(self) -> Precision:
+        """What the fields say."""
         scaling = LossScaling(
             initial_scale=self.initial_loss_scale, growth_interval=self.loss_scale_growth_interval
         )

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from pipeline.artifacts import ExportedModel
 from pipeline.errors import Problem
-from pipeline.forecast.result import Extras
-from pipeline.forecast.site import Site
 from pipeline.launch.environment import worker_rank
 from pipeline.stage import Context, PlanView
 from stages.publish.access import certainly_none, how_to_get_one
@@ -68,10 +66,6 @@ class PublishHub:
         if certainly_none(self.token_env):
             hint = f"{how_to_get_one(self.token_env)}, or set dry_run: true"
             yield Problem(message="no token for the hub", key="token_env", hint=hint)
-
-    def forecast(self, site: Site) -> Extras:
-        """Files are sent as they lie there."""
-        return Extras()
 
     def run(self, ctx: Context, model: ExportedModel) -> PublishedModel:
         from stages.publish.steps import publish

@@ -14,19 +14,12 @@ from pipeline.artifacts import (
     Data,
     ModelSource,
     OptimizerPlan,
-    Precision,
     TrainedRun,
 )
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.options import CHUNK, SMALLER, Saving
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Step
-from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
-from pipeline.forecast.site import Site
 from pipeline.length import Length
 from pipeline.stage import Context, PlanView, Room, Trial
-from pipeline.tracing.watch import Watch
 from stages.train.policies import Anomalies, Count, EarlyStopping
 from stages.train.refusals import GIVE_SAMPLES, NO_SAMPLES
 
@@ -179,40 +172,6 @@ class TrainCausalLm:
     def foresee(self, ctx: Context, data: Data, checkpoints: Checkpoints) -> Iterator[Room]:
         samples = None if self.epochs is None else len(data.train)
         return checkpoints.room(self.length(samples))
-
-    def forecast(
-        self,
-        site: Site,
-        model: ModelShape,
-        data: SampleShape,
-        precision: Precision,
-        optimizer: OptimizerShape,
-        placement: Placement,
-    ) -> Step:
-        from stages.train.story import tell
-
-        return tell(self, site, model, data, precision, optimizer, placement)
-
-    def savings(self, ranks: int) -> Iterator[Saving]:
-        if self.loss_chunk_size is None:
-            yield Saving(
-                order=CHUNK,
-                what="the logits of 1024 tokens are there at a time",
-                fields={"loss_chunk_size": 1024},
-            )
-        size = self.microbatch_size(ranks)
-        if size > 1:
-            half = size // 2
-            yield Saving(
-                order=SMALLER,
-                what=f"micro-batches of {half} instead of {size}, more of them",
-                fields={"micro_batch_size": half},
-            )
-
-    def trace(self, ctx: Context, engine: Engine, samples: SampleShape, watch: Watch) -> None:
-        from stages.train.tracing import trace
-
-        trace(self, engine, samples, watch)
 
     def run(
         self,

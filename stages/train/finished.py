@@ -8,8 +8,6 @@ from pathlib import Path
 
 from pipeline.artifacts import TrainedRun
 from pipeline.errors import Problem
-from pipeline.forecast.result import Extras
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.checkpoint.addresses import unknown_address
 
@@ -28,10 +26,6 @@ class FinishedTraining:
         yield from unknown_address("checkpoint", self.checkpoint)
         if "://" not in self.checkpoint and not Path(self.checkpoint).expanduser().is_dir():
             yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
-
-    def forecast(self, site: Site) -> Extras:
-        """It trains nothing."""
-        return Extras()
 
     def run(self, ctx: Context) -> TrainedRun:
         import contextlib

@@ -10,11 +10,6 @@ from annotated_types import Gt
 
 from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, TrainedRun
 from pipeline.errors import Problem
-from pipeline.forecast.options import SMALLER, Saving
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Extras, Step
-from pipeline.forecast.shapes import ModelShape, OptimizerShape, SampleShape
-from pipeline.forecast.site import Site
 from pipeline.stage import Context, PlanView
 from stages.train.causal_lm import TrainCausalLm
 
@@ -82,23 +77,6 @@ class HfTrainer:
 
         yield from replace(self.batches(), eval_every=self.eval_every).check(plan)
         yield from problems(self, plan)
-
-    def forecast(
-        self,
-        site: Site,
-        model: ModelShape,
-        data: SampleShape,
-        precision: Precision,
-        optimizer: OptimizerShape,
-    ) -> tuple[Placement, Step, Extras]:
-        from stages.train.hf_trainer_forecast import forecast
-
-        return forecast(self, site, model, data, precision, optimizer)
-
-    def savings(self, ranks: int) -> Iterator[Saving]:
-        for saving in self.batches().savings(ranks):
-            if saving.order == SMALLER:  # its loss is over all logits
-                yield saving
 
     def run(
         self,

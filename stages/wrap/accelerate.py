@@ -9,10 +9,6 @@ from pathlib import Path
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Extras
-from pipeline.forecast.shapes import ModelShape, OptimizerShape
-from pipeline.forecast.site import Site
 from pipeline.importing.files import read_config
 from pipeline.stage import Context, PlanView
 
@@ -36,13 +32,6 @@ class Accelerate:
         from stages.wrap.accelerate_checks import problems
 
         yield from problems(self, plan)
-
-    def forecast(
-        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
-    ) -> tuple[Placement, Extras]:
-        from stages.wrap.accelerate_forecast import forecast
-
-        return forecast(Path(self.config).expanduser(), site, model, precision, optimizer)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

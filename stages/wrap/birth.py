@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_name, torch_dtype
 from pipeline.resident import model_begins
-from pipeline.tracing.fake_compat import with_values
+from pipeline.fake_tensors import with_values
 from stages.model.names import stands_for
 from stages.model.outline import outline
 

@@ -11,16 +11,9 @@ from annotated_types import Ge, Gt
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.options import REDUCE, Order, Saving
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.shapes import ModelShape, OptimizerShape
-from pipeline.forecast.site import Site
-from pipeline.forecast.sizes import Sizes
-from pipeline.stage import Context, PlanView, Preset, Presets
+from pipeline.stage import Context, PlanView
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
-WHOLE = {"reduce_every_microbatch": False}
-"""Gradients stay whole until a step's last micro-batch, and are sent once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,71 +61,6 @@ class Fsdp:
             )
         if self.sharding == "no_shard" and self.cpu_offload:
             yield Problem(key="cpu_offload", message="needs a sharding", hint="use full_shard")
-
-    @classmethod
-    def presets(cls) -> Presets:
-        return {
-            "fsdp-shard-grad-op": Preset(
-                order=Order.PARTLY_SHARDED,
-                what="shards, gathered once for forward and backward",
-                fields={"sharding": "shard_grad_op"},
-                at_first=WHOLE,
-            ),
-            "fsdp": Preset(
-                order=Order.SHARDED,
-                what="shards over all ranks, gathered block by block",
-                fields={"sharding": "full_shard"},
-                at_first=WHOLE,
-            ),
-            "fsdp-hybrid": Preset(
-                order=Order.SHARDED_WITHIN_NODES,
-                what="shards within each node, gradients averaged across nodes",
-                fields={"sharding": "hybrid_shard"},
-                at_first=WHOLE,
-            ),
-        }
-
-    def savings(self, ranks: int) -> Iterator[Saving]:
-        if not self.reduce_every_microbatch:
-            yield Saving(
-                order=REDUCE,
-                what="gradients are reduced after every micro-batch",
-                fields={"reduce_every_microbatch": True},
-            )
-
-    def forecast(
-        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
-    ) -> Placement:
-        from stages.wrap.fsdp_placement import FsdpPlacement
-
-        shards = {"no_shard": 1, "hybrid_shard": self.shard_size or site.local_ranks}
-        return FsdpPlacement(
-            site.ledger,
-            model,
-            optimizer,
-            Sizes.of(precision),
-            ranks=site.ranks,
-            shards=shards.get(self.sharding, site.ranks),
-            replicated=self.sharding in shards,
-            reshard=self.sharding in ("full_shard", "hybrid_shard"),
-            reduce_always=self.reduce_every_microbatch,
-            offload=self.cpu_offload,
-            forward_ahead=self.forward_prefetch,
-            backward_ahead=self.backward_prefetch,
-        )
-
-    def trace(
-        self,
-        ctx: Context,
-        site: Site,
-        model: ModelSource,
-        precision: Precision,
-        optimizer: OptimizerPlan,
-    ) -> Engine | None:
-        # A trace has no second place to offload to.
-        if self.cpu_offload and site.device != "cpu":
-            return None
-        return self.run(ctx, model, precision, optimizer)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

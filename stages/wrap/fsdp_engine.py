@@ -21,7 +21,7 @@ from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtyp
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
 from pipeline.stage import Context
-from pipeline.tracing.fake_compat import with_values
+from pipeline.fake_tensors import with_values
 from stages.wrap.birth import (
     build_empty,
     cast_buffers,

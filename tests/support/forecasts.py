@@ -13,7 +13,7 @@ from pipeline.forecast.site import Site
 from stages.data.text import TextData
 from stages.model.hf import HfModel
 from stages.model.options import ActivationCheckpointing
-from stages.model.shapes.known import known_config
+from stages.model.known import known_config
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm

@@ -6,7 +6,7 @@ in the dtype that it will have there: torch casts on the host.
 
 from __future__ import annotations
 
-from pipeline.forecast.placement import Copies
+from pipeline.planning.strategy import Copies
 from stages.wrap.zero.memory import ACCUMULATED, Setting, Weights, gathers, in_part
 
 

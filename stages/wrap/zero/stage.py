@@ -11,11 +11,7 @@ from annotated_types import Ge, Gt
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.errors import Problem
-from pipeline.forecast.options import Order
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.shapes import ModelShape, OptimizerShape
-from pipeline.forecast.site import Site
-from pipeline.stage import Context, PlanView, Preset, Presets
+from pipeline.stage import Context, PlanView
 from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
 
 Elements = Annotated[int, Gt(0)]
@@ -87,38 +83,6 @@ class Zero:
         from stages.wrap.zero.checks import problems
 
         yield from problems(self, plan)
-
-    @classmethod
-    def presets(cls) -> Presets:
-        host = {"device": "cpu"}
-        disk = {"device": "nvme", "path": "/nvme"}
-        return {
-            "zero1": Preset(what="shards of optimizer state", fields={"stage": 1}),
-            "zero2": Preset(what="shards of optimizer state and gradients", fields={"stage": 2}),
-            "zero3": Preset(what="shards of everything", fields={"stage": 3}),
-            "zero3-offload": Preset(
-                order=Order.OFFLOADED,
-                what="shards, optimizer state in host memory",
-                fields={"stage": 3, "offload_optimizer": host},
-            ),
-            "zero3-offload-all": Preset(
-                order=Order.MORE_OFFLOADED,
-                what="shards, optimizer state and parameters in host memory",
-                fields={"stage": 3, "offload_optimizer": host, "offload_param": host},
-            ),
-            "zero3-nvme": Preset(
-                order=Order.OFFLOADED_TO_DISK,
-                what="optimizer state on a local disk (say which in path), parameters on the host",
-                fields={"stage": 3, "offload_optimizer": disk, "offload_param": host},
-            ),
-        }
-
-    def forecast(
-        self, site: Site, model: ModelShape, precision: Precision, optimizer: OptimizerShape
-    ) -> Placement:
-        from stages.wrap.zero.placement import ZeroPlacement
-
-        return ZeroPlacement(site.ledger, self, model, precision, optimizer, ranks=site.ranks)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

@@ -13,7 +13,7 @@ from pipeline.forecast.site import Site
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.model.shapes.catalogue import FAMILIES
-from stages.model.shapes.known import known_config
+from stages.model.known import known_config
 from stages.wrap.fsdp import Fsdp
 from tests.stages.model.test_shapes import module_sizes, sizes
 from tests.support.families import SMALL, VARIANTS, fields

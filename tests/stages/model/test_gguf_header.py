@@ -16,7 +16,7 @@ from pipeline.forecast.site import Site
 from stages.model.gguf import require_whole
 from stages.model.hf import HfModel
 from stages.model.shapes import gguf_header
-from stages.model.shapes.gguf_header import Array, read_header
+from stages.model.gguf_header import Array, read_header
 from tests.support.gguf import write_tensors
 
 U32, STRING, ARRAY = 4, 8, 9

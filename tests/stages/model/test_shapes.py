@@ -19,7 +19,7 @@ from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.model.outline import outline
 from stages.model.shapes.families import DEFAULTS, shape_of
-from stages.model.shapes.known import known_config
+from stages.model.known import known_config
 from tests.support.forecasts import LLAMA, declared
 from tests.support.gguf import write_llama
 from tests.support.runs import context

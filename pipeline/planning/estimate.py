@@ -1,0 +1,278 @@
+"""What a recipe will need at a place, put together from what its slots' planners tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.accelerators import GIB
+from pipeline.artifacts import Data, OptimizerPlan, Precision, TrainedRun
+from pipeline.engine import Engine
+from pipeline.errors import UsageError
+from pipeline.length import Length
+from pipeline.plan import Plan
+from pipeline.plan import Step as Slot
+from pipeline.planning.memory import Peaks, step_peaks
+from pipeline.planning.planner import Results
+from pipeline.planning.profile import Profile
+from pipeline.planning.shapes import ModelShape, OptimizerShape, SampleShape
+from pipeline.planning.strategy import Copies, StrategyMemory, Traffic
+from pipeline.planning.timeline import LOAD, Held
+from pipeline.planning.topology import Topology
+
+FORECAST = "forecast"
+PROCESSES = "processes"
+PROCESS = round(0.6 * GIB)
+"""Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An optimizer step, as the stage that trains cuts it."""
+
+    microbatches: int
+    """Of each rank."""
+    micro_batch: int
+    """Samples of one."""
+    of_rank: int
+    """Samples of the rank that has most."""
+    samples: int
+    """Over all ranks."""
+    tokens: int
+    """Over all ranks, padding counted."""
+    length: Length = field(default_factory=Length)
+    """Length of the whole training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one rank computes in an optimizer step, in floating-point operations and bytes."""
+
+    products: float
+    """Products of matrices, forward and backward."""
+    attention: float
+    """Attention kernels, between tokens that see each other."""
+    again: float
+    """What is computed a second time."""
+    moved: float
+    """Bytes that the device reads from and writes to its memory beside products: every tensor that
+    is made, once each way, and what the optimizer updates."""
+
+    @property
+    def useful(self) -> float:
+        """Operations of the model itself."""
+        return self.products + self.attention
+
+    @property
+    def total(self) -> float:
+        """All operations."""
+        return self.useful + self.again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Files that a stage writes."""
+
+    what: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNeed:
+    """Host memory of one node that a stage takes at some time, beyond the step's."""
+
+    phase: str
+    """Empty: in all of them from when the model is loaded."""
+    what: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What a stage needs beside the step: of slots that save, export and the like. `Extras()` says
+    that it needs nothing to speak of."""
+
+    storage: Sequence[Storage] = ()
+    saved: Callable[[Length], Storage] | None = None
+    """Files of which a longer training leaves more."""
+    host: Sequence[HostNeed] = ()
+    caveats: Sequence[str] = ()
+    """What this leaves out of account."""
+
+    def files(self, length: Length) -> Iterator[Storage]:
+        """All that is written in a training of that length."""
+        yield from self.storage
+        if self.saved is not None:
+            yield self.saved(length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported(Extras):
+    """What a slot that exports needs."""
+
+    loaded: int
+    """Bytes of the model in memory, as others load it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What one recipe needs at one place. Bytes."""
+
+    device: Mapping[str, Held]
+    """Phase -> what the fullest rank's device holds at its peak."""
+    host: Mapping[str, Held]
+    """Phase -> what the fullest node's memory holds at its peak, files' cache not counted."""
+    disk: Mapping[str, int]
+    """Offloaded state on one node's disk, by item."""
+    storage: Sequence[Storage]
+    formulas: Mapping[str, str]
+    """Item -> how it comes about."""
+    traffic: Sequence[Traffic]
+    copies: Copies
+    step: Step
+    work: Work
+    caveats: Sequence[str] = ()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device's memory over all phases."""
+        return max((held.bytes for held in self.device.values()), default=0)
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes of the host's memory over all phases."""
+        return max((held.bytes for held in self.host.values()), default=0)
+
+
+TELLS: Mapping[type, type] = {
+    Data: SampleShape,
+    Precision: Precision,
+    OptimizerPlan: OptimizerShape,
+    Engine: StrategyMemory,
+    TrainedRun: Step,
+}
+"""A type that a stage gives -> what its planner tells, without which a training has no estimate."""
+
+
+def ask(plan: Plan, planners: Mapping[str, object], topology: Topology, profile: Profile) -> Results:
+    """What every slot's planner tells, by slot, and the model. Raises what planners raise."""
+    told = Results(profile=profile, model=profile.model)
+    for step in plan.steps:
+        planner = planners.get(step.slot)
+        if hasattr(planner, FORECAST) and not [*told.missing(planner, FORECAST)]:
+            told[step.slot] = told.call(planner, FORECAST, topology)
+    return told
+
+
+def assemble(
+    plan: Plan,
+    planners: Mapping[str, object],
+    topology: Topology,
+    told: Results,
+    *,
+    traced: Mapping[str, Held] | None = None,
+) -> Estimate:
+    """Put together what planners have told; `traced` stands for the device's memory. Raises
+    UsageError when one that matters tells nothing."""
+    profile, step = told.latest(Profile), told.latest(Step)
+    strategy = told.latest(StrategyMemory)
+    if profile is None or step is None or strategy is None:
+        mute = [f"{slot.slot}: {slot.use}" for slot in _mute(plan, planners, told)]
+        raise UsageError(
+            f"what this recipe needs cannot be told: {', '.join(mute) or 'nothing is trained'}",
+            hint="without a forecast, which others build on" if mute else "give it a train slot",
+        )
+    peaks = step_peaks(
+        profile, strategy, samples=step.micro_batch, microbatches=step.microbatches
+    )
+    extras = [*told.each(Extras)]
+    device = traced or peaks.of("device")
+    held = peaks.of("host", both=topology.device == "cpu")
+    needs = [need for extra in extras for need in extra.host]
+    formulas = peaks.formulas | {need.what: need.formula for need in needs}
+    disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
+    offloaded = profile.total("offloaded").at(step.micro_batch)
+    moved = Copies(up=offloaded, down=offloaded) if offloaded > 0 else Copies()
+    return Estimate(
+        device=device,
+        host=_host(topology, device if traced and topology.device == "cpu" else held, needs),
+        disk={item: size * topology.on_node for item, size in disk.items()},
+        storage=[file for extra in extras for file in extra.files(step.length)],
+        formulas=formulas
+        | {PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs"},
+        traffic=[*strategy.traffic(step.microbatches)],
+        copies=strategy.copies(step.microbatches) + moved,
+        step=step,
+        work=_work(profile, strategy, step),
+        caveats=tuple(_caveats(plan, planners, told)),
+    )
+
+
+def _work(profile: Profile, strategy: StrategyMemory, step: Step) -> Work:
+    samples = step.of_rank
+
+    def total(field: str) -> float:
+        line = profile.total(field)
+        return line.fixed * step.microbatches + line.each * samples
+
+    return Work(
+        products=total("products"),
+        attention=total("attention"),
+        again=total("again"),
+        moved=2 * total("made") + strategy.updated,
+    )
+
+
+def _host(
+    topology: Topology, held: Mapping[str, Held], needs: Sequence[HostNeed]
+) -> dict[str, Held]:
+    ranks = topology.on_node
+    base = {PROCESSES: PROCESS * ranks}
+    phases = {
+        phase: base | {item: size * ranks for item, size in one.items.items()}
+        for phase, one in held.items()
+    }
+    for need in needs:
+        for phase in [need.phase] if need.phase else [one for one in held if one != LOAD]:
+            items = phases.setdefault(phase, dict(base))
+            items[need.what] = items.get(need.what, 0) + need.bytes
+    return {phase: Held.of(items) for phase, items in phases.items()}
+
+
+def _mute(plan: Plan, planners: Mapping[str, object], told: Results) -> Iterator[Slot]:
+    """The slots without a forecast of which nobody else tells what others build on."""
+    for slot in plan.steps:
+        meant = [TELLS[kind] for kind in TELLS if issubclass(slot.gives or object, kind)]
+        if not hasattr(planners.get(slot.slot), FORECAST) and any(
+            told.latest(each) is None for each in meant
+        ):
+            yield slot
+
+
+def _caveats(plan: Plan, planners: Mapping[str, object], told: Results) -> Iterator[str]:
+    """What is left out of account: whole slots, and what planners say of their stages."""
+    before = Results({name: told[name] for name in ("profile", "model")})
+    for step in plan.steps:
+        planner = planners.get(step.slot)
+        if step.slot in told:
+            before[step.slot] = told[step.slot]
+        elif step.slot not in planners:
+            yield f"slot `{step.slot}` ({step.use}) has no forecast"
+        elif hasattr(planner, FORECAST):
+            missing = ", ".join(before.missing(planner, FORECAST))
+            yield f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
+    model, samples = told.latest(ModelShape), told.latest(SampleShape)
+    if model is not None:
+        yield from model.caveats
+        if samples is not None and model.context is not None and samples.length > model.context:
+            yield (
+                f"samples of {samples.length} tokens are longer than the {model.context} positions "
+                "that the model's config states"
+            )
+    optimizer = told.latest(OptimizerShape)
+    yield from optimizer.caveats if optimizer is not None else ()
+    for extra in told.each(Extras):
+        yield from extra.caveats
+

@@ -1,0 +1,192 @@
+"""A planner: what planning asks of a stage, registered beside it.
+
+A planner is a class with an entry point in the group `pipe.planners`, under the stage's name. It is
+made with the checked stage, and may have
+
+- `forecast(self, topology, ...)`: what the stage will need, from what other slots have told;
+- `trace(self, ctx, ...)`: the stage's `run` for tensors without values;
+- `savings(self, ranks)`: changes of the stage's fields with which a step needs less memory;
+- `presets(cls)`: strategies by name, of a stage that wraps a model;
+- `depends(self)`: what a profile of the model depends on of the stage's settings, if not on all.
+
+Further parameters of `forecast` and `trace` are annotated, as those of `run` are, with what they
+need of the slots before: that is how they are found. Importing a planner imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from pipeline.errors import PluginError, UsageError
+from pipeline.registry import Entry, installed_entries
+from pipeline.planning.topology import Topology
+from pipeline.signature import Need, needs
+
+if TYPE_CHECKING:
+    from pipeline.plan import Plan
+    from pipeline.stage import Preset
+
+GROUP = "pipe.planners"
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Planner(Generic[S]):
+    """What planning asks of a stage; a base to derive from, of which nothing need be overridden."""
+
+    def __init__(self, stage: S) -> None:
+        self.stage = stage
+
+
+class NeedsNothing(Planner[object]):
+    """Of stages that need nothing to speak of beside what a step needs."""
+
+    def forecast(self, topology: Topology) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A change of a stage's own fields with which a step needs less memory."""
+
+    order: int
+    """Which is tried first, over all stages; those of one kind have the same."""
+    what: str
+    fields: Mapping[str, Any]
+
+
+REDUCE, RECOMPUTE, CHUNK, SMALLER, NARROW = 1, 2, 3, 4, 5
+"""Orders of savings: gradients reduced more often, activations computed again, logits in chunks,
+smaller micro-batches, optimizer state or weights in fewer bits."""
+
+
+class Saves(Protocol):
+    """A planner whose stage can do with less."""
+
+    def savings(self, ranks: int) -> Iterator[Saving]: ...
+
+
+class Tier:
+    """Places in the order in which strategies are tried: the faster, which need more memory, first.
+    Those from OFFLOADED on are tried only when none before them fits, one after another."""
+
+    REPLICATED = 10
+    SHARDED_WITHIN_NODES = 20
+    """Only across nodes."""
+    PARTLY_SHARDED = 30
+    """Gathered once a step."""
+    SHARDED = 40
+    OFFLOADED = 50
+    MORE_OFFLOADED = 55
+    OFFLOADED_TO_DISK = 60
+
+
+class Planners:
+    """Planner classes by stage, loaded when they are asked for."""
+
+    def __init__(self, entries: Iterator[Entry] | list[Entry]) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+        self._loaded: dict[str, Any] = {}
+
+    @classmethod
+    def installed(cls) -> Planners:
+        """What the installed packages register under `pipe.planners`."""
+        return cls(installed_entries(GROUP))
+
+    def names(self) -> list[str]:
+        """Stages that have a planner."""
+        return sorted(self._entries)
+
+    def find(self, use: str) -> Any | None:
+        """The planner's class of a stage; None for one without. Raises PluginError naming the
+        package that is at fault."""
+        entry = self._entries.get(use)
+        if entry is None:
+            return None
+        if use not in self._loaded:
+            point = importlib.metadata.EntryPoint(entry.name, entry.value, GROUP)
+            try:
+                self._loaded[use] = point.load()
+            except Exception as error:
+                raise PluginError(
+                    f"the planner of stage `{use}` of {entry} cannot be loaded: "
+                    f"{type(error).__name__}: {error}",
+                    hint=f"repair or uninstall {entry.distribution}",
+                ) from error
+        return self._loaded[use]
+
+    def of(self, plan: Plan) -> dict[str, Any]:
+        """Slot -> the planner of its stage, for slots whose stages have one."""
+        found = {step.slot: (self.find(step.use), step.stage) for step in plan.steps}
+        return {slot: kind(stage) for slot, (kind, stage) in found.items() if kind is not None}
+
+    def presets(self, use: str) -> Mapping[str, Preset]:
+        """Strategies that a stage offers by name. Raises PluginError for what is no preset."""
+        from pipeline.stage import Preset
+
+        kind = self.find(use)
+        if not hasattr(kind, "presets"):
+            return {}
+        at_fault = f"stage `{use}` of {self._entries[use]}: its presets "
+        try:
+            told: Mapping[str, Preset] = kind.presets()  # type: ignore[union-attr]
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PluginError(f"{at_fault}cannot be told: {reason}") from error
+        wrong = [name for name, preset in told.items() if not isinstance(preset, Preset)]
+        if wrong:
+            raise PluginError(f"{at_fault}are wrong: `{wrong[0]}` is no Preset")
+        return told
+
+
+class Results(dict[str, Any]):
+    """What planners and stages have given, by slot; what is given by type is found again by it."""
+
+    def latest(self, kind: type[T]) -> T | None:
+        """What the latest slot has given that gave something of this kind."""
+        return next(reversed([*self.each(kind)]), None)
+
+    def each(self, kind: type[T]) -> Iterator[T]:
+        """Everything of this kind, in the order of slots."""
+        for given in self.values():
+            yield from (one for one in _parts(given) if isinstance(one, kind))
+
+    def require(self, kind: type[T], why: str) -> T:
+        """The same as `latest`. Raises UsageError, `why` it cannot go on, where there is none."""
+        found = self.latest(kind)
+        if found is None:
+            raise UsageError(why)
+        return found
+
+    def missing(self, owner: Any, method: str) -> Iterator[str]:
+        """Names of the types that a method cannot do without, and that nothing has given."""
+        for need in needs_of(owner, method):
+            if not need.optional and self.latest(need.type) is None:
+                yield need.type.__name__
+
+    def call(self, owner: Any, method: str, first: Any) -> Any:
+        """Call a method with `first`, and what it asks for by its annotations."""
+        found = {need.parameter: self.latest(need.type) for need in needs_of(owner, method)}
+        return getattr(owner, method)(first, **found)
+
+
+def needs_of(owner: Any, method: str) -> tuple[Need, ...]:
+    """What a method of an object takes."""
+    kind: type = type(owner)
+    return needs(kind, method)
+
+
+def _parts(given: Any) -> tuple[Any, ...]:
+    return given if isinstance(given, tuple) else (given,)
+
+
+def depends(stage: Any, planner: Any | None) -> Mapping[str, Any]:
+    """What a profile depends on of a stage's settings. None where that cannot be told."""
+    if hasattr(planner, "depends"):
+        told: Mapping[str, Any] = planner.depends()  # type: ignore[union-attr]
+        return told
+    return dataclasses.asdict(stage)

@@ -1,0 +1,208 @@
+"""Sizes of what is trained, without a tensor: weights, samples, the optimizer's state."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.artifacts import Precision
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number in a recipe's dtypes."""
+
+Taken = Literal["nothing", "one", "two", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter; tied ones are one."""
+
+    name: str
+    """As the model's module calls it."""
+    shape: tuple[int, ...]
+    trained: bool = True
+    borrowed: bool = False
+    """Whether it is held in the compute dtype (`ModelSource.borrowed`)."""
+    packed: bool = False
+    """Whether its elements are bytes and no numbers, as those of weights in 4 bits."""
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def bytes(self, size: int) -> int:
+        """Bytes of it, as numbers of `size` bytes if its elements are numbers."""
+        return self.elements * (1 if self.packed else size)
+
+    def shard(self, shards: int, size: int) -> int:
+        """Bytes of the first of so many shards by rows, which is the largest."""
+        if self.packed:
+            return -(-self.elements // (shards * size)) * size
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // shards) * (self.elements // max(rows, 1)) * size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A language model's weights by unit: the root's, which belong to no block, and each block's.
+
+    Blocks of a kind are alike but for their names.
+    """
+
+    root: tuple[Weight, ...]
+    """In module order: the embeddings first."""
+    kinds: tuple[tuple[Weight, ...], ...]
+    """The weights of one block of each kind."""
+    blocks: tuple[int, ...]
+    """Number of each block's kind, in order."""
+    late: tuple[str, ...]
+    """Names of the root's trained weights whose gradients come before those of any block."""
+    tied: bool
+    """Whether the embedding is the head as well."""
+    vocabulary: int
+    parameters: int
+    """Numbers of all weights, those in 4 bits counted as numbers."""
+    exported: int
+    """Numbers of the model as it is exported, without adapters."""
+    proven: int
+    """Numbers of that which a proof of an export holds at a time: the root and the largest
+    block."""
+    context: int | None = None
+    """Tokens of the samples that it is made for; None: its config does not say."""
+    caveats: tuple[str, ...] = ()
+
+    def block(self, place: int) -> tuple[Weight, ...]:
+        """The weights of a block."""
+        return self.kinds[self.blocks[place]]
+
+    def weights(self) -> Iterator[Weight]:
+        """All weights, in module order by unit: the root's, then those of each block."""
+        yield from self.root
+        for kind in self.blocks:
+            yield from self.kinds[kind]
+
+    def counted(self) -> Iterator[tuple[Weight, int]]:
+        """Each weight of the root and of a kind, and how many there are of it."""
+        yield from ((weight, 1) for weight in self.root)
+        counts = Counter(self.blocks)
+        for kind, weights in enumerate(self.kinds):
+            yield from ((weight, counts[kind]) for weight in weights)
+
+    @functools.cached_property
+    def trained(self) -> int:
+        """Elements of the trained weights."""
+        return sum(one.elements * count for one, count in self.counted() if one.trained)
+
+    @functools.cached_property
+    def stored(self) -> int:
+        """Elements of the weights that a checkpoint holds: those that are not borrowed."""
+        return sum(one.elements * count for one, count in self.counted() if not one.borrowed)
+
+    def held(self, sizes: Sizes) -> int:
+        """Bytes of all weights as a strategy holds them, borrowed ones in the compute dtype."""
+        return sum(one.bytes(sizes.of(one)) * count for one, count in self.counted())
+
+    @functools.cached_property
+    def embedding(self) -> Weight:
+        """The first of the root's matrices with a row for each token of the vocabulary."""
+        tables = (one for one in self.root if one.shape[:1] == (self.vocabulary,))
+        return next(tables, self.root[0])
+
+
+def record(model: ModelShape) -> dict[str, object]:
+    """JSON of a model's shape."""
+    plain = {**vars(model), "root": _plain(model.root), "kinds": [*map(_plain, model.kinds)]}
+    return {name: plain[name] for name in model.__dataclass_fields__}
+
+
+def _plain(weights: Iterable[Weight]) -> list[list[object]]:
+    return [[one.name, one.shape, one.trained, one.borrowed, one.packed] for one in weights]
+
+
+def restored(content: Mapping[str, object]) -> ModelShape:
+    """The shape that `record` has written. Raises TypeError, ValueError or KeyError for anything
+    else."""
+    fields: dict[str, object] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+    }
+    fields["root"] = _weights(content["root"])
+    fields["kinds"] = tuple(map(_weights, content["kinds"]))  # type: ignore[call-overload]
+    return ModelShape(**fields)  # type: ignore[arg-type]
+
+
+def _weights(rows: object) -> tuple[Weight, ...]:
+    return tuple(
+        Weight(name=name, shape=tuple(shape), trained=trained, borrowed=borrowed, packed=packed)
+        for name, shape, trained, borrowed, packed in rows  # type: ignore[attr-defined]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes of a number in each dtype of the precision policy."""
+
+    master: int
+    compute: int
+    reduce: int
+
+    @classmethod
+    def by(cls, precision: Precision) -> Sizes:
+        """Those of a policy."""
+        return cls(
+            master=BYTES[precision.master],
+            compute=BYTES[precision.compute],
+            reduce=BYTES[precision.reduce],
+        )
+
+    def of(self, weight: Weight) -> int:
+        """Bytes of one of the weight's numbers as it is held."""
+        return self.compute if weight.borrowed else self.master
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleShape:
+    """Samples of the data."""
+
+    length: int
+    """Tokens of the longest."""
+    packed: bool = False
+    """Whether several documents are in one, so that attention needs a mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShape:
+    """What an optimizer keeps, and takes while it updates."""
+
+    algorithm: str
+    """As `OptimizerPlan.algorithm`."""
+    bits: float
+    """Bits of all moments of an element, scales counted."""
+    moments: int
+    """How many numbers it keeps for each element."""
+    taken: Taken = "nothing"
+    """What an update takes for a moment: nothing, as much as the largest parameter or twice that,
+    or as much as all that it updates."""
+    wide: bool = False
+    """Whether what it takes is in fp32, instead of in the master dtype."""
+    caveats: Sequence[str] = field(default_factory=tuple)
+
+    def state(self, elements: int) -> int:
+        """Bytes of the moments of so many elements."""
+        return round(elements * self.bits / 8)
+
+    def touched(self, elements: int, size: int) -> int:
+        """Bytes read and written to update so many weights of `size` bytes: weight and moments both
+        ways, gradients, which are also read for the norm and clipped."""
+        return elements * (2 * size + 4 * size) + 2 * self.state(elements)
+
+    def update(self, counts: Sequence[int], size: int) -> int:
+        """Bytes taken for a moment to update parameters of so many elements, `size` bytes each."""
+        if not counts or self.taken == "nothing":
+            return 0
+        largest = max(counts) * (2 if self.taken == "two" else 1)
+        return (4 if self.wide else size) * (sum(counts) if self.taken == "all" else largest)

@@ -1,0 +1,135 @@
+"""How a strategy holds a model: bytes of weights, gradients and optimizer state at each moment of a
+step, and what goes over which link."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pipeline.planning.timeline import Place
+
+PARAMETERS = "parameters"
+GATHERED = "parameters in use"
+GRADIENTS = "gradients"
+WHOLE_GRADIENTS = "gradients before they are reduced"
+OPTIMIZER = "optimizer state"
+BUFFERS = "communication buffers"
+UPDATE_TEMPORARIES = "temporaries of the update"
+
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
+Unit = int | Literal["embeddings", "head"]
+"""Number of a block; what runs before the first, and behind the last. The last two are the root's
+parts."""
+Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backward", "reduce",
+                "step", "between"]  # fmt: skip
+"""What happens: `gather` and `regather` when forward and backward come to a unit, `forward` and
+`backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
+are all there; `between` two steps."""
+
+
+class Moment(NamedTuple):
+    """A moment of a step."""
+
+    event: Event
+    unit: Unit = "head"
+    first: bool = True
+    """Whether no gradients of earlier micro-batches are there."""
+    last: bool = True
+    """Whether it is in the last micro-batch of the step."""
+
+
+class Item(NamedTuple):
+    """Bytes that one rank holds."""
+
+    name: str
+    where: Place
+    bytes: int
+    formula: str = ""
+    """How they come about, for people."""
+
+
+class Gradients(NamedTuple):
+    """What a weight's gradient leaves behind in backward, in bytes of an element. Its own memory,
+    in the compute dtype, is the model's."""
+
+    kept: int
+    """From when it is computed until the unit's are reduced."""
+    passing: int
+    """At the moment when it comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one rank's collectives move in an optimizer step."""
+
+    collective: Collective
+    bytes: int
+    """Of the whole tensors, over all calls: what each rank ends up with of an all-gather."""
+    ranks: int
+    """That take part in one."""
+    apart: int = 1
+    """How far their numbers are apart: 1 are neighbours."""
+    what: str
+    exposed: bool = False
+    """Whether nothing is computed meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What one rank moves between places in an optimizer step, in bytes."""
+
+    up: int = 0
+    """From the machine's memory to the accelerator."""
+    down: int = 0
+    """The other way."""
+    disk: int = 0
+    """Read and written."""
+
+    def __add__(self, other: Copies) -> Copies:
+        return Copies(
+            up=self.up + other.up, down=self.down + other.down, disk=self.disk + other.disk
+        )
+
+
+class StrategyMemory(ABC):
+    """A strategy's share of a training, told by the wrap stage's planner."""
+
+    ranks: int
+    """Data-parallel ranks."""
+    averaged: int = 0
+    """Bytes of averages of each trained element, which are saved beside moments."""
+
+    @abstractmethod
+    def held(self, moment: Moment) -> Iterator[Item]:
+        """Everything that is there at a moment but activations, and but the gradients of the unit
+        that is in backward, of which `gradients` tells."""
+
+    @abstractmethod
+    def gradients(self, moment: Moment) -> Gradients:
+        """What those leave behind."""
+
+    @property
+    @abstractmethod
+    def masters(self) -> tuple[int, Place]:
+        """Elements of the trained weights that this rank updates, and where they are."""
+
+    @property
+    @abstractmethod
+    def updated(self) -> int:
+        """Bytes that an update reads and writes in the device's memory."""
+
+    @abstractmethod
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        """Collectives of an optimizer step of so many micro-batches."""
+
+    def copies(self, microbatches: int) -> Copies:
+        """Copies between places in an optimizer step of so many micro-batches."""
+        return Copies()
+
+    @property
+    def reach(self) -> int:
+        """For how many units ahead something may be held. A trace needs a model that is deeper by
+        them, because the last units have none ahead."""
+        return 1

@@ -1,0 +1,110 @@
+"""A model without weights' values and without a strategy: what its own tensors take."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec, torch_dtype
+from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
+from pipeline.fake_tensors import with_values
+from pipeline.planning.topology import Topology
+from pipeline.planning.trace.session import Owners
+
+
+class BareEngine(Engine):
+    """Weights in the compute dtype; their gradients are dropped as soon as they are there. Tied
+    ones are two, so that no gradient waits for another: that is up to the strategy."""
+
+    def __init__(
+        self, source: ModelSource, precision: Precision, topology: Topology, watch: Owners
+    ) -> None:
+        with with_values():
+            with torch.device("meta"):
+                model = source.build()
+            source.tie(model)
+            self.names = _names(model)
+            """Parameter -> the one that it is tied to, or itself."""
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch_dtype(precision.compute))
+            if precision.buffer is not None:
+                for buffer in model.buffers():
+                    if buffer.is_floating_point():
+                        buffer.data = buffer.data.to(torch_dtype(precision.buffer))
+        self.model = model.to_empty(device="cpu").train()
+        self.device = torch.device("cpu")
+        self.shard = DataShard(index=0, count=topology.ranks)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop(name, watch))  # type: ignore[no-untyped-call]
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+        return StepReport(grad_norm=1.0, applied=False)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {}
+
+    def state(self) -> EngineState:
+        raise NotImplementedError
+
+    def fragments(self) -> Iterator[Fragment]:
+        return iter(())
+
+    def restore(self, state: EngineState) -> Iterator[Fragment]:
+        return iter(())
+
+    def refresh(self) -> None:
+        """There are no masters."""
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every}
+
+
+def _drop(name: str, watch: Owners) -> Callable[[Tensor], None]:
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+        watch.unit(name)
+
+    return drop
+
+
+def with_zero_weights(source: ModelSource) -> ModelSource:
+    """The same source, with a reader that reads nothing."""
+    same = copy.copy(source)
+    same.weights = ZeroReader  # type: ignore[method-assign]
+    return same
+
+
+class ZeroReader(TensorReader):
+    """Has every tensor, and reads none. All are zeros: with what happens to be in memory, gradients
+    might not be finite, and some strategies leave such updates out."""
+
+    as_stored = True
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def spec(self, name: str) -> TensorSpec:
+        return TensorSpec(shape=(), dtype=torch.float32)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        return iter(())
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        out.zero_()

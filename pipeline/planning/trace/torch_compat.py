@@ -1,0 +1,110 @@
+"""What a trace needs of torch that is private to it; contract tests guard each."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from pipeline.launch.environment import stay_on_loopback
+
+ALONE = 4, 2
+"""How often a gradient and its storage are referred to when a watcher sees them added, if only the
+autograd engine has them."""
+
+
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, `operation` stands for every operation on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Any:
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.operation(function, args, kwargs or {})
+
+    def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Do it, and give what it gives."""
+        return function(*arguments, **named)
+
+
+def adds_gradients(function: Any, args: Any) -> bool:
+    """Whether this is the autograd engine's addition of two gradients of one tensor. Unwatched it
+    changes its first argument in place where nobody else has that."""
+    if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+        return False
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    first, second = args
+    if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    storage = first.untyped_storage()
+    return (first._use_count(), torch._C._storage_Use_Count(storage._cdata)) == ALONE
+
+
+def computes_again() -> bool:
+    """Whether activation checkpointing repeats a forward pass in the midst of backward."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """Tensors in what an operation gives, which may be nested."""
+    return (one for one in tree_iter(given) if isinstance(one, Tensor))
+
+
+def asks_for_number(function: Any) -> bool:
+    """Whether the operation is `Tensor.item()`, or what goes by it (`bool`, `float`)."""
+    return function is torch.ops.aten._local_scalar_dense.default
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same number for every object that stands for one storage."""
+    key: int = storage._cdata
+    return key
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def silent_group(ranks: int) -> AbstractContextManager[None]:
+    """Inside, this process is rank 0 of so many, and nothing is sent: every collective is over at
+    once. The process group is the one that torch tests itself with."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return _group("fake", FakeStore(), ranks)
+
+
+def single_group() -> AbstractContextManager[None]:
+    """Inside, this process is a group of its own, which really sends. DistributedDataParallel needs
+    the results of its collectives, which a silent group has not."""
+    stay_on_loopback()
+    return _group("gloo", dist.HashStore(), 1)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _group(backend: str, store: Any, ranks: int) -> Iterator[None]:
+    hook = sys.excepthook  # torch puts the rank in front of what this prints
+    dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

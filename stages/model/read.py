@@ -1,0 +1,116 @@
+"""The config of a `model.hf` slot, without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import StageError
+from stages.model.paths import is_gguf, is_local, local
+from stages.model.gguf_header import read_header
+from stages.model.known import known_config
+
+if TYPE_CHECKING:
+    from stages.model.hf import HfModel
+
+
+def read_config(stage: HfModel) -> dict[str, Any]:
+    """The architecture, with the slot's own vocabulary. Raises StageError when it cannot be had; a
+    hub model's config alone is downloaded, if it is not in the hub's cache."""
+    config = _read(stage)
+    if stage.vocab_size is not None:
+        config["vocab_size"] = stage.vocab_size
+    return config
+
+
+def config_at_hand(stage: HfModel) -> dict[str, Any] | None:
+    """The architecture, if it can be had without a network."""
+    elsewhere = stage.path is not None and not is_local(stage.path)
+    if (stage.path is None and stage.config is None) or (
+        elsewhere and known_config(str(stage.path)) is None
+    ):
+        return None
+    try:
+        return read_config(stage)
+    except StageError:
+        return None
+
+
+def _read(stage: HfModel) -> dict[str, Any]:
+    if isinstance(stage.config, Mapping):
+        return dict(stage.config)
+    if stage.config is not None:
+        return _json(local(stage.config))
+    assert stage.path is not None
+    if not is_local(stage.path):
+        return known_config(stage.path) or _json(_from_hub(stage.path, stage.revision))
+    if is_gguf(stage.path):
+        return _gguf(local(stage.path))
+    if stage.gguf_file is not None:
+        return _gguf(local(stage.path) / stage.gguf_file)
+    return _json(local(stage.path) / "config.json")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StageError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise StageError(f"{file} is not a JSON object")
+    return content
+
+
+def _from_hub(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo, "config.json", revision=revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise StageError(
+            f"cannot get the config of {repo} (revision {revision or 'main'}): {error}",
+            hint="give `path` a folder that holds its config.json",
+        ) from error
+
+
+GGUF_KEYS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+}
+"""Metadata of a GGUF file, behind the architecture's name -> the config's key."""
+GGUF_OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+}
+"""The same of what a file may leave out; the config's default stands for it then."""
+
+
+def _gguf(file: Path) -> dict[str, Any]:
+    try:
+        metadata, shapes = read_header(file)
+        vocabulary = shapes["token_embd.weight"][-1]
+    except KeyError as error:
+        raise StageError(f"{file} has no tensor {error}") from error
+    except (OSError, ValueError) as error:
+        raise StageError(f"{file} cannot be read: {error}") from error
+    kind = metadata.get("general.architecture")
+    experts = metadata.get(f"{kind}.expert_count", 0)
+    if experts != 0:
+        raise StageError(
+            f"{file}: the sizes of a {kind} with {experts} experts are not known by arithmetic",
+            hint="--trace knows them, from a folder in Hugging Face layout",
+        )
+    given = {key: name for key, name in GGUF_OPTIONAL.items() if f"{kind}.{key}" in metadata}
+    keys = {**GGUF_KEYS, **given}
+    return {
+        "model_type": kind,
+        **{name: metadata.get(f"{kind}.{key}") for key, name in keys.items()},
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": "output.weight" not in shapes,
+    }

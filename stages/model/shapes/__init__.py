@@ -1,1 +1,0 @@
-"""Architectures as sizes: what a forecast needs of a model, without torch."""

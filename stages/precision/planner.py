@@ -1,0 +1,15 @@
+"""What planning asks of `precision.policy`."""
+
+from __future__ import annotations
+
+from pipeline.artifacts import Precision
+from pipeline.planning.planner import Planner
+from pipeline.planning.topology import Topology
+from stages.precision.policy import PrecisionPolicy
+
+
+class PolicyPlanner(Planner[PrecisionPolicy]):
+    """Of `precision.policy`, which declares what is planned with."""
+
+    def forecast(self, topology: Topology) -> Precision:
+        return self.stage.declared()
