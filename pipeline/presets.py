@@ -8,12 +8,10 @@ from typing import Any
 
 from pipeline.engine import Engine
 from pipeline.errors import PluginError, UsageError
+from pipeline.planning.planner import Planners
 from pipeline.registry import Entry, Registry
 from pipeline.signature import gives
-from pipeline.stage import Preset, Presets
 from pipeline.suggest import closest
-
-METHOD = "presets"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,31 +69,23 @@ def chosen(names: list[str], registry: Registry) -> list[Strategy]:
 
 
 def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
+    planners = Planners.installed()
     for name in registry.names():
         try:
             entry, kind = registry.entry(name), registry.load(name)
         except PluginError:
             continue
         given = gives(kind)
-        if given is None or not issubclass(given, Engine) or not hasattr(kind, METHOD):
+        if given is None or not issubclass(given, Engine):
             continue
-        for called, preset in _presets(kind, entry).items():
-            foretold = hasattr(kind, "forecast")
+        known = {field.name for field in dataclasses.fields(kind)}
+        for called, preset in planners.presets(name).items():
+            if not {*preset.fields, *preset.at_first} <= known:
+                raise PluginError(
+                    f"stage `{name}` of {entry}: its preset `{called}` has fields that it has not"
+                )
+            foretold = hasattr(planners.find(name), "forecast")
             yield Strategy(name=called, use=name, foretold=foretold, **vars(preset)), entry
-
-
-def _presets(kind: Any, entry: Entry) -> Presets:
-    """What the class offers. Raises PluginError naming its package."""
-    at_fault = f"stage `{entry.name}` of {entry}: its presets "
-    try:
-        told = kind.presets()
-    except Exception as error:
-        raise PluginError(f"{at_fault}cannot be told: {type(error).__name__}: {error}") from error
-    known = {field.name for field in dataclasses.fields(kind)}
-    for name, preset in told.items():
-        if not isinstance(preset, Preset) or not {*preset.fields, *preset.at_first} <= known:
-            raise PluginError(f"{at_fault}are wrong: `{name}` is no Preset with its fields")
-    return told  # type: ignore[no-any-return]
 
 
 def in_order(registry: Registry) -> list[Strategy]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Durable, TrainedRun
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
 class Runner:
     """One pass over a plan. Every rank makes the same decisions, because rank 0's are shared."""
 
-    def __init__(self, plan: Plan, ctx: Context, journal: Journal) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        ctx: Context,
+        journal: Journal,
+        on_trained: Callable[[Plan, Context], None] = lambda plan, ctx: None,
+    ) -> None:
+        """`on_trained` is called on rank 0 when a training has come to its end."""
         self.plan = plan
         self.ctx = ctx
         self.journal = journal
         self.artifacts: dict[str, Any] = {}
         self.digests = digests(plan)
+        self._on_trained = on_trained
 
     def run(self) -> None:
         """Run what is not done. Raises whatever a stage raises; `ctx.slot` tells which one.
@@ -45,7 +54,7 @@ class Runner:
                     self._before_training(step, todo)
                 self._run_step(step)
                 if trains and self.ctx.dist.is_main:
-                    tell(self.plan, self.ctx)
+                    self._on_trained(self.plan, self.ctx)
             self._drop_read(step.slot)
 
     def close(self) -> None:

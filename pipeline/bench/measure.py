@@ -14,17 +14,15 @@ from pathlib import Path
 from pipeline import failure, metrics, rundir
 from pipeline.bench.results import Measured, Row, measured
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
-from pipeline.forecast import phases
-from pipeline.forecast.chain import forecast
-from pipeline.forecast.site import Site
 from pipeline.journal import Journal
 from pipeline.launch.children import none_left
 from pipeline.plan import Plan, plan_file
+from pipeline.planning.timeline import RESUME, SAVE
 from pipeline.registry import Registry
 
 STOP_SECONDS = 30
 """How long a run that is asked to end gets to end its ranks."""
-AFTERWARDS = (phases.SAVE, phases.RESUME)
+AFTERWARDS = (SAVE, RESUME)
 """Phases that measured memory does not hold."""
 RUN = "run"
 WORDS = ("logs", failure.FOLDER)
@@ -129,9 +127,9 @@ def _predicted(plan: Plan) -> int | None:
     """Peak of device memory until the end of the steps, as it is measured; None where a stage does
     not tell."""
     procs = plan.view.procs
-    site = Site(ranks=procs, local_ranks=procs, device=plan.view.device)
+    topology = Topology(ranks=procs, local_ranks=procs, device=plan.view.device)
     try:
-        peaks = forecast(plan, site).device
+        peaks = estimated(plan, topology).device
     except (UsageError, StageError):
         return None
     of_steps = [peak.bytes for phase, peak in peaks.items() if phase not in AFTERWARDS]

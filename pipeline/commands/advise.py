@@ -73,9 +73,9 @@ def advise(
     up the least. Every other is shown with what it would need. Exit code 3 when nothing fits.
     """
     from pipeline.commands.stopping import stoppable
-    from pipeline.forecast.advising import Task
-    from pipeline.forecast.advising import advise as walk
-    from pipeline.forecast.hardware import narrow_dtype
+    from pipeline.planning.advise import Task
+    from pipeline.planning.advise import advise as walk
+    from pipeline.planning.hardware import narrow_dtype
 
     asked, margins = asked_for(gpus, nodes, **machines)
     if asked.gpu is None and asked.memory is None and asked.machine is None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from pipeline.forecast.fit import Margins
-    from pipeline.forecast.hardware import Asked
+    from pipeline.planning.hardware import Asked
+    from pipeline.planning.margins import Margins
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -104,9 +104,9 @@ def asked_for(
     describes no machine."""
     from pipeline.accelerators import GIB
     from pipeline.doctor.report import read_machine
-    from pipeline.forecast.fit import Margins
-    from pipeline.forecast.hardware import Asked
-    from pipeline.forecast.site import OVERHEAD
+    from pipeline.planning.hardware import Asked
+    from pipeline.planning.hardware_spec import OVERHEAD
+    from pipeline.planning.margins import Margins
 
     asked = Asked(
         gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,

@@ -17,11 +17,11 @@ from pipeline.files import try_writing
 from pipeline.registry import Registry
 
 if TYPE_CHECKING:
-    from pipeline.forecast.fit import Margins
-    from pipeline.forecast.hardware import Asked
-    from pipeline.forecast.planning import Drawn
-    from pipeline.forecast.remedies import Remedy
-    from pipeline.forecast.sparing import Change
+    from pipeline.planning.hardware import Asked
+    from pipeline.planning.margins import Margins
+    from pipeline.planning.memory_plan import MemoryPlan
+    from pipeline.planning.remedies import Remedy
+    from pipeline.planning.search import Change
 
 
 @click.command()
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 @click.option(
     "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."
 )
-@click.option("--measure", is_flag=True, help="Make two real steps on this machine too.")
 @click.option("--explain", is_flag=True, help="Say how each item comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -50,7 +49,6 @@ def plan(
     gpus: int | None,
     nodes: int | None,
     trace: bool,
-    measure: bool,
     explain: bool,
     as_json: bool,
     out: Path | None,
@@ -65,16 +63,14 @@ def plan(
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
     from pipeline.commands.stopping import stoppable
-    from pipeline.forecast.planning import draw_up
+    from pipeline.planning.memory_plan import draw_up
 
     asked, margins = asked_for(gpus, nodes, **machines)
     if out is not None:
         with system_errors_as(UsageError):
             try_writing(out)
     with stoppable():
-        drawn = draw_up(
-            Path(recipe), overrides, asked, margins, registry, trace=trace, measure=measure
-        )
+        drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace)
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):
@@ -96,7 +92,7 @@ def plan(
 
 
 def _remedies(
-    drawn: Drawn,
+    drawn: MemoryPlan,
     recipe: Path,
     overrides: tuple[str, ...],
     asked: Asked,
@@ -104,13 +100,13 @@ def _remedies(
     registry: Registry | None,
 ) -> list[Remedy] | None:
     """None, and a line on stderr, where they cannot be told."""
-    from pipeline.forecast.planning import draw_up
-    from pipeline.forecast.remedies import remedies
+    from pipeline.planning.memory_plan import draw_up
+    from pipeline.planning.remedies import remedies
     from pipeline.presets import in_order
 
-    def draw(times: int, changes: Sequence[Change]) -> Drawn:
-        site = drawn.site
-        more = replace(asked, nodes=site.nodes * times, gpus=site.local_ranks)
+    def draw(times: int, changes: Sequence[Change]) -> MemoryPlan:
+        topology = drawn.topology
+        more = replace(asked, nodes=topology.nodes * times, gpus=topology.local_ranks)
         changed = [*overrides, *(change.override for change in changes)]
         return draw_up(recipe, changed, asked if times == 1 else more, margins, registry)
 
@@ -125,10 +121,10 @@ def _remedies(
 def _recorded(remedy: Remedy) -> dict[str, Any]:
     """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest host."""
     drawn = remedy.way.drawn
-    on_cpu = drawn.site.device == "cpu"
+    on_cpu = drawn.topology.device == "cpu"
     return {
         "options": list(remedy.options),
         "overrides": [change.override for change in remedy.way.changes],
-        "device_bytes": None if on_cpu else drawn.margins.of(drawn.forecast.peak),
-        "host_bytes": drawn.forecast.host_peak,
+        "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
+        "host_bytes": drawn.estimate.host_peak,
     }

@@ -40,7 +40,6 @@ def run(
     OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
     """
     from pipeline import rundir
-    from pipeline.forecast.saved import require_planned
     from pipeline.launch.environment import (
         is_worker,
         worker_local_world_size,
@@ -48,6 +47,7 @@ def run(
     )
     from pipeline.launch.start import start
     from pipeline.plan import plan_file
+    from pipeline.planning.saved_plan import require_planned
 
     def prepare() -> tuple[Plan, Path]:
         plan = plan_file(recipe, overrides, here=True, procs=worker_world_size())

@@ -12,7 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.length import Length
 from pipeline.plan import Plan
 from pipeline.plan import Step as Slot
-from pipeline.planning.memory import Peaks, step_peaks
+from pipeline.planning.memory import step_peaks
 from pipeline.planning.planner import Results
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, SampleShape
@@ -156,7 +156,9 @@ TELLS: Mapping[type, type] = {
 """A type that a stage gives -> what its planner tells, without which a training has no estimate."""
 
 
-def ask(plan: Plan, planners: Mapping[str, object], topology: Topology, profile: Profile) -> Results:
+def ask(
+    plan: Plan, planners: Mapping[str, object], topology: Topology, profile: Profile
+) -> Results:
     """What every slot's planner tells, by slot, and the model. Raises what planners raise."""
     told = Results(profile=profile, model=profile.model)
     for step in plan.steps:
@@ -184,12 +186,11 @@ def assemble(
             f"what this recipe needs cannot be told: {', '.join(mute) or 'nothing is trained'}",
             hint="without a forecast, which others build on" if mute else "give it a train slot",
         )
-    peaks = step_peaks(
-        profile, strategy, samples=step.micro_batch, microbatches=step.microbatches
-    )
+    peaks = step_peaks(profile, strategy, samples=step.micro_batch, microbatches=step.microbatches)
     extras = [*told.each(Extras)]
-    device = traced or peaks.of("device")
-    held = peaks.of("host", both=topology.device == "cpu")
+    on_cpu = topology.device == "cpu"
+    device = traced or peaks.of("device", both=on_cpu)
+    held = peaks.of("host", both=on_cpu)
     needs = [need for extra in extras for need in extra.host]
     formulas = peaks.formulas | {need.what: need.formula for need in needs}
     disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
@@ -197,11 +198,10 @@ def assemble(
     moved = Copies(up=offloaded, down=offloaded) if offloaded > 0 else Copies()
     return Estimate(
         device=device,
-        host=_host(topology, device if traced and topology.device == "cpu" else held, needs),
+        host=_host(topology, device if traced and on_cpu else held, needs),
         disk={item: size * topology.on_node for item, size in disk.items()},
         storage=[file for extra in extras for file in extra.files(step.length)],
-        formulas=formulas
-        | {PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs"},
+        formulas=formulas | {PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs"},
         traffic=[*strategy.traffic(step.microbatches)],
         copies=strategy.copies(step.microbatches) + moved,
         step=step,
@@ -275,4 +275,3 @@ def _caveats(plan: Plan, planners: Mapping[str, object], told: Results) -> Itera
     yield from optimizer.caveats if optimizer is not None else ()
     for extra in told.each(Extras):
         yield from extra.caveats
-

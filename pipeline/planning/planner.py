@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pipeline.errors import PluginError, UsageError
-from pipeline.registry import Entry, installed_entries
 from pipeline.planning.topology import Topology
+from pipeline.registry import Entry, installed_entries
 from pipeline.signature import Need, needs
 
 if TYPE_CHECKING:

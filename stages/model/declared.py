@@ -14,8 +14,8 @@ from stages.model.read import read_config
 from stages.model.source import HfSource, Training
 
 if TYPE_CHECKING:
-    from pipeline.stage import Context
     from pipeline.planning.watch import Extent
+    from pipeline.stage import Context
     from stages.model.hf import HfModel
 
 

@@ -38,7 +38,9 @@ class AdamWPlanner(Planner[AdamW]):
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.algorithm == "adamw":
-            yield Saving(order=NARROW, what="moments in blocks of 8 bits", fields={"moments": "8bit"})
+            yield Saving(
+                order=NARROW, what="moments in blocks of 8 bits", fields={"moments": "8bit"}
+            )
 
     def trace(self, ctx: Context) -> OptimizerPlan:
         # What is compiled cannot be watched.

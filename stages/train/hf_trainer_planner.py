@@ -96,6 +96,4 @@ def _host(topology: Topology, weights: int, moments: int) -> Iterator[HostNeed]:
         phase=SAVE, what="copy of what is saved", bytes=weights, formula="weights in fp32"
     )
     if topology.ranks == 1:
-        yield HostNeed(
-            phase=RESUME, what="file that is read", bytes=moments, formula="all moments"
-        )
+        yield HostNeed(phase=RESUME, what="file that is read", bytes=moments, formula="all moments")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeline.engine import Engine
-from pipeline.planning.timeline import BACKWARD, FORWARD, RESUME, SAVE, UPDATE
 from pipeline.planning.shapes import SampleShape
+from pipeline.planning.timeline import BACKWARD, FORWARD, RESUME, SAVE, UPDATE
 from pipeline.planning.watch import Extent, Watch
 from stages.model.masks_compat import masks_of_values
 from stages.train.batches import MicroBatch

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_name, torch_dtype
-from pipeline.resident import model_begins
 from pipeline.fake_tensors import with_values
+from pipeline.resident import model_begins
 from stages.model.names import stands_for
 from stages.model.outline import outline
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
 from pipeline.engine import DataShard
 from pipeline.errors import StageError
-from pipeline.stage import Context
 from pipeline.fake_tensors import with_values
+from pipeline.stage import Context
 from stages.wrap.birth import (
     build_empty,
     cast_buffers,

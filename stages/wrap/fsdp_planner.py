@@ -79,9 +79,7 @@ class Sharded(StrategyMemory):
 
     def held(self, moment: Moment) -> Iterator[Item]:
         sizes, optimizer = self._sizes, self._optimizer
-        shard = sum(
-            w.shard(self._shards, sizes.of(w)) * n for w, n in self._model.counted()
-        )
+        shard = sum(w.shard(self._shards, sizes.of(w)) * n for w, n in self._model.counted())
         formula = f"{sizes.master} bytes x parameters / {self._shards} shards"
         yield Item(PARAMETERS, self._home, shard, formula)
         if moment.event == "load":
@@ -93,9 +91,11 @@ class Sharded(StrategyMemory):
             return
         if moment.event == "step":
             counts = [w.shard(self._shards, 1) for w, _ in self._model.counted() if w.trained]
-            every = [
-                w.shard(self._shards, 1) for w in self._model.weights() if w.trained
-            ] if optimizer.taken == "all" else counts
+            every = (
+                [w.shard(self._shards, 1) for w in self._model.weights() if w.trained]
+                if optimizer.taken == "all"
+                else counts
+            )
             taken = optimizer.update(every, sizes.master)
             yield Item(GRADIENTS, self._home, sizes.master * self._own.all)
             yield Item(UPDATE_TEMPORARIES, self._home, taken, "what the optimizer's kernel takes")
@@ -133,11 +133,15 @@ class Sharded(StrategyMemory):
         ahead = self._config.backward_prefetch
         begin = int(unit) - ahead
         if event == "regather":
-            here = self._whole.between(max(begin + 1, 0) if unit != self._last else int(unit), int(unit))
+            here = self._whole.between(
+                max(begin + 1, 0) if unit != self._last else int(unit), int(unit)
+            )
             return reducing + here + max(self._whole[int(unit)], self._cast[int(unit)])
-        return reducing + self._whole.between(max(begin, 0), int(unit)) + (
-            self._cast[max(begin, 0)] if event == "backward" and int(unit) else 0
-        ) * 0
+        return (
+            reducing
+            + self._whole.between(max(begin, 0), int(unit))
+            + (self._cast[max(begin, 0)] if event == "backward" and int(unit) else 0) * 0
+        )
 
     def _forward_buffers(self, moment: Moment) -> int:
         """The unit's that runs, or is about to, the one's before it, and those gathered ahead."""
@@ -162,7 +166,11 @@ class Sharded(StrategyMemory):
         if unit == "head":
             return 0
         after = self._last + 1 if unit == "embeddings" else int(unit)
-        done = own.all - own.root if unit == "embeddings" else own.all - own.root - own.before(after + 1)
+        done = (
+            own.all - own.root
+            if unit == "embeddings"
+            else own.all - own.root - own.before(after + 1)
+        )
         stays = r * done if self._replicated and (moved or not moment.first) else 0
         if moment.event == "reduce":
             mine = own.root if unit == "embeddings" else own[int(unit)]

@@ -143,7 +143,9 @@ class _Copies:
 
     def _before(self, place: int) -> int:
         return sum(
-            size for size, stays in zip(self._each[:place], self._stays[:place], strict=True) if stays
+            size
+            for size, stays in zip(self._each[:place], self._stays[:place], strict=True)
+            if stays
         )
 
 

@@ -124,9 +124,7 @@ class _Parts:
             newest = self._newest(one)
             arrived += newest
             levels = _aligned(one.levels, other.levels)
-            lines = [
-                line((low[0] - base[0][0], high[0] - base[1][0])) for low, high in levels
-            ]
+            lines = [line((low[0] - base[0][0], high[0] - base[1][0])) for low, high in levels]
             peaks.append(Peak(lines[0], arrived, newest))
             peaks += [Peak(each, arrived) for each in lines]
         end = first[-1].levels[-1], second[-1].levels[-1]

@@ -24,6 +24,7 @@ from pipeline.planning.trace.structure import Structure, structure
 from pipeline.planning.watch import Extent, Watch
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
+WHOLE = Extent()
 TRACE, PROFILE = "trace", "profile"
 """Methods of planners; `profile` runs what trains on a model without a strategy, where it is not
 `trace` that does."""
@@ -90,7 +91,7 @@ class Traced:
 def run(
     job: Job,
     *,
-    extent: Extent = Extent(),
+    extent: Extent = WHOLE,
     meter: Meter | None = None,
     fake: bool = True,
     bare: bool = False,

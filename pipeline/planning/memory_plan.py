@@ -1,0 +1,193 @@
+"""A recipe, machines, and what comes of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import Precision
+from pipeline.plan import Plan, plan_file
+from pipeline.planning import report
+from pipeline.planning.estimate import Estimate, ask, assemble
+from pipeline.planning.hardware import Asked, hardware_of, site_of
+from pipeline.planning.hardware_spec import Hardware
+from pipeline.planning.margins import Margins, Shortage, shortages
+from pipeline.planning.planner import Planners, Results
+from pipeline.planning.profiles import profile_of, samples_of
+from pipeline.planning.saved_plan import VERSION, identity
+from pipeline.planning.shapes import ModelShape
+from pipeline.planning.step_time import StepTime, step_time
+from pipeline.planning.strategy import StrategyMemory
+from pipeline.planning.topology import Topology
+from pipeline.registry import Registry
+
+if TYPE_CHECKING:
+    from pipeline.planning.trace.traced import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """A plan of memory and time."""
+
+    plan: Plan
+    topology: Topology
+    hardware: Hardware
+    margins: Margins
+    estimate: Estimate
+    model: ModelShape
+    trace: Trace | None = None
+    """Where device memory was traced."""
+    profiled: Estimate | None = None
+    """Beside a trace: what the model's profile says."""
+
+    @property
+    def short(self) -> Sequence[Shortage]:
+        """What does not fit."""
+        return list(shortages(self.estimate, self.topology, self.hardware, self.margins))
+
+    @property
+    def fits(self) -> bool | None:
+        """False where anything is short; else None where the device's memory is not known."""
+        if self.short:
+            return False
+        on_cpu = self.topology.device == "cpu"
+        known = self.hardware.host_memory if on_cpu else self.hardware.device_memory
+        return None if known is None else True
+
+    @property
+    def idle(self) -> int:
+        """Ranks without a sample in any step."""
+        step = self.estimate.step
+        return max(self.topology.ranks - step.samples, 0)
+
+    @property
+    def time(self) -> StepTime | None:
+        """Of a step."""
+        return step_time(self.estimate, self.topology, self.hardware)
+
+    def lines(self, *, explain: bool) -> Iterator[str]:
+        """For people."""
+        yield from self._head()
+        yield ""
+        yield from report.lines(
+            self.estimate, self.topology, self.hardware, self.margins, self.time
+        )
+        if self.trace is not None and self.profiled is not None:
+            yield from report.comparison(self.trace.how, self.estimate, self.profiled)
+        if explain:
+            yield ""
+            yield from report.explanations(self.estimate)
+        yield ""
+        yield report.verdict(self.short, self.estimate, self.topology, self.hardware, self.margins)
+
+    def _head(self) -> Iterator[str]:
+        topology, step = self.topology, self.estimate.step
+        device = "CPU process" if topology.device == "cpu" else self.hardware.kind or "GPU"
+        nodes = f"{topology.nodes} node{'s' * (topology.nodes > 1)}"
+        yield f"{self.plan.recipe.name} on {nodes}, {topology.ranks} x {device}"
+        written = self.plan.recipe.launch.procs
+        if written is not None and written != topology.ranks:
+            yield f"the recipe says {written} processes; planned for {topology.ranks}, as asked"
+        parameters, trained = self.model.parameters, self.model.trained
+        yield f"{parameters / 1e9:.3g} G parameters, {trained / 1e9:.3g} G of them trained"
+        yield (
+            f"{step.samples} samples of {step.tokens // step.samples} tokens a step: "
+            f"{step.microbatches} micro-batch{'es' * (step.microbatches > 1)} on each rank"
+        )
+        if self.idle:
+            yield (
+                f"{self.idle} of {topology.ranks} ranks idle: there is no sample for them in a step"
+            )
+
+    def record(self) -> dict[str, Any]:
+        """JSON. Bytes and seconds."""
+        time = self.time
+        return {
+            "schema_version": VERSION,
+            "name": self.plan.recipe.name,
+            "identity": identity(self.plan, self.topology.local_ranks).model_dump(),
+            "level": "profile" if self.trace is None else "trace",
+            "traced": None if self.trace is None else self.trace.how,
+            "ranks": self.topology.ranks,
+            "idle_ranks": self.idle,
+            "nodes": self.topology.nodes,
+            "computes_on": self.topology.device,
+            "hardware": asdict(self.hardware),
+            "margins": asdict(self.margins),
+            "device": {phase: asdict(peak) for phase, peak in self.estimate.device.items()},
+            "host": {phase: asdict(peak) for phase, peak in self.estimate.host.items()},
+            "offloaded": dict(self.estimate.disk),
+            "storage": [asdict(file) for file in self.estimate.storage],
+            "traffic": [asdict(traffic) for traffic in self.estimate.traffic],
+            "copies": asdict(self.estimate.copies),
+            "step": asdict(self.estimate.step),
+            "work": asdict(self.estimate.work),
+            "seconds": None if time is None else _seconds(time),
+            "formulas": dict(self.estimate.formulas),
+            "caveats": [*self.estimate.caveats, *self.hardware.caveats],
+            "fits": self.fits,
+            "short": [asdict(short) for short in self.short],
+        }
+
+
+def _seconds(time: StepTime) -> dict[str, Any]:
+    return asdict(time) | {"least": time.least, "most": time.most, "bound": time.bound}
+
+
+def draw_up(
+    recipe: Path,
+    overrides: Sequence[str],
+    asked: Asked,
+    margins: Margins,
+    registry: Registry | None = None,
+    *,
+    trace: bool = False,
+) -> MemoryPlan:
+    """Check the recipe, and plan it, or trace it too. Raises RecipeError, UsageError and
+    StageError."""
+    # The recipe's device gives way to options; one that is said beside them contradicts them.
+    lines = [*asked.overrides, *overrides]
+    plan = plan_file(recipe, lines, registry=registry, forecast=True, procs=asked.procs)
+    return draw_up_plan(plan, asked, margins, trace=trace)
+
+
+def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) -> MemoryPlan:
+    """The plan of a recipe that has been checked."""
+    topology = site_of(asked, plan.view.procs, plan.view.device)
+    planners = Planners.installed().of(plan)
+    told = ask(plan, planners, topology, profile_of(plan, planners, topology))
+    estimate = assemble(plan, planners, topology, told)
+    policy = told.latest(Precision)
+    compute = policy.compute if policy else "fp32"
+    found = _traced(plan, planners, topology, told) if trace else None
+    return MemoryPlan(
+        plan=plan,
+        topology=topology,
+        hardware=hardware_of(asked, topology, compute=compute),
+        margins=margins,
+        estimate=estimate
+        if found is None
+        else assemble(plan, planners, topology, told, traced=found.peaks),
+        model=told.require(ModelShape, "no slot of the recipe gives a model"),
+        trace=found,
+        profiled=None if found is None else estimate,
+    )
+
+
+def estimated(plan: Plan, topology: Topology) -> Estimate:
+    """What a checked recipe needs at a place. Raises UsageError and StageError."""
+    planners = Planners.installed().of(plan)
+    told = ask(plan, planners, topology, profile_of(plan, planners, topology))
+    return assemble(plan, planners, topology, told)
+
+
+def _traced(plan: Plan, planners: Mapping[str, Any], topology: Topology, told: Results) -> Trace:
+    from pipeline.planning.trace.run import Job
+    from pipeline.planning.trace.traced import trace
+
+    samples = samples_of(plan, planners, topology)
+    job = Job(plan=plan, planners=planners, topology=topology, samples=samples)
+    strategy: StrategyMemory = told.require(StrategyMemory, "no slot of the recipe wraps the model")  # type: ignore[type-abstract]
+    return trace(job, strategy)

@@ -1,0 +1,133 @@
+"""A plan as a file, and whether what is about to run is what was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.annotations import init_fields
+from pipeline.errors import PlanDrift, UsageError, in_words
+from pipeline.plan import Plan, Step
+from pipeline.planning.drift import drift
+
+VERSION: Final = 3
+Count = Annotated[int, Field(ge=1)]
+
+
+class Identity(BaseModel):
+    """What a plan is a plan of: all that decides what a run does and takes."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    stages: dict[str, dict[str, Any]]
+    """Slot -> `use` and every field with its checked value, defaults too. What comes from the
+    environment stays as it is written, and files beside a file of the recipe are named from
+    `folder`."""
+    folder: str
+    """The recipe's own. Not compared: it is what `./` means."""
+    seed: int
+    device: Literal["cpu", "cuda"]
+    processes: Count
+    processes_per_node: Count | None
+    """None where the launcher does not tell."""
+    versions: dict[str, str]
+    """Package -> its public version: the local part (`+cu126`) names the machine it was built for,
+    and plans are made elsewhere than they are run."""
+
+
+class SavedPlan(BaseModel):
+    """What is read of a saved plan again."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    schema_version: Literal[3]
+    identity: Identity
+
+
+def identity(plan: Plan, per_node: int | None) -> Identity:
+    """Of a checked recipe with so many processes on each node."""
+    from pipeline.rundir import versions
+
+    written = plan.recipe.public().get("stages") or {}
+    folders = [str(file.parent) for file in plan.recipe.source_files]
+
+    def fields(step: Step) -> dict[str, Any]:
+        shown: dict[str, Any] = _public(_plain(step.stage, folders), written[step.slot])
+        return {"use": step.use, **shown}
+
+    return Identity(
+        stages={step.slot: fields(step) for step in plan.steps},
+        folder=folders[0],
+        seed=plan.recipe.seed,
+        device="cpu" if plan.view.device == "cpu" else "cuda",
+        processes=plan.view.procs,
+        processes_per_node=per_node,
+        versions={package: found.partition("+")[0] for package, found in versions().items()},
+    )
+
+
+def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
+    """Raises PlanDrift, telling everything that differs, and UsageError for a file that is no
+    plan."""
+    planned, now = _read(file), identity(plan, per_node)
+    if per_node is None:
+        planned = planned.model_copy(update={"processes_per_node": None})
+    found = list(drift(planned, now))
+    if found:
+        raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
+
+
+def _read(file: Path) -> Identity:
+    try:
+        return SavedPlan.model_validate_json(file.read_bytes()).identity
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{file} is no saved plan: {place}{': ' * bool(place)}{first['msg']}",
+            hint=f"pipe plan RECIPE --out {file} writes one",
+        ) from error
+
+
+def _plain(value: Any, folders: Sequence[str]) -> Any:
+    """A stage, or what is in one, as JSON knows it."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name), folders) for f in init_fields(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, folders) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, folders) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
+        return value
+    return _named(str(value), folders)
+
+
+def _named(text: str, folders: Sequence[str]) -> str:
+    """A file beside one of the recipe's, from the first folder, the recipe's own: another machine
+    has them elsewhere."""
+    if not any(text == folder or text.startswith(f"{folder}/") for folder in folders):
+        return text
+    name = os.path.relpath(text, folders[0])
+    if name in (".", ".."):
+        return f"{name}/"
+    return name if name.startswith("../") else f"./{name}"
+
+
+def _public(value: Any, written: Any) -> Any:
+    """The value, but what depends on an environment variable as it is written: it may be secret."""
+    if "${" not in json.dumps(written, default=str):
+        return value
+    if isinstance(value, Mapping) and isinstance(written, Mapping):
+        return {key: _public(each, written.get(key)) for key, each in value.items()}
+    return written
