@@ -17,7 +17,9 @@ from pipeline.errors import PipeError, RecipeError, StageError, UsageError, syst
 from pipeline.journal import Journal
 from pipeline.launch.children import none_left
 from pipeline.plan import Plan, plan_file
+from pipeline.planning.memory_plan import estimated
 from pipeline.planning.timeline import RESUME, SAVE
+from pipeline.planning.topology import Topology
 from pipeline.registry import Registry
 
 STOP_SECONDS = 30

@@ -189,5 +189,5 @@ def _traced(plan: Plan, planners: Mapping[str, Any], topology: Topology, told: R
 
     samples = samples_of(plan, planners, topology)
     job = Job(plan=plan, planners=planners, topology=topology, samples=samples)
-    strategy: StrategyMemory = told.require(StrategyMemory, "no slot of the recipe wraps the model")  # type: ignore[type-abstract]
+    strategy: StrategyMemory = told.require(StrategyMemory, "no slot of the recipe wraps the model")
     return trace(job, strategy)

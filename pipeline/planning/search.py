@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Saving
+from pipeline.planning.planner import Planners, Saving
 from pipeline.planning.timeline import LOAD
 
 TELLING = 1.1
@@ -152,10 +152,10 @@ def _on_cpu(drawn: MemoryPlan) -> bool:
 def savings(drawn: MemoryPlan) -> list[tuple[str, Saving]]:
     """Slot and change, of all stages that can do with less, the first to be tried first."""
     found = [
-        (step.slot, saving)
-        for step in drawn.plan.steps
-        if hasattr(step.stage, "savings")
-        for saving in step.stage.savings(drawn.topology.ranks)
+        (slot, saving)
+        for slot, planner in Planners.installed().of(drawn.plan).items()
+        if hasattr(planner, "savings")
+        for saving in planner.savings(drawn.topology.ranks)
     ]
     return sorted(found, key=lambda one: one[1].order)
 

@@ -12,7 +12,7 @@ from pipeline.annotations import dataclasses_in, field_types
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.field_table import plain_value
-from pipeline.presets import METHOD
+from pipeline.planning.planner import Planners
 from pipeline.signature import gives
 from pipeline.testing.configs import checked, make
 
@@ -43,14 +43,14 @@ def refusal(stage: type, key: str, invalid: Mapping[str, Any]) -> Iterator[str]:
         yield f"{dict(invalid)!r} has no problem at `{key}`, but: {_listed(found)}"
 
 
-def preset_faults(stage: Any) -> Iterator[str]:
-    """What is wrong with the strategies that a stage offers; each is a slot without mistakes."""
-    if not hasattr(stage, METHOD):
-        return
+def preset_faults(stage: Any, use: str) -> Iterator[str]:
+    """What is wrong with the strategies that a stage's planner offers; each is a slot without
+    mistakes."""
+    presets = Planners.installed().presets(use)
     given = gives(stage)
-    if given is None or not issubclass(given, Engine):
+    if presets and (given is None or not issubclass(given, Engine)):
         yield "has presets, which are for stages that give an Engine"
-    for name, preset in stage.presets().items():
+    for name, preset in presets.items():
         found = make(stage, preset.fields)[1]
         if found:
             yield f"its preset `{name}` is refused: {_listed(found)}"

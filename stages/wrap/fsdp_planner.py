@@ -109,6 +109,8 @@ class Sharded(StrategyMemory):
     def _gathered(self, moment: Moment) -> int:
         """Bytes of whole units: the root, and the block that runs, or those up to it."""
         event, unit, whole = moment.event, moment.unit, self._whole
+        if (event, unit) == ("reduce", "embeddings"):
+            return 0
         if not isinstance(unit, int):
             blocks = whole.all - whole.root if unit == "head" and self._keeps else 0
         elif self._keeps:

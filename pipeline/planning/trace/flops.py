@@ -22,10 +22,10 @@ def operations(
     packet = function._overloadpacket
     aten = torch.ops.aten
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        amount = sdpa_flop_count(*(one.shape for one in arguments[:3]))
+        amount = sdpa_flop_count(*(one.shape for one in arguments[:3]))  # type: ignore[no-untyped-call]
         return ATTENTION, amount * _seen(function, arguments, named)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        amount = KEPT * sdpa_backward_flop_count(*(one.shape for one in arguments[:4]))
+        amount = KEPT * sdpa_backward_flop_count(*(one.shape for one in arguments[:4]))  # type: ignore[no-untyped-call]
         return ATTENTION, amount * _seen(function, arguments, named)
     if packet is aten._grouped_mm:
         # Rows of the first, each multiplied with a matrix of its group; or gradients of those.

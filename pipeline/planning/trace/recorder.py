@@ -36,7 +36,7 @@ class Stretch:
     """Whether anything is computed a second time."""
 
 
-class Recorder(Meter):
+class Recorder(Meter):  # type: ignore[no-untyped-call]
     """A meter of tensors without values, stretch by stretch."""
 
     def __init__(self) -> None:

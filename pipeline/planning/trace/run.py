@@ -72,7 +72,7 @@ class Job:
 
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError where none is."""
-    with session(job.topology, seed=job.plan.view.seed) as here:
+    with session(job.topology, seed=job.plan.view.seed, grouped=False) as here:
         return _Stages(job, Extent(), here).declare()
 
 
@@ -99,7 +99,8 @@ def run(
     """Training steps of rank 0. Without `fake`, on real tensors, by the engines that train; with
     `bare`, without a strategy. Raises UsageError where nothing is trained, and StageError where
     values are needed."""
-    with session(job.topology, seed=job.plan.view.seed, meter=meter, fake=fake) as here:
+    seed = job.plan.view.seed
+    with session(job.topology, seed=seed, meter=meter, fake=fake, grouped=not bare) as here:
         stages = _Stages(job, extent, here)
         source = stages.declare()
         # By name: a strategy may change their classes.

@@ -49,14 +49,20 @@ class Session:
 
 @contextlib.contextmanager
 def session(
-    topology: Topology, *, seed: int, meter: Meter | None = None, fake: bool = True
+    topology: Topology,
+    *,
+    seed: int,
+    meter: Meter | None = None,
+    fake: bool = True,
+    grouped: bool = True,
 ) -> Iterator[Session]:
-    """Inside, stages run as rank 0 of all ranks. Without `fake`, tensors are real, and only the
-    ranks are not, if there are several."""
+    """Inside, stages run as rank 0 of all ranks, in a process group if it is to be `grouped`.
+    Without `fake`, tensors are real, and only the ranks are not, if there are several."""
     silent = fake or topology.ranks > 1
+    group = silent_group(topology.ranks) if silent else single_group()
     with (
         tempfile.TemporaryDirectory() as scratch,
-        silent_group(topology.ranks) if silent else single_group(),
+        group if grouped else contextlib.nullcontext(),
         contextlib.ExitStack() as stack,
     ):
         place = Dist(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -80,8 +79,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """What this process holds of a tensor, which for a DTensor is a part."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def silent_group(ranks: int) -> AbstractContextManager[None]:

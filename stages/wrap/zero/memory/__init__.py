@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.planning.strategy import Gradients, Item
 from stages.wrap.zero.memory.gathering import gathers
 from stages.wrap.zero.memory.replicated import Accumulated, Replicated, in_part
 from stages.wrap.zero.memory.sharded import Sharded
@@ -16,8 +17,6 @@ from stages.wrap.zero.memory.terms import (
     ACCUMULATED,
     BYTES,
     Fill,
-    Gradients,
-    Item,
     Moment,
     Place,
     Setting,

@@ -7,12 +7,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+from pipeline.planning.strategy import Gradients, Item
 from stages.wrap.zero.memory.terms import (
     ACCUMULATED,
     NORM,
     Fill,
-    Gradients,
-    Item,
     Place,
     Setting,
     Weights,

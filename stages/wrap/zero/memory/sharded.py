@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.planning.strategy import Gradients, Item
 from stages.wrap.zero.memory.gathering import gathered, persistence
 from stages.wrap.zero.memory.terms import (
     ACCUMULATED,
     NORM,
     Fill,
-    Gradients,
-    Item,
     Place,
     Setting,
     Weights,

@@ -121,25 +121,6 @@ class Setting:
         return sum(map(self.share, sizes))
 
 
-class Item(NamedTuple):
-    """Bytes that one rank holds."""
-
-    name: str
-    where: Where
-    bytes: int
-    formula: str
-
-
-class Gradients(NamedTuple):
-    """What a weight's gradient leaves behind in backward, in bytes of an element."""
-
-    kept: int
-    """From when it is computed until gradients are reduced, and where that is in the step, until
-    then; not in the items of `held` for the block at hand."""
-    passing: int
-    """More than that, until the next gradient is computed."""
-
-
 class Fill(NamedTuple):
     """A reduction in backward."""
 
