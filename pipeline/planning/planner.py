@@ -57,11 +57,14 @@ class Saving:
     """Which is tried first, over all stages; those of one kind have the same."""
     what: str
     fields: Mapping[str, Any]
+    beside: Mapping[type, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Fields of other slots that go with it, by the type that the slot gives."""
 
 
 REDUCE, RECOMPUTE, CHUNK, SMALLER, NARROW = 1, 2, 3, 4, 5
 """Orders of savings: gradients reduced more often, activations computed again, logits in chunks,
-smaller micro-batches, optimizer state or weights in fewer bits."""
+smaller micro-batches, optimizer state or weights in fewer bits. The last changes what is computed,
+and so is tried only where nothing else fits."""
 
 
 class Saves(Protocol):

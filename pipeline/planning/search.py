@@ -9,8 +9,7 @@ from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Planners, Saving
-from pipeline.planning.timeline import LOAD
+from pipeline.planning.planner import NARROW, Planners, Saving
 
 TELLING = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within
@@ -64,13 +63,24 @@ class Way:
 
     def and_(self, slot: str, saving: Saving, draw: Draw) -> Way:
         """With one saving more; of two that set the same field, the later."""
+        fields = {slot: saving.fields}
+        for step in self.drawn.plan.steps:
+            for given, more in saving.beside.items():
+                if issubclass(step.gives or object, given):
+                    fields[step.slot] = {**fields.get(step.slot, {}), **more}
         new = [
-            Change(path=f"{slot}.{field}", value=value, why=saving.what)
-            for field, value in saving.fields.items()
+            Change(path=f"{place}.{field}", value=value, why=saving.what)
+            for place, values in fields.items()
+            for field, value in values.items()
         ]
         made: Mapping[str, Change] = {one.path: one for one in [*self.changes, *new]}
         changes = list(made.values())
         return Way(changes=changes, saved=[*self.saved, saving], drawn=draw(changes))
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it computes in fewer bits than was asked for."""
+        return any(saving.order >= NARROW for saving in self.saved)
 
 
 def ways(changes: Sequence[Change], draw: Draw) -> Iterator[Way]:
@@ -125,11 +135,9 @@ def _possible(way: Way, left: Iterable[tuple[str, Saving]], draw: Draw) -> Itera
 
 
 def _short(drawn: MemoryPlan) -> bool:
-    """Whether there is too little memory for what a model computes, which savings make less; what
-    is loaded before stays."""
+    """Whether there is too little memory for what a model computes, which savings make less."""
     there = drawn.hardware.host_memory if _on_cpu(drawn) else drawn.hardware.device_memory
-    needs = _needs(drawn)
-    return there is not None and LOAD in needs and needs[LOAD] <= there < max(needs.values())
+    return there is not None and there < needed(drawn)
 
 
 def needed(drawn: MemoryPlan) -> int:
@@ -165,6 +173,7 @@ def best(found: Sequence[Way]) -> Way | None:
     tell, the first that no other one beats; where the estimate is not known of all that fit, the
     first of these with the fewest savings. None if none fits."""
     able = [way for way in found if way.fits]
+    able = [way for way in able if not way.narrow] or able
     times = [way.drawn.time for way in able]
     if not able or not all(time is not None and not time.unknown for time in times):
         return min(able, key=lambda way: len(way.saved), default=None)

@@ -56,7 +56,7 @@ def _violations(
         yield from run_violations(stage)
         yield from field_violations(stage)
         yield from acceptance(stage, valid)
-        yield from preset_faults(stage)
+        yield from preset_faults(stage, entry.name)
         for key, fields in invalid:
             yield from refusal(stage, key, fields)
     except PluginError as error:

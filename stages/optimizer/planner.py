@@ -37,9 +37,17 @@ class AdamWPlanner(Planner[AdamW]):
         )
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        if self.stage.algorithm == "adamw":
+        stage = self.stage
+        if stage.moments == "master":
             yield Saving(
                 order=NARROW, what="moments in blocks of 8 bits", fields={"moments": "8bit"}
+            )
+        if not stage.stochastic_rounding:
+            yield Saving(
+                order=NARROW + 1,
+                what="master weights in bf16, updated with stochastic rounding",
+                fields={"stochastic_rounding": True},
+                beside={Precision: {"master": "bf16"}},
             )
 
     def trace(self, ctx: Context) -> OptimizerPlan:

@@ -70,12 +70,12 @@ class Sharded(StrategyMemory):
         """Trained elements of this rank, with padding."""
         self._trained = _Units(model, lambda w: w.elements if w.trained else 0)
         self._late = sum(w.elements for w in model.root if w.name in model.late)
-        self._cast = _Units(model, lambda w: w.shard(shards, self._sent(w)) if shards > 1 else 0)
+        self._cast = _Units(model, self._as_sent)
 
-    def _sent(self, weight: Weight) -> int:
-        """Bytes of a number that is copied to be sent."""
+    def _as_sent(self, weight: Weight) -> int:
+        """Bytes of a shard that is cast, or copied from the host, to be sent."""
         copied = self._home == "host" or self._sizes.of(weight) != self._sizes.compute
-        return self._sizes.compute if copied else 0
+        return weight.shard(self._shards, self._sizes.compute) if copied and self._shards > 1 else 0
 
     def held(self, moment: Moment) -> Iterator[Item]:
         sizes, optimizer = self._sizes, self._optimizer
@@ -139,11 +139,7 @@ class Sharded(StrategyMemory):
                 max(begin + 1, 0) if unit != self._last else int(unit), int(unit)
             )
             return reducing + here + max(self._whole[int(unit)], self._cast[int(unit)])
-        return (
-            reducing
-            + self._whole.between(max(begin, 0), int(unit))
-            + (self._cast[max(begin, 0)] if event == "backward" and int(unit) else 0) * 0
-        )
+        return reducing + self._whole.between(max(begin, 0), int(unit))
 
     def _forward_buffers(self, moment: Moment) -> int:
         """The unit's that runs, or is about to, the one's before it, and those gathered ahead."""

@@ -1,0 +1,20 @@
+"""What planning asks of `adapter.lora`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.planning.planner import NARROW, Planner, Saving
+from stages.adapter.lora import Lora
+
+
+class LoraPlanner(Planner[Lora]):
+    """Of `adapter.lora`."""
+
+    def savings(self, ranks: int) -> Iterator[Saving]:
+        if self.stage.quantize is None:
+            yield Saving(
+                order=NARROW,
+                what="frozen weights in 4 bits (QLoRA)",
+                fields={"quantize": "nf4"},
+            )
