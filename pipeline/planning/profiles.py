@@ -43,7 +43,15 @@ def profile_of(plan: Plan, planners: Mapping[str, Any], topology: Topology) -> P
         from pipeline.planning.trace.profiling import profile
         from pipeline.planning.trace.run import Job
 
-        found = profile(Job(plan=plan, planners=planners, topology=topology, samples=samples))
+        settings = _stages(plan, planners, (ModelSource,))
+        job = Job(
+            plan=plan,
+            planners=planners,
+            topology=topology,
+            samples=samples,
+            model=None if settings is None else json.dumps(settings, default=str),
+        )
+        found = profile(job)
         if key is not None:
             _write(key, found)
     if key is not None:
@@ -67,13 +75,9 @@ def _key(
     plan: Plan, planners: Mapping[str, Any], topology: Topology, samples: SampleShape
 ) -> str | None:
     """A digest; None where it cannot be told what a stage depends on."""
-    stages = []
-    for step in plan.steps:
-        if issubclass(step.gives or object, DECIDES):
-            settings = _settings(step, planners.get(step.slot))
-            if settings is None:
-                return None
-            stages.append([step.use, settings])
+    stages = _stages(plan, planners, DECIDES)
+    if stages is None:
+        return None
     content = {
         "format": FORMAT,
         "versions": versions(),
@@ -84,6 +88,21 @@ def _key(
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _stages(
+    plan: Plan, planners: Mapping[str, Any], kinds: tuple[type, ...]
+) -> list[list[Any]] | None:
+    """Stages that give one of these, and what of their settings matters; None where that cannot be
+    told."""
+    found = []
+    for step in plan.steps:
+        if issubclass(step.gives or object, kinds):
+            settings = _settings(step, planners.get(step.slot))
+            if settings is None:
+                return None
+            found.append([step.use, settings])
+    return found
 
 
 def _settings(step: Step, planner: Any) -> Mapping[str, Any] | None:

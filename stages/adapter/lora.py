@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -87,10 +87,16 @@ class Lora:
                 yield Problem(key="start_from", message=message, hint=hint)
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
+        from stages.adapter.source import AdaptedSource
+
+        source: AdaptedSource = self.declared(model, seed=ctx.seed)
+        source.tell(ctx.log)
+        return source
+
+    def declared(self, model: ModelSource, *, seed: int) -> Any:
+        """The model with its adapter, of which nothing is said yet."""
         from stages.adapter.quantised import QuantisedSource
         from stages.adapter.source import AdaptedSource
 
         base = model if self.quantize is None else QuantisedSource(model, self.quantize)
-        source = AdaptedSource(self, base, seed=ctx.seed)
-        source.tell(ctx.log)
-        return source
+        return AdaptedSource(self, base, seed=seed)

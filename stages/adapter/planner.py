@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.artifacts import ModelSource
 from pipeline.planning.planner import NARROW, Planner, Saving
+from pipeline.stage import Context
 from stages.adapter.lora import Lora
 
 
@@ -18,3 +20,7 @@ class LoraPlanner(Planner[Lora]):
                 what="frozen weights in 4 bits (QLoRA)",
                 fields={"quantize": "nf4"},
             )
+
+    def trace(self, ctx: Context, model: ModelSource) -> ModelSource:
+        source: ModelSource = self.stage.declared(model, seed=ctx.seed)
+        return source

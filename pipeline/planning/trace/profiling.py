@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.artifacts import ModelSource
 from pipeline.errors import StageError
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.timeline import BACKWARD, FORWARD
 from pipeline.planning.trace.recorder import Recorder, Stretch, offloading
-from pipeline.planning.trace.run import Job, declared, run
+from pipeline.planning.trace.run import Job, Traced, declared, run
 from pipeline.planning.trace.session import HEAD, INPUT, LOSS, START
 from pipeline.planning.trace.structure import Structure, kinds, prefix, structure
 from pipeline.planning.watch import Extent
@@ -26,12 +25,11 @@ Pieces = dict[tuple[str, Any], list[Stretch]]
 
 def profile(job: Job) -> Profile:
     """What the model's parts take. Raises StageError for a model that needs values."""
-    source = declared(job)
-    whole = structure(source)
+    whole = _whole(job)
     numbers = kinds(whole.signatures)
     found = _runs(job, whole, max(prefix(numbers), 2))
     parts = _Parts(found, whole, numbers)
-    shape = _shape(source, whole, numbers, parts.late)
+    shape = _shape(found[0].traced, whole, numbers, parts.late)
     places = [numbers.index(kind) for kind in range(len(shape.kinds))]
     return Profile(
         model=shape,
@@ -48,11 +46,24 @@ def profile(job: Job) -> Profile:
     )
 
 
+_known: dict[str, Structure] = {}
+
+
+def _whole(job: Job) -> Structure:
+    """The structure of the whole model, built once for all recipes that declare the same."""
+    if job.model is None or job.model not in _known:
+        found = structure(declared(job))
+        if job.model is None:
+            return found
+        _known[job.model] = found
+    return _known[job.model]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     """One micro-batch of so many samples."""
 
-    samples: int
+    traced: Traced
     pieces: Pieces
     names: Mapping[str, str]
 
@@ -72,7 +83,7 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[_Run]:
                 break
             assert traced.bare is not None
             pieces = _pieces(meter.stretches, traced.bare)
-            found.append(_Run(samples=samples, pieces=pieces, names=traced.bare))
+            found.append(_Run(traced=traced, pieces=pieces, names=traced.bare))
         else:
             return found
     raise StageError("the model's blocks cannot be told apart")
@@ -159,21 +170,26 @@ def _aligned(
 
 
 def _shape(
-    source: ModelSource, whole: Structure, numbers: Sequence[int], late: Sequence[str]
+    traced: Traced, whole: Structure, numbers: Sequence[int], late: Sequence[str]
 ) -> ModelShape:
-    exported = whole if source.exported is source else structure(source.exported)
+    source, built = traced.source, traced.built
+    exported = built if source.exported is source else structure(source.exported)
     root = sum(weight.elements for weight in exported.root)
-    blocks = [sum(weight.elements for weight in block) for block in exported.blocks]
+    first = [numbers.index(kind) for kind in sorted(set(numbers))]
+    blocks = [sum(weight.elements for weight in exported.blocks[place]) for place in first]
     known = {weight.name for weight in exported.weights}
-    added = [one for one in whole.weights if one.trained and one.name not in known]
+    added = [
+        sum(one.elements for one in whole.blocks[place] if one.trained and one.name not in known)
+        for place in first
+    ]
     return ModelShape(
         root=tuple(whole.root),
-        kinds=tuple(tuple(whole.blocks[numbers.index(kind)]) for kind in sorted(set(numbers))),
+        kinds=tuple(tuple(whole.blocks[place]) for place in first),
         blocks=tuple(numbers),
         late=tuple(late),
         tied=whole.tied,
         vocabulary=source.vocab_size,
-        parameters=root + sum(blocks) + sum(weight.elements for weight in added),
-        exported=root + sum(blocks),
+        parameters=root + sum(blocks[kind] + added[kind] for kind in numbers),
+        exported=root + sum(blocks[kind] for kind in numbers),
         proven=root + max(blocks, default=0),
     )

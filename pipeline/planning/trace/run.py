@@ -38,6 +38,8 @@ class Job:
     planners: Mapping[str, Any]
     topology: Topology
     samples: SampleShape
+    model: str | None = None
+    """All that the model's structure depends on; None where that is not known."""
 
     def trains(self, *, bare: bool) -> Sequence[tuple[Any, str]]:
         """Planners of the slots that train, and their methods. Raises UsageError if there are
@@ -80,6 +82,7 @@ def declared(job: Job) -> ModelSource:
 class Traced:
     """A model that was run, and what it took."""
 
+    source: ModelSource
     built: Structure
     """Of as many blocks as were run."""
     moments: Mapping[Moment, Held]
@@ -112,7 +115,7 @@ def run(
             else:
                 stages.wrap(fake=fake)
             stages.train(built.names)
-    return Traced(built=built, moments=here.meter.moments, bare=stages.bare)
+    return Traced(source=source, built=built, moments=here.meter.moments, bare=stages.bare)
 
 
 class _Stages:
