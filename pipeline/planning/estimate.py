@@ -189,7 +189,7 @@ def assemble(
     peaks = step_peaks(profile, strategy, samples=step.micro_batch, microbatches=step.microbatches)
     extras = [*told.each(Extras)]
     on_cpu = topology.device == "cpu"
-    device = traced or peaks.of("device", both=on_cpu)
+    device = traced or peaks.of("device")
     held = peaks.of("host", both=on_cpu)
     needs = [need for extra in extras for need in extra.host]
     formulas = peaks.formulas | {need.what: need.formula for need in needs}

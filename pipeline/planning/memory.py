@@ -106,7 +106,7 @@ class _Walk:
         self._phase = BACKWARD
         self._compute("begin", "head", profile.loss_back, logits=True)
         self._compute("backward", "head", profile.head_back, logits=True)
-        self._kept, self._logits = self._kept, 0
+        self._logits = 0
         self._enter("reduce", "head")
         for place in reversed(range(len(blocks))):
             self._enter("regather", place)
@@ -137,7 +137,8 @@ class _Walk:
         self._host += part.offloaded.at(self._samples)
 
     def _activations(self, size: int, what: str) -> Iterator[Item]:
-        yield Item(KEPT, "device", self._kept - self._logits, "what blocks keep for backward")
+        kept = self._kept - self._logits + min(size, 0)
+        yield Item(KEPT, "device", kept, "what blocks keep for backward")
         yield Item(LOGITS, "device", self._logits)
-        yield Item(what, "device", size)
+        yield Item(what, "device", max(size, 0))
         yield Item(OFFLOADED, "host", self._host, "inputs of blocks that are computed again")

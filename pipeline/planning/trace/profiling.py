@@ -27,7 +27,8 @@ def profile(job: Job) -> Profile:
     """What the model's parts take. Raises StageError for a model that needs values."""
     whole = _whole(job)
     numbers = kinds(whole.signatures)
-    found = _runs(job, whole, max(prefix(numbers), 2))
+    # The last block that runs stands for none.
+    found = _runs(job, whole, prefix(numbers) + 1)
     parts = _Parts(found, whole, numbers)
     shape = _shape(found[0].traced, whole, numbers, parts.late)
     places = [numbers.index(kind) for kind in range(len(shape.kinds))]
