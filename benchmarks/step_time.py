@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from shapes import SHAPES
-
-from pipeline.doctor.report import read_machine
 from pipeline.forecast.fit import Margins
 from pipeline.forecast.hardware import Asked
 from pipeline.forecast.planning import draw_up
+from shapes import SHAPES
+
+from pipeline.doctor.report import read_machine
 
 WRAPS: dict[str, dict[str, Any]] = {
     "ddp": {"use": "wrap.ddp"},

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.forecast.site import Site
 from pipeline.plan import Plan, plan_file
+from pipeline.planning.topology import Topology
 
 LOCAL = 8
 """GPUs of a node."""
@@ -45,9 +45,9 @@ class Case:
         recipe.write_text(yaml.safe_dump(self._recipe(text, device), sort_keys=False), "utf-8")
         return plan_file(recipe, forecast=True)
 
-    def site(self, device: str = "cuda") -> Site:
+    def topology(self, device: str = "cuda") -> Topology:
         """Nodes of eight GPUs."""
-        return Site(ranks=self.ranks, local_ranks=min(self.ranks, LOCAL), device=device)
+        return Topology(ranks=self.ranks, local_ranks=min(self.ranks, LOCAL), device=device)
 
     def _recipe(self, text: Path, device: str) -> dict[str, Any]:
         stages: dict[str, Any] = {"model": {"use": "model.hf", **self.model}}

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from memories.cases import Case
 
-from pipeline.forecast.ledger import Peak
-from pipeline.forecast.phases import BACKWARD, FORWARD, UPDATE
-from pipeline.forecast.shapes import SampleShape
-from pipeline.tracing.extrapolate import highest
-from pipeline.tracing.level import traced_forecast
-from pipeline.tracing.run import run
-
-STEP = (FORWARD, BACKWARD, UPDATE)
+from pipeline.planning.estimate import ask, assemble
+from pipeline.planning.planner import Planners
+from pipeline.planning.shapes import SampleShape
+from pipeline.planning.strategy import StrategyMemory
+from pipeline.planning.timeline import STEP, Held
+from pipeline.planning.trace.profiling import profile
+from pipeline.planning.trace.run import Job, Traced, run
+from pipeline.planning.trace.traced import highest, trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,39 +34,45 @@ class Pair:
         return self.told / self.reference - 1
 
 
-def step_peak(peaks: Mapping[str, Peak]) -> int:
+def step_peak(peaks: Mapping[str, Held]) -> int:
     """The highest of a training step's phases."""
     return max(peaks[phase].bytes for phase in STEP)
 
 
-def arithmetic_and_trace(case: Case) -> Pair:
-    """The closed form beside a trace. Raises StageError for a model that has no closed form."""
-    with tempfile.TemporaryDirectory() as folder:
-        traced = traced_forecast(case.plan(Path(folder)), case.site())
-    assert traced.arithmetic is not None
-    return Pair(
-        case=case,
-        told=step_peak(traced.arithmetic.device),
-        reference=step_peak(traced.forecast.device),
+def job(case: Case, folder: Path, device: str) -> Job:
+    """The case as a recipe in that folder, with its planners."""
+    plan = case.plan(folder, device=device)
+    samples = SampleShape(length=case.length, packed=case.packed)
+    return Job(
+        plan=plan,
+        planners=Planners.installed().of(plan),
+        topology=case.topology(device),
+        samples=samples,
     )
+
+
+def profile_and_trace(case: Case, device: str = "cuda") -> Pair:
+    """What the model's profile and the strategy's share say, beside a trace. Raises UsageError for
+    a strategy that cannot be traced, and StageError for a model that needs values."""
+    with tempfile.TemporaryDirectory() as folder:
+        here = job(case, Path(folder), device)
+        told = ask(here.plan, here.planners, here.topology, profile(here))
+        estimate = assemble(here.plan, here.planners, here.topology, told)
+        strategy = told.require(StrategyMemory, "nothing wraps the model")
+        traced = trace(here, strategy)
+    return Pair(case=case, told=step_peak(estimate.device), reference=step_peak(traced.peaks))
 
 
 def trace_and_tensors(case: Case) -> Pair:
-    """A trace beside a run of the real engine on real tensors, on a CPU."""
+    """A trace beside real tensors, both of the whole model on CPUs."""
     with tempfile.TemporaryDirectory() as folder:
-        plan, samples = case.plan(Path(folder), device="cpu"), _samples(case)
-        told, reference = (
-            run(plan, case.site("cpu"), samples, fake=fake).trace.moments for fake in (True, False)
-        )
-    return Pair(
-        case=case,
-        told=step_peak(highest((phase, peak) for (phase, _, _), peak in told.items())),
-        reference=step_peak(highest((phase, peak) for (phase, _, _), peak in reference.items())),
-    )
+        here = job(case, Path(folder), "cpu")
+        told, reference = run(here), run(here, fake=False)
+    return Pair(case=case, told=_peak(told), reference=_peak(reference))
 
 
-def _samples(case: Case) -> SampleShape:
-    return SampleShape(length=case.length, packed=case.packed)
+def _peak(traced: Traced) -> int:
+    return step_peak(highest((phase, held) for (phase, _, _), held in traced.moments.items()))
 
 
 def summary(pairs: Iterable[Pair]) -> tuple[float, float]:
