@@ -236,7 +236,10 @@ class Sharded(StrategyMemory):
     def gradients(self, moment: Moment) -> Gradients:
         late = not self._config.reduce_every_microbatch and not moment.first
         added_at_once = late and self._sizes.reduce == self._sizes.compute
-        return Gradients(0 if added_at_once else self._sizes.compute, 0)
+        # The second gradient of a tied weight is added to the first, which gives a third tensor.
+        sums = self._model.tied and moment.unit == "embeddings"
+        size = self._sizes.compute
+        return Gradients(0 if added_at_once else size, size if sums else 0)
 
     @property
     def masters(self) -> tuple[int, Place]:
