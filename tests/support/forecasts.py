@@ -10,10 +10,11 @@ from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Step
 from pipeline.forecast.shapes import ModelShape
 from pipeline.forecast.site import Site
+
 from stages.data.text import TextData
 from stages.model.hf import HfModel
-from stages.model.options import ActivationCheckpointing
 from stages.model.known import known_config
+from stages.model.options import ActivationCheckpointing
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm

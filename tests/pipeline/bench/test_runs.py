@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pipeline.forecast import phases
+from pipeline.forecast.ledger import Peak
 
 from pipeline import cli
 from pipeline.bench import measure as measuring
 from pipeline.bench.results import Row
-from pipeline.forecast import phases
-from pipeline.forecast.ledger import Peak
 from pipeline.plan import make_plan
 from pipeline.recipe import load_recipe
 from pipeline.registry import Registry

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from pipeline.errors import StageError
 from pipeline.forecast.advice import Tried, Walk, of_each
 from pipeline.forecast.advising import Advice, Task, _head, _nodes
 from pipeline.forecast.options import CHUNK, RECOMPUTE, SMALLER, Order, Saving
 from pipeline.forecast.sparing import Change, Way, best, folded, ways
 from pipeline.forecast.timing import StepTime
+
+from pipeline.errors import StageError
 from pipeline.presets import Strategy
 
 ROOM = 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from pipeline.forecast.placement import Copies
+
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.model.options import ActivationCheckpointing

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from pipeline.forecast.fit import Margins
+
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from tests.support.forecasts import GIB, Told, declared

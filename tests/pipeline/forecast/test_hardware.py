@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from pipeline.forecast.hardware import Asked, hardware_of, site_of
+from pipeline.forecast.site import Site
 
 from pipeline.cli import main
 from pipeline.doctor.report import Machine
 from pipeline.errors import UsageError
-from pipeline.forecast.hardware import Asked, hardware_of, site_of
-from pipeline.forecast.site import Site
 
 GIB = 1 << 30
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"

@@ -4,7 +4,6 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from pipeline.forecast.ledger import Ledger
 from pipeline.forecast.tape import ACTIVATIONS, Tape, Value
 

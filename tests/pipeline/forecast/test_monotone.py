@@ -6,11 +6,11 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from pipeline.forecast.placement import BUFFERS, GATHERED, WHOLE_GRADIENTS
 from pipeline.forecast.tape import ACTIVATIONS
 from pipeline.forecast.tape import GRADIENTS as PASSING
 from stages.train.story import LOGITS
+
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.zero.options import OptimizerOffload, ParameterOffload

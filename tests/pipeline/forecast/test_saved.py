@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from pipeline.forecast.saved import identity, require_planned
 
 from pipeline.cli import main
 from pipeline.errors import PlanDrift, UsageError
-from pipeline.forecast.saved import identity, require_planned
 from pipeline.launch.environment import CONTRACT, worker_local_world_size
 from pipeline.plan import Plan, plan_file
 

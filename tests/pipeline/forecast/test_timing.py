@@ -4,7 +4,6 @@ import random
 from collections import Counter
 
 import pytest
-
 from pipeline.forecast.fit import Margins, shortages
 from pipeline.forecast.ledger import Peak
 from pipeline.forecast.placement import Copies, Traffic

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from pipeline.forecast.shapes import BlockShape
+from pipeline.forecast.site import Site
 
 from pipeline.artifacts import Data, ExportedModel, OptimizerPlan
 from pipeline.cli import main
 from pipeline.engine import Engine
-from pipeline.forecast.shapes import BlockShape
-from pipeline.forecast.site import Site
 from pipeline.registry import BUILT_IN, Entry, Registry
 from pipeline.stage import Context
 

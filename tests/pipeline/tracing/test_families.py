@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pipeline.forecast.phases import BACKWARD, FORWARD, UPDATE
 from pipeline.tracing.level import traced_forecast
+
 from tests.support.families import SIZES, SMALL, VARIANTS, fields
 from tests.support.tier import spread
 

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-
-from pipeline.errors import StageError
 from pipeline.tracing.fake_compat import told_apart
 from pipeline.tracing.group_compat import silent_group
 from pipeline.tracing.meter import REST, Meter
+from torch._subclasses import FakeTensorMode
+
+from pipeline.errors import StageError
 
 
 def test_storages_count_until_they_are_freed() -> None:

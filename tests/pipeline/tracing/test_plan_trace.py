@@ -16,14 +16,14 @@ import psutil
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from pipeline.forecast import planning
+from pipeline.tracing import measured
+from pipeline.tracing.training import training
 
 from pipeline.cli import main
 from pipeline.doctor.ranks import Told
 from pipeline.errors import UsageError
-from pipeline.forecast import planning
 from pipeline.plan import plan_file
-from pipeline.tracing import measured
-from pipeline.tracing.training import training
 from stages.train.causal_lm import TrainCausalLm
 from tests.pipeline import fake_stages
 from tests.support.tier import spread

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pipeline.forecast.ledger import Peak
 from pipeline.forecast.phases import BACKWARD, FORWARD, UPDATE
 from pipeline.forecast.shapes import SampleShape
@@ -17,6 +16,7 @@ from pipeline.tracing import level
 from pipeline.tracing.extrapolate import extrapolated, highest
 from pipeline.tracing.run import Traced, run
 from pipeline.tracing.structure import depths
+
 from tests.support.tier import spread
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline.forecast.site import Site
+from stages.model.shapes.catalogue import FAMILIES
 
 from pipeline.errors import StageError
-from pipeline.forecast.site import Site
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
-from stages.model.shapes.catalogue import FAMILIES
 from stages.model.known import known_config
 from stages.wrap.fsdp import Fsdp
 from tests.stages.model.test_shapes import module_sizes, sizes

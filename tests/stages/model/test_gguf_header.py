@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from pipeline.forecast.site import Site
+from stages.model.shapes import gguf_header
 
 from pipeline.errors import StageError
-from pipeline.forecast.site import Site
 from stages.model.gguf import require_whole
-from stages.model.hf import HfModel
-from stages.model.shapes import gguf_header
 from stages.model.gguf_header import Array, read_header
+from stages.model.hf import HfModel
 from tests.support.gguf import write_tensors
 
 U32, STRING, ARRAY = 4, 8, 9

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline.forecast.shapes import ModelShape
+from pipeline.forecast.site import Site
+from pipeline.tracing.watch import Depth
+from stages.model.shapes.families import DEFAULTS, shape_of
 
 from pipeline.dist import Dist
 from pipeline.errors import StageError
-from pipeline.forecast.shapes import ModelShape
-from pipeline.forecast.site import Site
 from pipeline.stage import PlanView
-from pipeline.tracing.watch import Depth
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
-from stages.model.outline import outline
-from stages.model.shapes.families import DEFAULTS, shape_of
 from stages.model.known import known_config
+from stages.model.outline import outline
 from tests.support.forecasts import LLAMA, declared
 from tests.support.gguf import write_llama
 from tests.support.runs import context

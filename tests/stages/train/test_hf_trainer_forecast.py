@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from pipeline.artifacts import Data, Sample
-from pipeline.dist import Dist
 from pipeline.forecast.phases import BACKWARD, FORWARD, LOAD, UPDATE
 from pipeline.forecast.placement import Placement
 from pipeline.forecast.result import Extras, Step
 from pipeline.forecast.shapes import SampleShape
 from pipeline.forecast.site import Site
 from pipeline.tracing.meter import Meter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pipeline.artifacts import Data, Sample
+from pipeline.dist import Dist
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW

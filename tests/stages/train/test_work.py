@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from pipeline.forecast.shapes import ModelShape, SampleShape
 from pipeline.forecast.site import Site
+from stages.train.work import pairs, work
+from torch.utils.flop_counter import FlopCounterMode
+
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.model.options import ActivationCheckpointing
-from stages.train.work import pairs, work
 from tests.support.forecasts import LLAMA, declared
 from tests.support.models import context
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pipeline.forecast.site import Site
+
 from stages.optimizer.adamw import AdamW
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pipeline.forecast.phases import BACKWARD
+
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
 from stages.wrap.zero.memory import Setting, Weight, Weights, gradients, held, peak
 from tests.support.forecasts import Told, declared
