@@ -37,6 +37,7 @@ def private_folder(path: Path) -> Path:
     """`path` as a folder of its owner's, made if need be. Raises OSError for a link."""
     if path.is_symlink():
         raise _is_link(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(exist_ok=True, mode=0o700)
     return path
 

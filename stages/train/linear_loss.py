@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.artifacts import NO_TARGET
 
-PIECE = 1 << 24
+PIECE = 1 << 26
 """Elements of a product that are made at a time where they are then added in another dtype."""
 
 
