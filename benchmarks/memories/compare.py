@@ -17,7 +17,7 @@ from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import STEP, Held
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import Job, Traced, run
-from pipeline.planning.trace.traced import highest, trace
+from pipeline.planning.trace.traced import by_phase, tops_of, trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def trace_and_tensors(case: Case) -> Pair:
 
 
 def _peak(traced: Traced) -> int:
-    return step_peak(highest((phase, held) for (phase, _, _), held in traced.moments.items()))
+    return step_peak(by_phase(tops_of(traced.stretches)))
 
 
 def summary(pairs: Iterable[Pair]) -> tuple[float, float]:

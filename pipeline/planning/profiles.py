@@ -43,15 +43,7 @@ def profile_of(plan: Plan, planners: Mapping[str, Any], topology: Topology) -> P
         from pipeline.planning.trace.profiling import profile
         from pipeline.planning.trace.run import Job
 
-        settings = _stages(plan, planners, (ModelSource,))
-        job = Job(
-            plan=plan,
-            planners=planners,
-            topology=topology,
-            samples=samples,
-            model=None if settings is None else json.dumps(settings, default=str),
-        )
-        found = profile(job)
+        found = profile(Job(plan=plan, planners=planners, topology=topology, samples=samples))
         if key is not None:
             _write(key, found)
     if key is not None:

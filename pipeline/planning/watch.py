@@ -1,4 +1,4 @@
-"""What planners are told of a trace or a profile, and tell of it."""
+"""What planners are given for a trace or a profile, and tell of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Extent:
     """One micro-batch of so many, without an update; None: two steps as the recipe has them."""
 
 
-class Watch(ABC):
+class PhaseListener(ABC):
     """Is told where a training is."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from pipeline.planning.estimate import Step
 from pipeline.planning.planner import CHUNK, SMALLER, Planner, Saving
 from pipeline.planning.shapes import SampleShape
 from pipeline.planning.topology import Topology
-from pipeline.planning.watch import Extent, Watch
+from pipeline.planning.watch import Extent, PhaseListener
 from pipeline.stage import Context
 from stages.train.causal_lm import TrainCausalLm
 
@@ -51,8 +51,8 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         )
 
     def trace(
-        self, ctx: Context, engine: Engine, samples: SampleShape, extent: Extent, watch: Watch
+        self, ctx: Context, engine: Engine, samples: SampleShape, extent: Extent, listener: PhaseListener
     ) -> None:
         from stages.train.rehearsed_steps import train
 
-        train(self.stage, engine, samples, extent, watch)
+        train(self.stage, engine, samples, extent, listener)

@@ -15,7 +15,7 @@ from pipeline.planning.shapes import OptimizerShape, SampleShape, Sizes
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import RESUME, SAVE
 from pipeline.planning.topology import Topology
-from pipeline.planning.watch import Extent, Watch
+from pipeline.planning.watch import Extent, PhaseListener
 from pipeline.stage import Context
 from pipeline.state.count import count
 from pipeline.state.retention import Retention
@@ -48,11 +48,11 @@ class HfTrainerPlanner(Planner[HfTrainer]):
                 yield saving
 
     def profile(
-        self, ctx: Context, engine: Engine, samples: SampleShape, extent: Extent, watch: Watch
+        self, ctx: Context, engine: Engine, samples: SampleShape, extent: Extent, listener: PhaseListener
     ) -> None:
         if self._recomputes():
             engine.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        CausalLmPlanner(self.stage.batches()).trace(ctx, engine, samples, extent, watch)
+        CausalLmPlanner(self.stage.batches()).trace(ctx, engine, samples, extent, listener)
 
     def forecast(
         self,

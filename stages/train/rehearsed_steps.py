@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeline.engine import Engine
 from pipeline.planning.shapes import SampleShape
 from pipeline.planning.timeline import BACKWARD, FORWARD, RESUME, SAVE, UPDATE
-from pipeline.planning.watch import Extent, Watch
+from pipeline.planning.watch import Extent, PhaseListener
 from stages.model.masks_compat import masks_of_values
 from stages.train.batches import MicroBatch
 from stages.train.loss import SummedLoss
@@ -23,7 +23,7 @@ MICROBATCHES = 3
 
 
 def train(
-    config: TrainCausalLm, engine: Engine, samples: SampleShape, extent: Extent, watch: Watch
+    config: TrainCausalLm, engine: Engine, samples: SampleShape, extent: Extent, listener: PhaseListener
 ) -> None:
     """Two steps as `train_step` makes them, or one micro-batch; tells the phases."""
     most = -(-config.global_batch_size // engine.shard.count)
@@ -35,24 +35,24 @@ def train(
     with masks_of_values(packed=samples.packed):
         # The first step makes the optimizer's state.
         for microbatches in (1,) if extent.samples else (1, count):
-            _step(engine, loss, batch, microbatches, targets, watch)
+            _step(engine, loss, batch, microbatches, targets, listener)
     for phase in (SAVE, RESUME):  # which hold what there is between two steps
-        watch.phase(phase)
+        listener.phase(phase)
 
 
 def _step(
-    engine: Engine, loss: SummedLoss, batch: MicroBatch, count: int, targets: int, watch: Watch
+    engine: Engine, loss: SummedLoss, batch: MicroBatch, count: int, targets: int, listener: PhaseListener
 ) -> None:
     loss_sum = torch.zeros((), device=engine.device)
     for number in range(count):
-        watch.phase(FORWARD)
+        listener.phase(FORWARD)
         with engine.microbatch(last=number == count - 1):
             summed = loss(batch)
-            watch.phase(BACKWARD)
+            listener.phase(BACKWARD)
             engine.backward(summed * (engine.shard.count / targets))
         loss_sum += summed.detach()
         del summed
-    watch.phase(UPDATE)
+    listener.phase(UPDATE)
     engine.step(lr_scale=1.0, admit=lambda norm: True)
 
 

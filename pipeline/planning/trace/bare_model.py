@@ -15,7 +15,7 @@ from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec,
 from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
 from pipeline.fake_tensors import with_values
 from pipeline.planning.topology import Topology
-from pipeline.planning.trace.session import Owners
+from pipeline.planning.trace.session import Marks
 
 
 class BareEngine(Engine):
@@ -23,7 +23,7 @@ class BareEngine(Engine):
     ones are two, so that no gradient waits for another: that is up to the strategy."""
 
     def __init__(
-        self, source: ModelSource, precision: Precision, topology: Topology, watch: Owners
+        self, source: ModelSource, precision: Precision, topology: Topology, marks: Marks
     ) -> None:
         with with_values():
             with torch.device("meta"):
@@ -43,7 +43,7 @@ class BareEngine(Engine):
         self.shard = DataShard(index=0, count=topology.ranks)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop(name, watch))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(_drop(name, marks))  # type: ignore[no-untyped-call]
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -76,10 +76,10 @@ def _names(model: nn.Module) -> dict[str, str]:
     return {name: first[parameter] for name, parameter in every}
 
 
-def _drop(name: str, watch: Owners) -> Callable[[Tensor], None]:
+def _drop(name: str, marks: Marks) -> Callable[[Tensor], None]:
     def drop(parameter: Tensor) -> None:
         parameter.grad = None
-        watch.unit(name)
+        marks.part(name)
 
     return drop
 

@@ -1,0 +1,194 @@
+"""Track memory while a program runs: how it rises and falls, and what is computed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.fake_tensors import has_values
+from pipeline.planning.timeline import LOAD
+from pipeline.planning.trace.flops import ATTENTION, operations
+from pipeline.planning.trace.torch_compat import (
+    Watcher,
+    adds_gradients,
+    asks_for_number,
+    computes_again,
+    local,
+    storage_key,
+    tensors_in,
+)
+
+Part = int | str
+
+
+class Position(NamedTuple):
+    """Where a program is."""
+
+    phase: str
+    visit: int
+    """How often the phase was entered before."""
+    part: Part
+    """The part of the model that runs: a block's number, or a name."""
+
+
+class Level(NamedTuple):
+    """Bytes that are in use at a time."""
+
+    device: int
+    host: int
+    """Activations that were moved to the host until backward."""
+
+
+@dataclass(kw_only=True)
+class Stretch:
+    """A program from one position to the next."""
+
+    position: Position
+    levels: list[Level]
+    """At the beginning, and whenever memory changed."""
+    products: float = 0.0
+    """Floating-point operations of matrix products."""
+    attention: float = 0.0
+    """Floating-point operations of attention kernels."""
+    again: float = 0.0
+    """Floating-point operations of both that were done before, in forward."""
+    made: int = 0
+    """Bytes of new tensors."""
+    repeats: bool = False
+    """Whether anything is computed a second time."""
+
+
+class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
+    """Inside, count every storage that an operation makes until it is freed or resized.
+
+    Tensors on the meta device have no memory. With `fake`, tensors with values have none either,
+    and a program that asks for a number gets 1.
+    """
+
+    def __init__(self, *, fake: bool) -> None:
+        super().__init__()
+        self.stretches: list[Stretch] = []
+        self._fake = fake
+        self._sizes: dict[int, int] = {}
+        self._on_host: set[int] = set()
+        self._now = self._host = 0
+        self.enter(Position(LOAD, 0, ""))
+
+    def enter(self, position: Position) -> None:
+        """Begin a stretch."""
+        self.stretches.append(Stretch(position=position, levels=[self._level()]))
+
+    def move_to_host(self, tensor: Tensor) -> None:
+        """Count a tensor's memory as the host's."""
+        key = storage_key(tensor.untyped_storage())
+        if key in self._sizes and key not in self._on_host:
+            self._on_host.add(key)
+            self._host += self._sizes[key]
+            self._note()
+
+    def __enter__(self) -> MemoryTracker:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Run an operation on tensors, and count what it makes and computes."""
+        before = self._now
+        out = self._run(function, arguments, named)
+        here = self.stretches[-1]
+        here.made += max(self._now - before, 0)
+        kind, amount = operations(function, arguments, named, out)
+        if computes_again():
+            here.repeats = True
+            here.again += amount
+        elif kind == ATTENTION:
+            here.attention += amount
+        else:
+            here.products += amount
+        return out
+
+    def _run(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        if self._fake and asks_for_number(function):
+            return 1.0
+        if adds_gradients(function, arguments):
+            return arguments[0].add_(arguments[1])
+        out = function(*arguments, **named)
+        # What is detached shares its argument's memory, which may be none that counts.
+        if function is not torch.ops.aten.detach.default:
+            for tensor in tensors_in(out):
+                self._add(tensor)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        here = local(tensor)
+        if here.device.type == "meta" or (self._fake and has_values(here)):
+            return
+        storage = here.untyped_storage()
+        key = storage_key(storage)
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._free, key)
+            self._change(key, storage.nbytes())
+
+    def _change(self, key: int, size: int) -> None:
+        more = size - self._sizes[key]
+        self._sizes[key] = size
+        self._now += more
+        self._host += more if key in self._on_host else 0
+        self._note()
+
+    def _free(self, key: int) -> None:
+        self._change(key, 0)
+        del self._sizes[key]
+        self._on_host.discard(key)
+
+    def _level(self) -> Level:
+        return Level(self._now - self._host, self._host)
+
+    def _note(self) -> None:
+        self.stretches[-1].levels.append(self._level())
+
+    def _resizing(self) -> Any:
+        original = self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            done = original(storage, size)
+            key = storage_key(storage)
+            if key in self._sizes:
+                self._change(key, size)
+            return done
+
+        return resize_
+
+
+@contextlib.contextmanager
+def offloading(tracker: MemoryTracker, device: str) -> Iterator[None]:
+    """Inside, activations that checkpointing moves to the host count as the host's, unless the host
+    is the device. A trace runs on CPUs, where torch would move nothing."""
+    original = torch.autograd.graph.save_on_cpu
+
+    def moved(pin_memory: bool = False, device_type: str = "cuda") -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            there = tensor.clone()
+            tracker.move_to_host(there)
+            return there
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
+
+    if device != "cpu":
+        torch.autograd.graph.save_on_cpu = moved  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch.autograd.graph.save_on_cpu = original  # type: ignore[misc]
