@@ -200,9 +200,8 @@ class OptimizerShape:
         ways, gradients, which are also read for the norm and clipped."""
         return elements * (2 * size + 4 * size) + 2 * self.state(elements)
 
-    def update(self, counts: Sequence[int], size: int) -> int:
-        """Bytes taken for a moment to update parameters of so many elements, `size` bytes each."""
-        if not counts or self.taken == "nothing":
-            return 0
-        largest = max(counts) * (2 if self.taken == "two" else 1)
-        return (4 if self.wide else size) * (sum(counts) if self.taken == "all" else largest)
+    def update(self, largest: int, total: int, size: int) -> int:
+        """Bytes taken for a moment to update `total` elements in parameters of at most `largest`,
+        `size` bytes each."""
+        taken = {"nothing": 0, "one": largest, "two": 2 * largest, "all": total}
+        return (4 if self.wide else size) * taken[self.taken]

@@ -17,10 +17,7 @@ from pipeline.planning.topology import Topology
 from stages.wrap.accelerate import Accelerate
 from stages.wrap.accelerate_checks import KEY, is_handed_on, is_sharded
 from stages.wrap.accelerate_handed import HandedOn
-from stages.wrap.replicated import Replicated
-
-BUCKET = 25 << 20
-"""Bytes of gradients that torch reduces at a time."""
+from stages.wrap.ddp_planner import Replicated
 
 
 def plainly_replicated(
@@ -28,16 +25,9 @@ def plainly_replicated(
 ) -> StrategyMemory:
     """A replica on every rank as accelerate makes it: gradients are tensors of their own, reduced
     as they are, and with several processes the buckets stay beside them."""
-    sizes = Sizes.by(precision)
-    return Replicated(
-        profile,
-        optimizer,
-        replace(sizes, reduce=sizes.master),
-        ranks=topology.ranks,
-        views=False,
-        bucket=BUCKET,
-        buckets=topology.ranks > 1,
-    )
+    sizes, ranks = Sizes.by(precision), topology.ranks
+    sizes = replace(sizes, reduce=sizes.master)
+    return Replicated(ranks, profile, optimizer, sizes, views=False, buckets=ranks > 1)
 
 
 class AcceleratePlanner(Planner[Accelerate]):
@@ -57,14 +47,10 @@ class AcceleratePlanner(Planner[Accelerate]):
         strategy: StrategyMemory = kind(handed.stage).forecast(
             topology, profile, precision, optimizer
         )
-        whole = [_whole(topology, profile, precision)] if is_sharded(content) else []
-        return strategy, Extras(host=whole)
-
-
-def _whole(topology: Topology, profile: Profile, precision: Precision) -> HostNeed:
-    return HostNeed(
-        phase=LOAD,
-        what="models before they are sharded",
-        bytes=profile.model.held(Sizes.by(precision)) * topology.on_node,
-        formula=f"all weights for each of {topology.on_node} ranks",
-    )
+        whole = HostNeed(
+            phase=LOAD,
+            what="models before they are sharded",
+            bytes=profile.model.held(Sizes.by(precision)) * topology.on_node,
+            formula=f"all weights for each of {topology.on_node} ranks",
+        )
+        return strategy, Extras(host=[whole] if is_sharded(content) else [])

@@ -1,17 +1,96 @@
-"""What planning asks of `wrap.ddp`."""
+"""What wrap.ddp holds, and when: a replica on every rank (torch's DistributedDataParallel)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
 from pipeline.planning.planner import Planner, Tier
 from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import OptimizerShape, Sizes
-from pipeline.planning.strategy import StrategyMemory
+from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
+from pipeline.planning.strategy import GATHERED, Gradients, Item, Moment, Traffic
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.ddp import Ddp
-from stages.wrap.replicated import Replicated
+from stages.wrap.torch_planner import BACKWARD, ROOT, TorchMemory, UnitAmounts
+
+
+class Replicated(TorchMemory):
+    """A replica of everything on every rank.
+
+    n: elements; m, c: bytes of a number in the master and compute dtype. A rank holds
+
+    - always m n of weights, their optimizer state, and m n of gradients in buckets. Without
+      `views`, gradients are tensors of their own beside them, from backward until the next step's;
+    - where c is another dtype, c n of each block from its forward until its backward has used it,
+      or while it runs, if backward runs it again; the same of the head.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        profile: Profile,
+        optimizer: OptimizerShape,
+        sizes: Sizes,
+        *,
+        views: bool,
+        buckets: bool = True,
+    ) -> None:
+        """Without `buckets`, nothing is reduced."""
+        model = profile.model
+        super().__init__(ranks, model, optimizer, sizes)
+        self._views, self._buckets = views, buckets
+        self._is_cast = sizes.master != sizes.compute
+
+        def cast(weight: Weight) -> int:
+            same = weight.borrowed or weight.packed or not self._is_cast
+            return 0 if same else weight.bytes(sizes.compute)
+
+        self._cast = UnitAmounts(model, cast)
+        """Bytes of weights in the compute dtype, of those that are held in another."""
+        kept = zip(model.kinds, profile.recomputed, strict=True)
+        kinds = tuple(() if again else weights for weights, again in kept)
+        self._kept = UnitAmounts(replace(model, kinds=kinds), cast)
+        """The same of blocks that are not run again."""
+        table = 0 if model.tied else cast(model.embedding)
+        self._behind = self._cast[ROOT] - table
+
+    def _running(self, moment: Moment, place: int) -> Iterator[Item]:
+        copies = self._kept.between(0, place + 1)
+        if moment.unit == "head":
+            copies += self._behind
+        elif place != ROOT:
+            copies += self._cast[place] - self._kept[place]
+        yield Item(GATHERED, "device", copies, "copies for backward, cast")
+
+    def _reduced(self, moment: Moment) -> int:
+        """In buckets, and beside them: all that have come, without those of the unit in backward.
+        The first gradient of a tied weight waits for the second."""
+        trained, table = self._own.all, self._model.embedding
+        buckets = trained * self._buckets
+        if moment.event == "load":  # gradients are laid into buckets, whole or one by one
+            return buckets + (self._own.largest if self._views else buckets)
+        if moment.event == "between":
+            return buckets
+        backward = moment.event in BACKWARD and moment.unit != "head"
+        waits = table.elements * (backward and self._model.tied and table.trained)
+        if self._views:
+            return buckets + waits
+        if moment.event == "step" or not moment.first:
+            return buckets + waits + trained
+        come = self._head + self._own.after(self._place(moment)) if backward else 0
+        return buckets + waits + come
+
+    def gradients(self, moment: Moment) -> Gradients:
+        m = self._sizes.master
+        return Gradients(0 if self._views or not moment.first else m, m * self._is_cast)
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        if self.ranks > 1:
+            size = self._own.all * self._sizes.reduce
+            yield Traffic(collective="all-reduce", bytes=size, ranks=self.ranks, what="gradients")
 
 
 class DdpPlanner(Planner[Ddp]):
@@ -24,15 +103,9 @@ class DdpPlanner(Planner[Ddp]):
 
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
-    ) -> StrategyMemory:
-        return Replicated(
-            profile,
-            optimizer,
-            Sizes.by(precision),
-            ranks=topology.ranks,
-            views=self.stage.gradient_as_bucket_view,
-            bucket=self.stage.bucket_cap_mb << 20,
-        )
+    ) -> Replicated:
+        views = self.stage.gradient_as_bucket_view
+        return Replicated(topology.ranks, profile, optimizer, Sizes.by(precision), views=views)
 
     def trace(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

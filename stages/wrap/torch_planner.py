@@ -1,0 +1,111 @@
+"""What every engine of plain torch holds: weights, gradients and optimizer state, by unit."""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+
+from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
+from pipeline.planning.strategy import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    UPDATE_TEMPORARIES,
+    Item,
+    Moment,
+    StrategyMemory,
+)
+from pipeline.planning.timeline import Place
+
+ROOT = -1
+"""Place of what belongs to no block."""
+BACKWARD = ("regather", "backward", "reduce")
+
+
+class UnitAmounts:
+    """An amount of each unit, such as its bytes: of the root, and of blocks by number."""
+
+    def __init__(self, model: ModelShape, amount: Callable[[Weight], int]) -> None:
+        kinds = [[*map(amount, weights)] for weights in (model.root, *model.kinds)]
+        self.largest = max(itertools.chain(*kinds), default=0)
+        """Of one weight."""
+        sums = [sum(weights) for weights in kinds]
+        units = [sums[0], *(sums[kind + 1] for kind in model.blocks)]
+        self._before = [0, *itertools.accumulate(units)]
+        self.all = self._before[-1]
+
+    def __getitem__(self, place: int) -> int:
+        return self.between(place, place + 1)
+
+    def between(self, first: int, end: int) -> int:
+        """The amount of units from the first on, without the end. There may be none."""
+        most = len(self._before) - 1
+        low, high = (min(max(place - ROOT, 0), most) for place in (first, end))
+        return self._before[max(low, high)] - self._before[low]
+
+    def after(self, place: int) -> int:
+        """The amount of the blocks behind this one."""
+        return self.between(place + 1, len(self._before))
+
+
+class TorchMemory(StrategyMemory):
+    """Shards of weights, of optimizer state and of gradients on every rank, or whole ones."""
+
+    def __init__(
+        self,
+        ranks: int,
+        model: ModelShape,
+        optimizer: OptimizerShape,
+        sizes: Sizes,
+        *,
+        shards: int = 1,
+        home: Place = "device",
+    ) -> None:
+        self.ranks = ranks
+        self._model, self._optimizer, self._sizes = model, optimizer, sizes
+        self._shards, self._home = shards, home
+        self._held = UnitAmounts(model, lambda w: w.shard(shards, sizes.of(w)))
+        """Bytes of this rank's shards, which are padded."""
+        self._own = UnitAmounts(model, lambda w: w.shard(shards, 1) if w.trained else 0)
+        """Elements that this rank updates."""
+        self._head = sum(w.elements for w in model.root if w.trained and w.name in model.late)
+        """Elements of the root's weights whose gradients come before those of blocks."""
+
+    @abstractmethod
+    def _reduced(self, moment: Moment) -> int:
+        """Elements whose gradients are there in the master dtype."""
+
+    @abstractmethod
+    def _running(self, moment: Moment, place: int) -> Iterator[Item]:
+        """What else is there while the unit at this place runs: a block's number, ROOT for the
+        embeddings, the number of blocks for the head."""
+
+    def held(self, moment: Moment) -> Iterator[Item]:
+        m, home = self._sizes.master, self._home
+        of = f" / {self._shards} shards" if self._shards > 1 else ""
+        yield Item(PARAMETERS, home, self._held.all, f"{m} bytes x parameters{of}")
+        yield Item(GRADIENTS, home, m * self._reduced(moment), f"{m} bytes x trained{of}")
+        if moment.event == "load":
+            return
+        state = self._optimizer.state(self._own.all)
+        formula = f"{self._optimizer.bits / 8:.4g} bytes x trained{of}"
+        yield Item(OPTIMIZER, home, state, formula)
+        if moment.event == "step":
+            taken = self._optimizer.update(self._own.largest, self._own.all, m)
+            yield Item(UPDATE_TEMPORARIES, home, taken, "what the optimizer's kernel takes")
+        elif moment.event != "between":
+            yield from self._running(moment, self._place(moment))
+
+    def _place(self, moment: Moment) -> int:
+        ends = {"embeddings": ROOT, "head": len(self._model.blocks)}
+        return moment.unit if isinstance(moment.unit, int) else ends[moment.unit]
+
+    @property
+    def masters(self) -> tuple[int, Place]:
+        return self._own.all, self._home
+
+    @property
+    def updated(self) -> int:
+        on_device = self._home == "device"
+        return self._optimizer.touched(self._own.all, self._sizes.master) if on_device else 0
