@@ -19,6 +19,7 @@ from pipeline.planning.timeline import (
 )
 
 KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
+AVERAGE = "average of weights"
 OFFLOADED, ARRIVED = "offloaded activations", "gradients before they are reduced"
 PASSES = ((True, True),), ((True, False), (False, True))
 """Of a step of one micro-batch, and of several: whether no gradients are there, whether it is the
@@ -60,13 +61,22 @@ def step_peaks(
 ) -> Peaks:
     """What loading, a step, saving and resuming take, with micro-batches of so many samples."""
     peaks = Peaks()
-    peaks.note(LOAD, strategy.held(Moment("load")))
+    peaks.note(LOAD, _held(strategy, Moment("load")))
     for first, last in PASSES[min(microbatches, 2) - 1]:
         _Walk(profile, strategy, samples, peaks, first=first, last=last).run()
-    peaks.note(UPDATE, strategy.held(Moment("step")))
+    peaks.note(UPDATE, _held(strategy, Moment("step")))
     for phase in (UPDATE, SAVE, RESUME):
-        peaks.note(phase, strategy.held(Moment("between")))
+        peaks.note(phase, _held(strategy, Moment("between")))
     return peaks
+
+
+def _held(strategy: StrategyMemory, moment: Moment) -> Iterator[Item]:
+    """What a strategy holds at a moment, and averages of the weights that a rank updates."""
+    yield from strategy.held(moment)
+    if moment.event != "load":
+        elements, place = strategy.masters
+        size = strategy.averaged
+        yield Item(AVERAGE, place, size * elements, f"{size} bytes x trained of this rank")
 
 
 class _Walk:
@@ -120,12 +130,12 @@ class _Walk:
 
     def _enter(self, event: Event, unit: Unit) -> None:
         """Between two parts."""
-        items = self._strategy.held(self._moment(event, unit))
+        items = _held(self._strategy, self._moment(event, unit))
         self._peaks.note(self._phase, [*items, *self._activations(0, "")])
 
     def _compute(self, event: Event, unit: Unit, part: Part, *, logits: bool = False) -> None:
         moment = self._moment(event, unit)
-        items = [*self._strategy.held(moment)]
+        items = [*_held(self._strategy, moment)]
         left = self._strategy.gradients(moment) if event == "backward" else Gradients(0, 0)
         what = LOGITS if logits else COMPUTED
         for peak in part.peaks:

@@ -13,7 +13,6 @@ from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.stage import Context, PlanView
 
-AVERAGE = "average of weights"
 ELEMENT = 4
 """Bytes of it, in fp32."""
 
