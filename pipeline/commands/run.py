@@ -47,7 +47,7 @@ def run(
     )
     from pipeline.launch.start import start
     from pipeline.plan import plan_file
-    from pipeline.planning.saved_plan import require_planned
+    from pipeline.saved_plan import require_planned
 
     def prepare() -> tuple[Plan, Path]:
         plan = plan_file(recipe, overrides, here=True, procs=worker_world_size())

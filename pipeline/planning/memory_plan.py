@@ -11,14 +11,13 @@ from pipeline.artifacts import Precision
 from pipeline.plan import Plan, plan_file
 from pipeline.planning import report
 from pipeline.planning.estimate import Estimate, ask, assemble
-from pipeline.planning.hardware import Asked, hardware_of, site_of
-from pipeline.planning.hardware_spec import Hardware
+from pipeline.planning.hardware import Asked, Hardware, hardware_of, site_of
 from pipeline.planning.margins import Margins, Shortage, shortages
 from pipeline.planning.planner import Planners, Results
 from pipeline.planning.profiles import profile_of, samples_of
-from pipeline.planning.saved_plan import VERSION, identity
+from pipeline.saved_plan import VERSION, identity
 from pipeline.planning.shapes import ModelShape
-from pipeline.planning.step_time import StepTime, step_time
+from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.topology import Topology
 from pipeline.registry import Registry
@@ -63,24 +62,29 @@ class MemoryPlan:
         return max(self.topology.ranks - step.samples, 0)
 
     @property
-    def time(self) -> StepTime | None:
+    def time(self) -> StepTime:
         """Of a step."""
         return step_time(self.estimate, self.topology, self.hardware)
 
+    @property
+    def speed(self) -> Speed | None:
+        """Of the training; None where the hardware's rates are not known."""
+        return speed(self.time, self.estimate, self.topology, self.hardware)
+
     def lines(self, *, explain: bool) -> Iterator[str]:
         """For people."""
+        where = self.estimate, self.topology, self.hardware
+        yield report.verdict(self.short, *where, self.margins)
         yield from self._head()
         yield ""
-        yield from report.lines(
-            self.estimate, self.topology, self.hardware, self.margins, self.time
-        )
+        yield from report.lines(*where, self.margins)
+        yield from report.timing(self.time, self.speed, *where)
+        yield from report.caveats(self.estimate, self.hardware)
         if self.trace is not None and self.profiled is not None:
             yield from report.comparison(self.trace.how, self.estimate, self.profiled)
         if explain:
             yield ""
             yield from report.explanations(self.estimate)
-        yield ""
-        yield report.verdict(self.short, self.estimate, self.topology, self.hardware, self.margins)
 
     def _head(self) -> Iterator[str]:
         topology, step = self.topology, self.estimate.step
@@ -124,16 +128,14 @@ class MemoryPlan:
             "copies": asdict(self.estimate.copies),
             "step": asdict(self.estimate.step),
             "work": asdict(self.estimate.work),
-            "seconds": None if time is None else _seconds(time),
+            "seconds": asdict(time)
+            | {"least": time.least, "expected": time.expected, "bound": time.bound},
+            "speed": None if self.speed is None else asdict(self.speed),
             "formulas": dict(self.estimate.formulas),
             "caveats": [*self.estimate.caveats, *self.hardware.caveats],
             "fits": self.fits,
             "short": [asdict(short) for short in self.short],
         }
-
-
-def _seconds(time: StepTime) -> dict[str, Any]:
-    return asdict(time) | {"least": time.least, "most": time.most, "bound": time.bound}
 
 
 def draw_up(

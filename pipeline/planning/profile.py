@@ -6,11 +6,12 @@ head, the loss; each forward and backward. Bytes are functions of the samples of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from pipeline.planning.shapes import ModelShape, record, restored
+from pydantic import TypeAdapter
+
+from pipeline.planning.shapes import ModelShape
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,6 @@ class Line:
 
     def __add__(self, other: Line) -> Line:
         return Line(self.fixed + other.fixed, self.each + other.each)
-
-    @classmethod
-    def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Line:
-        """The line through two pairs of samples and amount."""
-        slope = (second[1] - first[1]) / (second[0] - first[0])
-        return cls(first[1] - slope * first[0], slope)
 
 
 ZERO = Line(0, 0)
@@ -76,7 +71,7 @@ NOTHING = Part()
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model under a recipe's settings, at one length of samples. JSON."""
+    """A model under a recipe's settings, at one length of samples."""
 
     model: ModelShape
     length: int
@@ -113,54 +108,15 @@ class Profile:
             total += Line(one.fixed * count, one.each * count)
         return total
 
-    def record(self) -> dict[str, Any]:
-        """JSON."""
-        plain = {
-            name: [*map(_part, value)] if isinstance(value, tuple) else _part(value)
-            for name, value in vars(self).items()
-            if name not in ("model", "length", "recomputed")
-        }
-        return plain | {
-            "model": record(self.model),
-            "length": self.length,
-            "recomputed": list(self.recomputed),
-        }
 
-    @classmethod
-    def restored(cls, content: Mapping[str, Any]) -> Profile:
-        """What `record` has written. Raises TypeError, ValueError or KeyError for anything else."""
-        parts = {
-            name: tuple(map(_restored, value)) if name.startswith("blocks") else _restored(value)
-            for name, value in content.items()
-            if name not in ("model", "length", "recomputed")
-        }
-        return cls(
-            model=restored(content["model"]),
-            length=int(content["length"]),
-            recomputed=tuple(map(bool, content["recomputed"])),
-            **parts,  # type: ignore[arg-type]
-        )
+def to_json(profile: Profile) -> bytes:
+    """The profile, to be kept."""
+    return TypeAdapter(Profile).dump_json(profile)
 
 
-LINES = ("kept", "offloaded", "products", "attention", "again", "made")
-
-
-def _part(part: Part) -> dict[str, Any]:
-    lines = {name: _line(getattr(part, name)) for name in LINES}
-    peaks = [[*_line(one.bytes), one.arrived, one.newest] for one in part.peaks]
-    return lines | {"peaks": peaks}
-
-
-def _line(line: Line) -> Sequence[float]:
-    return line.fixed, line.each
-
-
-def _restored(content: Mapping[str, Any]) -> Part:
-    peaks = tuple(
-        Peak(Line(fixed, each), arrived, newest)
-        for fixed, each, arrived, newest in content["peaks"]
-    )
-    return Part(peaks=peaks, **{name: Line(*content[name]) for name in LINES})
+def from_json(text: bytes) -> Profile:
+    """The profile that `to_json` has written. Raises ValueError for anything else."""
+    return TypeAdapter(Profile).validate_json(text)
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:

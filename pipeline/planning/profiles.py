@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -14,18 +15,17 @@ from typing import Any
 
 from pipeline.artifacts import ModelSource, Precision, TrainedRun
 from pipeline.files import private_folder, replace_text
-from pipeline.plan import Plan, Step
+from pipeline.plan import Plan
 from pipeline.planning.planner import Results
-from pipeline.planning.profile import Profile
+from pipeline.planning.profile import Profile, from_json, to_json
 from pipeline.planning.shapes import SampleShape
 from pipeline.planning.topology import Topology
 from pipeline.rundir import versions
 
-FORMAT = 1
-DECIDES = (ModelSource, Precision, TrainedRun)
+DECIDE = (ModelSource, Precision, TrainedRun)
 """Stages that give one of these decide what a model's parts take."""
 CODE = ("pipeline", "stages")
-"""Packages whose files, as they are, are part of a key: a change of any may change profiles."""
+"""Packages whose files are part of a key: a change of any may change profiles."""
 FOLDER = Path("~/.cache/pipetrain/profiles")
 
 _made: dict[str, Profile] = {}
@@ -33,21 +33,17 @@ _made: dict[str, Profile] = {}
 
 def profile_of(plan: Plan, planners: Mapping[str, Any], topology: Topology) -> Profile:
     """The profile of a recipe's model. Raises what planners raise, and UsageError where no slot
-    tells of samples."""
+    tells the length of samples."""
     samples = samples_of(plan, planners, topology)
     key = _key(plan, planners, topology, samples)
-    if key is not None and key in _made:
-        return _made[key]
-    found = None if key is None else _read(key)
+    found = _made.get(key) or _read(key)
     if found is None:
         from pipeline.planning.trace.profiling import profile
         from pipeline.planning.trace.run import Job
 
         found = profile(Job(plan=plan, planners=planners, topology=topology, samples=samples))
-        if key is not None:
-            _write(key, found)
-    if key is not None:
-        _made[key] = found
+        _write(key, found)
+    _made[key] = found
     return found
 
 
@@ -58,54 +54,37 @@ def samples_of(plan: Plan, planners: Mapping[str, Any], topology: Topology) -> S
         planner = planners.get(step.slot)
         if hasattr(planner, "forecast") and not [*told.missing(planner, "forecast")]:
             told[step.slot] = told.call(planner, "forecast", topology)
-    return told.require(
-        SampleShape, "nothing can be planned: no slot of the recipe tells the length of its samples"
-    )
+    why = "nothing can be planned: no slot of the recipe tells the length of its samples"
+    return told.require(SampleShape, why)
 
 
-def _key(
-    plan: Plan, planners: Mapping[str, Any], topology: Topology, samples: SampleShape
-) -> str | None:
-    """A digest; None where it cannot be told what a stage depends on."""
-    stages = _stages(plan, planners, DECIDES)
-    if stages is None:
-        return None
+def _key(plan: Plan, planners: Mapping[str, Any], topology: Topology, samples: SampleShape) -> str:
     content = {
-        "format": FORMAT,
         "versions": versions(),
         "code": _code(),
         "samples": dataclasses.asdict(samples),
         "device": topology.device,
-        "stages": stages,
+        "stages": [
+            [step.use, _settings(step.stage, planners.get(step.slot))]
+            for step in plan.steps
+            if issubclass(step.gives or object, DECIDE)
+        ],
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _stages(
-    plan: Plan, planners: Mapping[str, Any], kinds: tuple[type, ...]
-) -> list[list[Any]] | None:
-    """Stages that give one of these, and what of their settings matters; None where that cannot be
-    told."""
-    found = []
-    for step in plan.steps:
-        if issubclass(step.gives or object, kinds):
-            settings = _settings(step, planners.get(step.slot))
-            if settings is None:
-                return None
-            found.append([step.use, settings])
+def _settings(stage: Any, planner: Any) -> Mapping[str, Any]:
+    """What a profile depends on of a stage's settings: all of them, unless its planner says."""
+    found: Mapping[str, Any] = (
+        planner.depends() if hasattr(planner, "depends") else dataclasses.asdict(stage)
+    )
     return found
-
-
-def _settings(step: Step, planner: Any) -> Mapping[str, Any] | None:
-    if hasattr(planner, "depends"):
-        told: Mapping[str, Any] | None = planner.depends()
-        return told
-    return dataclasses.asdict(step.stage)
 
 
 @functools.cache
 def _code() -> str:
+    """A digest of the code that makes profiles, by the sizes and times of its files."""
     found = [
         (str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns)
         for root in _folders()
@@ -129,16 +108,14 @@ def _file(key: str) -> Path:
 def _read(key: str) -> Profile | None:
     """The profile that is kept; None for one that is not there, or cannot be read as one."""
     try:
-        return Profile.restored(json.loads(_file(key).read_text("utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return from_json(_file(key).read_bytes())
+    except (OSError, ValueError):
         return None
 
 
 def _write(key: str, profile: Profile) -> None:
     """Keep it, if there is a place to."""
     file = _file(key)
-    try:
+    with contextlib.suppress(OSError):
         private_folder(file.parent)
-        replace_text(file, json.dumps(profile.record()) + "\n")
-    except OSError:
-        return
+        replace_text(file, to_json(profile).decode() + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,34 +112,6 @@ class ModelShape:
         """The first of the root's matrices with a row for each token of the vocabulary."""
         tables = (one for one in self.root if one.shape[:1] == (self.vocabulary,))
         return next(tables, self.root[0])
-
-
-def record(model: ModelShape) -> dict[str, object]:
-    """JSON of a model's shape."""
-    plain = {**vars(model), "root": _plain(model.root), "kinds": [*map(_plain, model.kinds)]}
-    return {name: plain[name] for name in model.__dataclass_fields__}
-
-
-def _plain(weights: Iterable[Weight]) -> list[list[object]]:
-    return [[one.name, one.shape, one.trained, one.borrowed, one.packed] for one in weights]
-
-
-def restored(content: Mapping[str, object]) -> ModelShape:
-    """The shape that `record` has written. Raises TypeError, ValueError or KeyError for anything
-    else."""
-    fields: dict[str, object] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-    }
-    fields["root"] = _weights(content["root"])
-    fields["kinds"] = tuple(map(_weights, content["kinds"]))  # type: ignore[call-overload]
-    return ModelShape(**fields)  # type: ignore[arg-type]
-
-
-def _weights(rows: object) -> tuple[Weight, ...]:
-    return tuple(
-        Weight(name=name, shape=tuple(shape), trained=trained, borrowed=borrowed, packed=packed)
-        for name, shape, trained, borrowed, packed in rows  # type: ignore[attr-defined]
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

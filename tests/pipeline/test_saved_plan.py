@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from pipeline.forecast.saved import identity, require_planned
 
 from pipeline.cli import main
 from pipeline.errors import PlanDrift, UsageError
 from pipeline.launch.environment import CONTRACT, worker_local_world_size
 from pipeline.plan import Plan, plan_file
+from pipeline.saved_plan import identity, require_planned
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "llama8b_fsdp.yaml"
 Record = dict[str, Any]
 
 

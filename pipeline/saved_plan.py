@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -15,9 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.annotations import init_fields
 from pipeline.errors import PlanDrift, UsageError, in_words
 from pipeline.plan import Plan, Step
-from pipeline.planning.drift import drift
 
 VERSION: Final = 3
+SHOWN = 60
+"""Characters of a value that a message shows."""
+LEAD = 20
+"""How many of them, of a longer value, are before the first difference."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -52,7 +56,7 @@ class SavedPlan(BaseModel):
 
 
 def identity(plan: Plan, per_node: int | None) -> Identity:
-    """Of a checked recipe with so many processes on each node."""
+    """The identity of a checked recipe with so many processes on each node."""
     from pipeline.rundir import versions
 
     written = plan.recipe.public().get("stages") or {}
@@ -79,7 +83,7 @@ def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
     planned, now = _read(file), identity(plan, per_node)
     if per_node is None:
         planned = planned.model_copy(update={"processes_per_node": None})
-    found = list(drift(planned, now))
+    found = list(differences(planned, now))
     if found:
         raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
 
@@ -96,6 +100,67 @@ def _read(file: Path) -> Identity:
             f"{file} is no saved plan: {place}{': ' * bool(place)}{first['msg']}",
             hint=f"pipe plan RECIPE --out {file} writes one",
         ) from error
+
+
+def differences(planned: Identity, now: Identity) -> Iterator[str]:
+    """Each difference in words, with both values."""
+    folders = planned.folder, now.folder
+    for slot in sorted({*planned.stages, *now.stages}):
+        before, after = planned.stages.get(slot), now.stages.get(slot)
+        if before is None or after is None:
+            yield f"slot `{slot}` is {'new' if before is None else 'gone'}"
+        elif before.get("use") != after["use"]:
+            yield _in_words(f"{slot}.use", before.get("use"), after["use"])
+        else:
+            yield from _between(slot, before, after, folders)
+    rest = {"stages", "versions", "folder"}
+    yield from _between("", planned.model_dump(exclude=rest), now.model_dump(exclude=rest), folders)
+    # A package that only one side has is an optional one, which the plan did without.
+    for package in sorted(planned.versions.keys() & now.versions.keys()):
+        yield from _between(package, planned.versions[package], now.versions[package], folders)
+
+
+def _between(place: str, before: Any, after: Any, folders: tuple[str, str]) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            inner = f"{place}.{key}" if place else key
+            yield from _between(inner, before.get(key), after.get(key), folders)
+    elif not _same(before, after, folders):
+        yield _in_words(place, before, after)
+
+
+def _same(before: Any, after: Any, folders: tuple[str, str]) -> bool:
+    """Whether two values mean the same. A file is the same if it is called the same from both
+    recipes, which have moved together with it, or if it is the same file, beside which a recipe
+    has moved."""
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return all(_same(*two, folders) for two in zip(before, after, strict=True))
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        return not any(_between("", before, after, folders))
+    if isinstance(before, str) and isinstance(after, str):
+        absolute = (_absolute(*one) for one in zip((before, after), folders, strict=True))
+        return before == after or len({*absolute}) == 1
+    return bool(before == after)
+
+
+def _absolute(text: str, folder: str) -> str:
+    relative = text.startswith(("./", "../"))
+    return os.path.normpath(f"{folder}/{text}") if relative else text
+
+
+def _in_words(place: str, before: Any, after: Any) -> str:
+    now, then = json.dumps(after), json.dumps(before)
+    same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(now, then, strict=False)))
+    return f"{place} is {_cut(now, same)} instead of {_cut(then, same)}"
+
+
+def _cut(text: str, same: int) -> str:
+    """The text, or so much of a long one that it shows where it begins to differ."""
+    if len(text) <= SHOWN:
+        return text
+    first = max(min(same - LEAD, len(text) - SHOWN), 0)
+    last = first + SHOWN
+    return f"{'...' * (first > 0)}{text[first:last]}{'...' * (last < len(text))}"
 
 
 def _plain(value: Any, folders: Sequence[str]) -> Any:
