@@ -57,7 +57,7 @@ def profile_and_trace(case: Case, device: str = "cuda") -> Pair:
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), device)
         told = ask(here.plan, here.planners, here.topology, profile(here))
-        estimate = assemble(here.plan, here.planners, here.topology, told)
+        estimate = assemble(here.topology, told)
         strategy = told.require(StrategyMemory, "nothing wraps the model")
         traced = trace(here, strategy)
     return Pair(case=case, told=step_peak(estimate.device), reference=step_peak(traced.peaks))

@@ -6,12 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.accelerators import GIB
-from pipeline.artifacts import Data, OptimizerPlan, Precision, TrainedRun
-from pipeline.engine import Engine
-from pipeline.errors import UsageError
 from pipeline.length import Length
 from pipeline.plan import Plan
-from pipeline.plan import Step as Slot
 from pipeline.planning.memory import step_peaks
 from pipeline.planning.planner import Results
 from pipeline.planning.profile import Profile
@@ -146,46 +142,38 @@ class Estimate:
         return max((held.bytes for held in self.host.values()), default=0)
 
 
-TELLS: Mapping[type, type] = {
-    Data: SampleShape,
-    Precision: Precision,
-    OptimizerPlan: OptimizerShape,
-    Engine: StrategyMemory,
-    TrainedRun: Step,
-}
-"""A type that a stage gives -> what its planner tells, without which a training has no estimate."""
-
-
 def ask(
     plan: Plan, planners: Mapping[str, object], topology: Topology, profile: Profile
 ) -> Results:
-    """What every slot's planner tells, by slot, and the model. Raises what planners raise."""
+    """What every slot's planner tells, by slot, and the model; and which slots tell nothing. Raises
+    what planners raise."""
     told = Results(profile=profile, model=profile.model)
+    mute = []
     for step in plan.steps:
         planner = planners.get(step.slot)
-        if hasattr(planner, FORECAST) and not [*told.missing(planner, FORECAST)]:
+        if not hasattr(planner, FORECAST):
+            mute += [f"slot `{step.slot}` ({step.use}) has no forecast"] if planner is None else []
+            continue
+        missing = ", ".join(told.missing(planner, FORECAST))
+        if missing:
+            need = f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
+            mute.append(need)
+        else:
             told[step.slot] = told.call(planner, FORECAST, topology)
+    told["mute"] = Extras(caveats=mute)
     return told
 
 
 def assemble(
-    plan: Plan,
-    planners: Mapping[str, object],
-    topology: Topology,
-    told: Results,
-    *,
-    traced: Mapping[str, Held] | None = None,
+    topology: Topology, told: Results, *, traced: Mapping[str, Held] | None = None
 ) -> Estimate:
     """Put together what planners have told; `traced` stands for the device's memory. Raises
-    UsageError when one that matters tells nothing."""
-    profile, step = told.latest(Profile), told.latest(Step)
-    strategy = told.latest(StrategyMemory)
-    if profile is None or step is None or strategy is None:
-        mute = [f"{slot.slot}: {slot.use}" for slot in _mute(plan, planners, told)]
-        raise UsageError(
-            f"what this recipe needs cannot be told: {', '.join(mute) or 'nothing is trained'}",
-            hint="without a forecast, which others build on" if mute else "give it a train slot",
-        )
+    UsageError where nobody tells of a strategy or of a step."""
+    caveats = tuple(_caveats(told))
+    why = "; ".join(["this recipe cannot be planned: {}", *caveats])
+    profile: Profile = told.require(Profile, "the model has no profile")
+    step = told.require(Step, why.format("no slot tells how it trains"))
+    strategy: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, strategy, samples=step.micro_batch, microbatches=step.microbatches)
     extras = [*told.each(Extras)]
     on_cpu = topology.device == "cpu"
@@ -206,7 +194,7 @@ def assemble(
         copies=strategy.copies(step.microbatches) + moved,
         step=step,
         work=_work(profile, strategy, step),
-        caveats=tuple(_caveats(plan, planners, told)),
+        caveats=caveats,
     )
 
 
@@ -241,37 +229,13 @@ def _host(
     return {phase: Held.of(items) for phase, items in phases.items()}
 
 
-def _mute(plan: Plan, planners: Mapping[str, object], told: Results) -> Iterator[Slot]:
-    """The slots without a forecast of which nobody else tells what others build on."""
-    for slot in plan.steps:
-        meant = [TELLS[kind] for kind in TELLS if issubclass(slot.gives or object, kind)]
-        if not hasattr(planners.get(slot.slot), FORECAST) and any(
-            told.latest(each) is None for each in meant
-        ):
-            yield slot
-
-
-def _caveats(plan: Plan, planners: Mapping[str, object], told: Results) -> Iterator[str]:
-    """What is left out of account: whole slots, and what planners say of their stages."""
-    before = Results({name: told[name] for name in ("profile", "model")})
-    for step in plan.steps:
-        planner = planners.get(step.slot)
-        if step.slot in told:
-            before[step.slot] = told[step.slot]
-        elif step.slot not in planners:
-            yield f"slot `{step.slot}` ({step.use}) has no forecast"
-        elif hasattr(planner, FORECAST):
-            missing = ", ".join(before.missing(planner, FORECAST))
-            yield f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
+def _caveats(told: Results) -> Iterator[str]:
+    """What is left out of account."""
     model, samples = told.latest(ModelShape), told.latest(SampleShape)
-    if model is not None:
-        yield from model.caveats
-        if samples is not None and model.context is not None and samples.length > model.context:
-            yield (
-                f"samples of {samples.length} tokens are longer than the {model.context} positions "
-                "that the model's config states"
-            )
-    optimizer = told.latest(OptimizerShape)
-    yield from optimizer.caveats if optimizer is not None else ()
-    for extra in told.each(Extras):
-        yield from extra.caveats
+    if model and samples and model.context is not None and samples.length > model.context:
+        yield (
+            f"samples of {samples.length} tokens are longer than the {model.context} positions "
+            "that the model's config states"
+        )
+    tellers = [model, told.latest(OptimizerShape), *told.each(Extras)]
+    yield from (caveat for teller in tellers if teller for caveat in teller.caveats)

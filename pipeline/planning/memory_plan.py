@@ -15,12 +15,12 @@ from pipeline.planning.hardware import Asked, Hardware, hardware_of, site_of
 from pipeline.planning.margins import Margins, Shortage, shortages
 from pipeline.planning.planner import Planners, Results
 from pipeline.planning.profiles import profile_of, samples_of
-from pipeline.saved_plan import VERSION, identity
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.topology import Topology
 from pipeline.registry import Registry
+from pipeline.saved_plan import VERSION, identity
 
 if TYPE_CHECKING:
     from pipeline.planning.trace.traced import Trace
@@ -160,7 +160,7 @@ def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = Fa
     topology = site_of(asked, plan.view.procs, plan.view.device)
     planners = Planners.installed().of(plan)
     told = ask(plan, planners, topology, profile_of(plan, planners, topology))
-    estimate = assemble(plan, planners, topology, told)
+    estimate = assemble(topology, told)
     policy = told.latest(Precision)
     compute = policy.compute if policy else "fp32"
     found = _traced(plan, planners, topology, told) if trace else None
@@ -171,7 +171,7 @@ def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = Fa
         margins=margins,
         estimate=estimate
         if found is None
-        else assemble(plan, planners, topology, told, traced=found.peaks),
+        else assemble(topology, told, traced=found.peaks),
         model=told.require(ModelShape, "no slot of the recipe gives a model"),
         trace=found,
         profiled=None if found is None else estimate,
@@ -182,7 +182,7 @@ def estimated(plan: Plan, topology: Topology) -> Estimate:
     """What a checked recipe needs at a place. Raises UsageError and StageError."""
     planners = Planners.installed().of(plan)
     told = ask(plan, planners, topology, profile_of(plan, planners, topology))
-    return assemble(plan, planners, topology, told)
+    return assemble(topology, told)
 
 
 def _traced(plan: Plan, planners: Mapping[str, Any], topology: Topology, told: Results) -> Trace:
