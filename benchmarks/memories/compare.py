@@ -11,12 +11,11 @@ from pathlib import Path
 from memories.cases import Case
 
 from pipeline.planning.estimate import ask, assemble
-from pipeline.planning.planner import Planners
-from pipeline.planning.shapes import SampleShape
+from pipeline.planning.job import Job
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import STEP, Held
 from pipeline.planning.trace.profiling import profile
-from pipeline.planning.trace.run import Job, Traced, run
+from pipeline.planning.trace.run import Traced, run
 from pipeline.planning.trace.traced import by_phase, tops_of, trace
 
 
@@ -41,14 +40,7 @@ def step_peak(peaks: Mapping[str, Held]) -> int:
 
 def job(case: Case, folder: Path, device: str) -> Job:
     """The case as a recipe in that folder, with its planners."""
-    plan = case.plan(folder, device=device)
-    samples = SampleShape(length=case.length, packed=case.packed)
-    return Job(
-        plan=plan,
-        planners=Planners.installed().of(plan),
-        topology=case.topology(device),
-        samples=samples,
-    )
+    return Job.of(case.plan(folder, device=device), case.topology(device))
 
 
 def profile_and_trace(case: Case, device: str = "cuda") -> Pair:
@@ -56,7 +48,7 @@ def profile_and_trace(case: Case, device: str = "cuda") -> Pair:
     a strategy that cannot be traced, and StageError for a model that needs values."""
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), device)
-        told = ask(here.plan, here.planners, here.topology, profile(here))
+        told = ask(here, profile(here))
         estimate = assemble(here.topology, told)
         strategy = told.require(StrategyMemory, "nothing wraps the model")
         traced = trace(here, strategy)

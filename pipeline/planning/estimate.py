@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pipeline.accelerators import GIB
 from pipeline.length import Length
-from pipeline.plan import Plan
+from pipeline.planning.job import Job, forecasts
 from pipeline.planning.memory import step_peaks
 from pipeline.planning.planner import Results
 from pipeline.planning.profile import Profile
@@ -16,7 +16,6 @@ from pipeline.planning.strategy import Copies, StrategyMemory, Traffic
 from pipeline.planning.timeline import LOAD, Held
 from pipeline.planning.topology import Topology
 
-FORECAST = "forecast"
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
@@ -142,24 +141,11 @@ class Estimate:
         return max((held.bytes for held in self.host.values()), default=0)
 
 
-def ask(
-    plan: Plan, planners: Mapping[str, object], topology: Topology, profile: Profile
-) -> Results:
-    """What every slot's planner tells, by slot, and the model; and which slots tell nothing. Raises
-    what planners raise."""
-    told = Results(profile=profile, model=profile.model)
-    mute = []
-    for step in plan.steps:
-        planner = planners.get(step.slot)
-        if not hasattr(planner, FORECAST):
-            mute += [f"slot `{step.slot}` ({step.use}) has no forecast"] if planner is None else []
-            continue
-        missing = ", ".join(told.missing(planner, FORECAST))
-        if missing:
-            need = f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
-            mute.append(need)
-        else:
-            told[step.slot] = told.call(planner, FORECAST, topology)
+def ask(job: Job, profile: Profile) -> Results:
+    """The model, what every slot's planner tells, and which slots tell nothing. Raises what
+    planners raise."""
+    known = Results(profile=profile, model=profile.model)
+    told, mute = forecasts(job.plan, job.topology, job.planners, known)
     told["mute"] = Extras(caveats=mute)
     return told
 

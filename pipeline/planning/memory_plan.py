@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,10 @@ from pipeline.plan import Plan, plan_file
 from pipeline.planning import report
 from pipeline.planning.estimate import Estimate, ask, assemble
 from pipeline.planning.hardware import Asked, Hardware, hardware_of, site_of
+from pipeline.planning.job import Job
 from pipeline.planning.margins import Margins, Shortage, shortages
-from pipeline.planning.planner import Planners, Results
-from pipeline.planning.profiles import profile_of, samples_of
+from pipeline.planning.planner import Results
+from pipeline.planning.profiles import profile_of
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 from pipeline.planning.strategy import StrategyMemory
@@ -73,13 +74,10 @@ class MemoryPlan:
 
     def lines(self, *, explain: bool) -> Iterator[str]:
         """For people."""
-        where = self.estimate, self.topology, self.hardware
-        yield report.verdict(self.short, *where, self.margins)
+        yield report.verdict(self)
         yield from self._head()
         yield ""
-        yield from report.lines(*where, self.margins)
-        yield from report.timing(self.time, self.speed, *where)
-        yield from report.caveats(self.estimate, self.hardware)
+        yield from report.lines(self)
         if self.trace is not None and self.profiled is not None:
             yield from report.comparison(self.trace.how, self.estimate, self.profiled)
         if explain:
@@ -158,38 +156,31 @@ def draw_up(
 def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) -> MemoryPlan:
     """The plan of a recipe that has been checked."""
     topology = site_of(asked, plan.view.procs, plan.view.device)
-    planners = Planners.installed().of(plan)
-    told = ask(plan, planners, topology, profile_of(plan, planners, topology))
-    estimate = assemble(topology, told)
+    job = Job.of(plan, topology)
+    told = ask(job, profile_of(job))
+    profiled = assemble(topology, told)
     policy = told.latest(Precision)
-    compute = policy.compute if policy else "fp32"
-    found = _traced(plan, planners, topology, told) if trace else None
+    found = _traced(job, told) if trace else None
     return MemoryPlan(
         plan=plan,
         topology=topology,
-        hardware=hardware_of(asked, topology, compute=compute),
+        hardware=hardware_of(asked, topology, compute=policy.compute if policy else "fp32"),
         margins=margins,
-        estimate=estimate
-        if found is None
-        else assemble(topology, told, traced=found.peaks),
+        estimate=assemble(topology, told, traced=found.peaks) if found else profiled,
         model=told.require(ModelShape, "no slot of the recipe gives a model"),
         trace=found,
-        profiled=None if found is None else estimate,
+        profiled=profiled if found else None,
     )
 
 
 def estimated(plan: Plan, topology: Topology) -> Estimate:
     """What a checked recipe needs at a place. Raises UsageError and StageError."""
-    planners = Planners.installed().of(plan)
-    told = ask(plan, planners, topology, profile_of(plan, planners, topology))
-    return assemble(topology, told)
+    job = Job.of(plan, topology)
+    return assemble(topology, ask(job, profile_of(job)))
 
 
-def _traced(plan: Plan, planners: Mapping[str, Any], topology: Topology, told: Results) -> Trace:
-    from pipeline.planning.trace.run import Job
+def _traced(job: Job, told: Results) -> Trace:
     from pipeline.planning.trace.traced import trace
 
-    samples = samples_of(plan, planners, topology)
-    job = Job(plan=plan, planners=planners, topology=topology, samples=samples)
     strategy: StrategyMemory = told.require(StrategyMemory, "no slot of the recipe wraps the model")
     return trace(job, strategy)

@@ -15,11 +15,8 @@ from typing import Any
 
 from pipeline.artifacts import ModelSource, Precision, TrainedRun
 from pipeline.files import private_folder, replace_text
-from pipeline.plan import Plan
-from pipeline.planning.planner import Results
+from pipeline.planning.job import Job
 from pipeline.planning.profile import Profile, from_json, to_json
-from pipeline.planning.shapes import SampleShape
-from pipeline.planning.topology import Topology
 from pipeline.rundir import versions
 
 DECIDE = (ModelSource, Precision, TrainedRun)
@@ -31,42 +28,29 @@ FOLDER = Path("~/.cache/pipetrain/profiles")
 _made: dict[str, Profile] = {}
 
 
-def profile_of(plan: Plan, planners: Mapping[str, Any], topology: Topology) -> Profile:
-    """The profile of a recipe's model. Raises what planners raise, and UsageError where no slot
-    tells the length of samples."""
-    samples = samples_of(plan, planners, topology)
-    key = _key(plan, planners, topology, samples)
+def profile_of(job: Job) -> Profile:
+    """The profile of a job's model. Raises StageError for a model that cannot be run without
+    values."""
+    key = _key(job)
     found = _made.get(key) or _read(key)
     if found is None:
         from pipeline.planning.trace.profiling import profile
-        from pipeline.planning.trace.run import Job
 
-        found = profile(Job(plan=plan, planners=planners, topology=topology, samples=samples))
+        found = profile(job)
         _write(key, found)
     _made[key] = found
     return found
 
 
-def samples_of(plan: Plan, planners: Mapping[str, Any], topology: Topology) -> SampleShape:
-    """What the data slot tells of its samples. Raises UsageError where none does."""
-    told = Results()
-    for step in plan.steps:
-        planner = planners.get(step.slot)
-        if hasattr(planner, "forecast") and not [*told.missing(planner, "forecast")]:
-            told[step.slot] = told.call(planner, "forecast", topology)
-    why = "nothing can be planned: no slot of the recipe tells the length of its samples"
-    return told.require(SampleShape, why)
-
-
-def _key(plan: Plan, planners: Mapping[str, Any], topology: Topology, samples: SampleShape) -> str:
+def _key(job: Job) -> str:
     content = {
         "versions": versions(),
         "code": _code(),
-        "samples": dataclasses.asdict(samples),
-        "device": topology.device,
+        "samples": dataclasses.asdict(job.samples),
+        "device": job.topology.device,
         "stages": [
-            [step.use, _settings(step.stage, planners.get(step.slot))]
-            for step in plan.steps
+            [step.use, _settings(step.stage, job.planners.get(step.slot))]
+            for step in job.plan.steps
             if issubclass(step.gives or object, DECIDE)
         ],
     }

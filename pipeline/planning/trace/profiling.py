@@ -7,10 +7,11 @@ from typing import Any
 
 from pipeline.artifacts import ModelSource
 from pipeline.errors import StageError
+from pipeline.planning.job import Job
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.timeline import BACKWARD, FORWARD
-from pipeline.planning.trace.run import Job, Traced, declared, run
+from pipeline.planning.trace.run import Traced, declared, run
 from pipeline.planning.trace.session import HEAD, INPUT, LOSS, START
 from pipeline.planning.trace.structure import Structure, kinds, prefix, structure
 from pipeline.planning.trace.tracker import Level, Stretch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import nn
 
 from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, TrainedRun
 from pipeline.engine import Engine
-from pipeline.errors import UsageError
+from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import told_apart, without_values
-from pipeline.plan import Plan, Step
+from pipeline.plan import Step
+from pipeline.planning.job import Job
 from pipeline.planning.planner import Results, needs_of
-from pipeline.planning.shapes import SampleShape
-from pipeline.planning.topology import Topology
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
 from pipeline.planning.trace.session import Marks, context, process_group
 from pipeline.planning.trace.structure import Structure, structure
@@ -31,39 +30,30 @@ TRACE, PROFILE = "trace", "profile"
 does."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A checked recipe, its planners by slot, and where it is to run."""
-
-    plan: Plan
-    planners: Mapping[str, Any]
-    topology: Topology
-    samples: SampleShape
-
-    def trainers(self, *, bare: bool) -> Sequence[tuple[Any, str]]:
-        """Planners of the slots that train, and their methods. Raises UsageError if there are
-        none, or if one of them has no trace: the memory of that one would be left out."""
-        methods = (PROFILE, TRACE) if bare else (TRACE,)
-        found = {
-            step.slot: (planner, method)
-            for step in self.plan.steps
-            for planner in [self.planners.get(step.slot)]
-            for method in methods
-            if _listens(planner, method)
-        }
-        mute = [
-            f"{step.slot}: {step.use}"
-            for step in self.plan.steps
-            if issubclass(step.gives or object, TrainedRun)
-            and any(need.type is Data for need in needs_of(step.stage, "run"))
-            and step.slot not in found
-        ]
-        if mute or not found:
-            raise UsageError(
-                f"this recipe cannot be traced: {', '.join(mute) or 'nothing is trained'}",
-                hint="what trains there has no trace" if mute else "give it a train slot",
-            )
-        return list(found.values())
+def trainers(job: Job, *, bare: bool) -> Sequence[tuple[Any, str]]:
+    """Planners of the slots that train, and their methods. Raises UsageError if there are none, or
+    if one of them has no trace: the memory of that one would be left out."""
+    methods = (PROFILE, TRACE) if bare else (TRACE,)
+    found = {
+        step.slot: (planner, method)
+        for step in job.plan.steps
+        for planner in [job.planners.get(step.slot)]
+        for method in methods
+        if _listens(planner, method)
+    }
+    mute = [
+        f"{step.slot}: {step.use}"
+        for step in job.plan.steps
+        if issubclass(step.gives or object, TrainedRun)
+        and any(need.type is Data for need in needs_of(step.stage, "run"))
+        and step.slot not in found
+    ]
+    if mute or not found:
+        raise UsageError(
+            f"this recipe cannot be traced: {', '.join(mute) or 'nothing is trained'}",
+            hint="what trains there has no trace" if mute else "give it a train slot",
+        )
+    return list(found.values())
 
 
 def _listens(planner: Any, method: str) -> bool:
@@ -112,12 +102,28 @@ def run(job: Job, *, extent: Extent = WHOLE, fake: bool = True, bare: bool = Fal
         if fake:
             stack.enter_context(without_values())
         stack.enter_context(tracker)
+        stack.enter_context(_explained())
         if bare:
             names = stages.leave_bare(marks)
         else:
             stages.wrap(fake=fake)
         stages.train(built.names, marks, bare=bare)
     return Traced(source=source, built=built, stretches=tracker.stretches, names=names)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Inside, any error of a model's own code is a StageError."""
+    try:
+        yield
+    except PipeError:
+        raise
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise StageError(
+            f"the model cannot be run on tensors without values: {first}",
+            hint="if it trains all the same, `pipe bench` measures what it takes",
+        ) from error
 
 
 class _Stages:
@@ -159,7 +165,7 @@ class _Stages:
         engine: Engine = self.results.require(Engine, "")
         blocks = [_within(engine.model, name) for name in names]
         with marks.watching(engine.model, blocks):
-            for planner, method in self._job.trainers(bare=bare):
+            for planner, method in trainers(self._job, bare=bare):
                 self.results.call(planner, method, self._ctx)
 
     def _run(self, step: Step, *, real: bool = False) -> None:

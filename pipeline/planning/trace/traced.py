@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.planning.job import Job
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import Held
-from pipeline.planning.trace.run import Job, declared, run
+from pipeline.planning.trace.run import declared, run, trainers
 from pipeline.planning.trace.structure import depths, structure
 from pipeline.planning.trace.tracker import Position, Stretch
 from pipeline.planning.watch import Extent
@@ -33,7 +34,7 @@ class Trace:
 def trace(job: Job, strategy: StrategyMemory) -> Trace:
     """The memory of two steps of rank 0. Raises UsageError for a strategy or training that cannot
     be traced, and StageError for a model that needs values."""
-    job.trainers(bare=False)
+    trainers(job, bare=False)
     blocks = structure(declared(job)).signatures
     pair = depths(blocks, strategy.reach)
     found = [run(job, extent=Extent(blocks=depth)) for depth in pair or (None,)]
