@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 GIB = 1 << 30
 GB = 10**9
@@ -30,6 +33,8 @@ class Accelerator:
     """Bytes a second to or from its machine's memory, in one direction."""
     bf16: bool
     """Whether it has units for bf16."""
+    matmul: float
+    """Share of `flops` that large products of matrices reach."""
 
     @property
     def on_pcie(self) -> bool:
@@ -43,59 +48,51 @@ class Accelerator:
         return self.flops_fp32 if wide else self.flops
 
 
+@functools.cache
+def accelerators() -> tuple[Accelerator, ...]:
+    """All that are known, the more particular name first, as `accelerators.json` has them: GiB,
+    dense TFLOP/s, GB/s.
+
+    Arithmetic, memory and links are those of the vendors' data sheets and architecture white
+    papers; of GeForce cards, products with 32-bit accumulation, which run at half the rate of those
+    with 16 bits. Memory is a little less than what is printed on the box: the driver takes some.
+    Of the MI250X it is one of the two dies, each a device of its own. `matmul` is the share of the
+    arithmetic that large products in bf16 reached in the table "Maximum Achievable Matmul FLOPS" of
+    S. Bekman, Machine Learning Engineering (github.com/stas00/ml-engineering, 2025): 80 % on an
+    H100, which the others are taken to reach.
+    """
+    path = Path(__file__).with_suffix(".json")
+    return tuple(_device(name, **fields) for name, fields in json.loads(path.read_bytes()).items())
+
+
 def _device(
-    name: str, gib: float, tflops: float, fp32: float, memory_gbs: float, peers_gbs: float,
-    host_gbs: float, *, bf16: bool = True,
-) -> Accelerator:  # fmt: skip
+    name: str,
+    *,
+    memory: float,
+    flops: float,
+    fp32: float,
+    bandwidth: float,
+    peers: float,
+    host: float,
+    bf16: bool = True,
+    matmul: float = 0.8,
+) -> Accelerator:
     return Accelerator(
         name=name,
-        memory=round(gib * GIB),
-        flops=tflops * 1e12,
+        memory=round(memory * GIB),
+        flops=flops * 1e12,
         flops_fp32=fp32 * 1e12,
-        bandwidth=memory_gbs * GB,
-        peers=peers_gbs * GB,
-        host=host_gbs * GB,
+        bandwidth=bandwidth * GB,
+        peers=peers * GB,
+        host=host * GB,
         bf16=bf16,
+        matmul=matmul,
     )
 
 
-ACCELERATORS = (
-    _device("B200", 178.3, 2250, 80, 8000, 900, 64),
-    _device("H200", 139.8, 989.5, 67, 4800, 450, 64),
-    _device("H100 PCIe", 79.2, 756.5, 51, 2000, 64, 64),
-    _device("H100 NVL", 93.1, 835.5, 60, 3900, 300, 64),
-    _device("H100", 79.2, 989.5, 67, 3350, 450, 64),
-    _device("H800 PCIe", 79.2, 756.5, 51, 2000, 64, 64),
-    _device("H800", 79.2, 989.5, 67, 3350, 200, 64),
-    _device("A100 40GB PCIe", 39.4, 312, 19.5, 1555, 32, 32),
-    _device("A100 40GB", 39.4, 312, 19.5, 1555, 300, 32),
-    _device("A100 PCIe", 79.2, 312, 19.5, 1935, 32, 32),
-    _device("A100", 79.2, 312, 19.5, 2039, 300, 32),
-    _device("A800 PCIe", 79.2, 312, 19.5, 1935, 32, 32),
-    _device("A800", 79.2, 312, 19.5, 2039, 200, 32),
-    _device("L40S", 44.4, 362, 91.6, 864, 32, 32),
-    _device("L40", 44.4, 181, 90.5, 864, 32, 32),
-    _device("L4", 22.0, 121, 30.3, 300, 32, 32),
-    _device("A10G", 22.0, 70, 35, 600, 32, 32),
-    _device("A10", 22.0, 125, 31.2, 600, 32, 32),
-    _device("V100 16GB PCIe", 15.7, 112, 14, 900, 16, 16, bf16=False),
-    _device("V100 16GB", 15.7, 125, 15.7, 900, 150, 16, bf16=False),
-    _device("V100 PCIe", 31.7, 112, 14, 900, 16, 16, bf16=False),
-    _device("V100", 31.7, 125, 15.7, 900, 150, 16, bf16=False),
-    _device("RTX 4090", 23.6, 165.2, 82.6, 1008, 32, 32),
-    _device("RTX 6000 Ada", 47.5, 364.2, 91.1, 960, 32, 32),
-    _device("RTX A6000", 47.5, 154.8, 38.7, 768, 32, 32),
-    _device("RTX 3090", 23.6, 71, 35.6, 936, 32, 32),
-    _device("MI300X", 191.5, 1307.4, 163.4, 5300, 448, 64),
-    _device("MI250X", 63.9, 191.5, 47.9, 1638, 250, 36),
-)
-"""The more particular name first. Of the MI250X: one of its two dies, a device of its own.
-Memory is a little less than what is printed on the box: the driver takes some."""
-
-
 COMMON = {
-    "nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "tensor", "core", "generation",
-    "hbm2", "hbm2e", "hbm3", "hbm3e",
+    "nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "tensor", "core", "generation", "rtx",
+    "workstation", "edition", "ac", "hbm2", "hbm2e", "hbm3", "hbm3e",
 }  # fmt: skip
 """Words for makers, series and kinds of memory, which tell no devices apart."""
 SOCKETS = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam"}
@@ -108,12 +105,12 @@ def find_accelerator(name: str) -> Accelerator | None:
     nothing: None for one that is not known, as a laptop's, a part of a GPU, or one with another
     memory."""
     words = _words(name)
-    return next((device for device in ACCELERATORS if _is(device, words)), None)
+    return next((device for device in accelerators() if _is(device, words)), None)
 
 
 def _is(device: Accelerator, words: set[str]) -> bool:
     own = _words(device.name)
-    return own <= words and all(_suits(device, word) for word in words - own - COMMON)
+    return own <= words and all(_suits(device, word) for word in words - own)
 
 
 def _suits(device: Accelerator, word: str) -> bool:
@@ -125,9 +122,11 @@ def _suits(device: Accelerator, word: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
+    """The words that tell devices apart: `h100`, `sxm5`, `80gb` of `NVIDIA H100SXM5 80G`."""
     apart = re.sub(r"\brtx(?=[0-9a])", "rtx ", name.lower())
+    apart = re.sub(r"(?<=[0-9])(?=(?:sxm|pcie|nvl))", " ", apart)
     joined = re.sub(r"\b([0-9]+)\s*(?:g|gb|gib)\b", r"\1gb", apart)
-    return set(re.split(r"[-_\s]+", joined.strip()))
+    return set(re.split(r"[-_\s]+", joined.strip())) - COMMON
 
 
 NETWORKS: Mapping[str, float] = {

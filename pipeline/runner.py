@@ -30,7 +30,7 @@ class Runner:
         journal: Journal,
         on_trained: Callable[[Plan, Context], None] = lambda plan, ctx: None,
     ) -> None:
-        """`on_trained` is called on rank 0 when a training has come to its end."""
+        """`on_trained` is called on every rank when a training has come to its end."""
         self.plan = plan
         self.ctx = ctx
         self.journal = journal
@@ -53,7 +53,7 @@ class Runner:
                 if trains:
                     self._before_training(step, todo)
                 self._run_step(step)
-                if trains and self.ctx.dist.is_main:
+                if trains:
                     self._on_trained(self.plan, self.ctx)
             self._drop_read(step.slot)
 

@@ -18,6 +18,7 @@ from pipeline.journal import Journal
 from pipeline.launch.children import die_with
 from pipeline.launch.environment import FINISHED, worker_rank, worker_world_size
 from pipeline.launch.signals import Interrupted, default_signals
+from pipeline.memory_record import record_memory
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan, make_plan
 from pipeline.ranklog import open_log, rank_log
@@ -73,7 +74,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             current.append(ctx)
             for warning in plan.warnings:
                 log.warning("%s", warning)
-            runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL), _compare_memory)
+            runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL), record_memory)
             stack.callback(runner.close)
             runner.run()
             stack.close()  # here, so that what goes wrong in it is told as well
@@ -122,10 +123,3 @@ if __name__ == "__main__":
             stream.flush()
     # Library threads still hold C++ state here, and tearing it down can abort a finished run.
     os._exit(code)
-
-
-def _compare_memory(plan: Plan, ctx: Context) -> None:
-    """After a training: what it took beside what was predicted."""
-    from pipeline.planning.after_run import tell
-
-    tell(plan, ctx)

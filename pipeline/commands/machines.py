@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -42,7 +43,7 @@ class Amount(click.FloatRange):
 
 
 class Link(Amount):
-    """The name of a link, or GB/s."""
+    """The name of a link, a number of them as in `8x400g`, or GB/s."""
 
     name = "rate"
 
@@ -51,14 +52,19 @@ class Link(Amount):
     ) -> float:
         from pipeline.accelerators import GB, NETWORKS
 
-        known = NETWORKS.get(str(value).lower())
-        if known is not None:
-            return known / GB
+        cards = re.fullmatch(r"(?:([1-9][0-9]?)x)?([0-9]+g(?:be)?)", str(value).lower())
+        if cards is not None and cards[2] in NETWORKS:
+            return int(cards[1] or 1) * NETWORKS[cards[2]] / GB
         try:
             float(value)
         except ValueError:
             names = ", ".join(NETWORKS)
-            self.fail(f"{value!r} is neither a number of GB/s nor one of {names}.", param, ctx)
+            self.fail(
+                f"{value!r} is neither a number of GB/s nor one of {names}, nor several of them as "
+                "in 8x400g.",
+                param,
+                ctx,
+            )
         return super().convert(value, param, ctx)
 
 
@@ -67,14 +73,23 @@ OPTIONS = (
     click.option("--memory", type=Amount(), help="GiB of a GPU, in place of what its kind has."),
     click.option("--host-memory", type=Amount(), help="GiB of host memory of a node."),
     click.option(
-        "--interconnect", type=Link(), help="Between nodes: 100gbe, 400g, ..., or GB/s of a node."
+        "--interconnect",
+        type=Link(),
+        help="A node's links to others: 100gbe, 8x400g, ..., or their GB/s together.",
     ),
     click.option("--nvme", type=Amount(), help="GB/s of the disk that state is offloaded to."),
     click.option(
         "--overhead",
         type=Amount(least=0),
-        help="GiB that a GPU loses beside tensors, in place of 1.5.",
+        help="GiB of a GPU in use beside tensors' allocator, in place of what is known of it.",
     ),
+    click.option(
+        "--measured",
+        type=click.Path(path_type=Path, exists=True),
+        help="A run on GPUs of the same kind: what they lost beside tensors is taken from it. "
+        "Default: the newest one in ./runs.",
+    ),
+    click.option("--price", type=Amount(), help="Of a GPU for an hour: tells a training's cost."),
     click.option(
         "--machine",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -98,19 +113,19 @@ def asked_for(
     interconnect: float | None,
     nvme: float | None,
     overhead: float | None,
+    measured: Path | None,
+    price: float | None,
     machine: Path | None,
 ) -> tuple[Asked, Margins]:
     """The machines, and what their GPUs lose beside tensors. Raises UsageError for a file that
-    describes no machine."""
-    from pipeline.accelerators import GIB
+    describes no machine, or no run's memory."""
     from pipeline.doctor.report import read_machine
     from pipeline.planning.hardware import Asked
-    from pipeline.planning.hardware_spec import OVERHEAD
-    from pipeline.planning.margins import Margins
+    from pipeline.planning.margins import margins_for
 
     asked = Asked(
         gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,
-        interconnect=interconnect, disk=nvme,
+        interconnect=interconnect, disk=nvme, price=price,
         machine=None if machine is None else read_machine(machine),
     )  # fmt: skip
-    return asked, Margins(overhead=OVERHEAD if overhead is None else round(overhead * GIB))
+    return asked, margins_for(asked.kind, record=measured, overhead=overhead)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.accelerators import ACCELERATORS, GB, GIB, Accelerator, find_accelerator
+from pipeline.accelerators import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.errors import UsageError
-from pipeline.planning.hardware_spec import Hardware
 from pipeline.planning.topology import Topology
 from pipeline.suggest import closest
 
@@ -18,7 +17,60 @@ if TYPE_CHECKING:
 PER_NODE = 8
 """GPUs of a node, where nothing else is said."""
 
+COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
+INSIDE, BETWEEN = "network inside nodes", "network between nodes"
+UP, DOWN = "PCIe to the GPU", "PCIe to the host"
+"""Directions that a link has at once."""
+RATES = {
+    COMPUTE: "flops", MEMORY: "bandwidth", INSIDE: "peers", BETWEEN: "network", UP: "host_link",
+    DOWN: "host_link", DISK: "disk_rate",
+}  # fmt: skip
+"""Resource -> the hardware's field for its rate."""
+
 EMULATED = "how slow bf16 is on {0}: {0} has no bf16, computed at fp32's rate at best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Machines of one kind. None: not known, so nothing is said that depends on it."""
+
+    kind: str | None = None
+    """Name of a device; None on CPUs, and for a device of which only the memory is known."""
+    device_memory: int | None = None
+    """Bytes of one device; of a rank's share of host memory on CPUs."""
+    host_memory: int | None = None
+    """Bytes of one node."""
+    network: float | None = None
+    """Bytes a second that a node sends to others, in one direction, over all its links."""
+    peers: float | None = None
+    """Bytes a second that a device sends to others in its node."""
+    host_link: float | None = None
+    """Bytes a second between a device and its machine, in each direction."""
+    disk_rate: float | None = None
+    """Bytes a second of the disk that state is offloaded to."""
+    flops: float | None = None
+    """Operations a second of one device in the compute dtype."""
+    bandwidth: float | None = None
+    """Bytes a second between a device and its own memory."""
+    matmul: float = 1.0
+    """Share of `flops` that large products reach; 1 where `flops` was measured with them."""
+    peak: float | None = None
+    """Operations a second in the compute dtype that the device's data sheet promises."""
+    price: float | None = None
+    """Of one device for an hour, in whatever currency."""
+    measured: tuple[str, ...] = ()
+    """Those of the fields above that are rates which programs reach, as `pipe doctor` measures
+    them."""
+    asked: tuple[str, ...] = ()
+    """Those that are what a person says; the others are what data sheets promise."""
+    caveats: tuple[str, ...] = ()
+    """What the rates leave out of account."""
+
+    def origin(self, resource: str) -> str:
+        """Where a resource's rate comes from."""
+        if RATES[resource] in self.measured:
+            return "measured rate"
+        return "rate asked for" if RATES[resource] in self.asked else "data sheet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +89,8 @@ class Asked:
     """GB/s that a node sends to others, in one direction, over all its links."""
     disk: float | None = None
     """GB/s of the disk that state is offloaded to."""
-
+    price: float | None = None
+    """Of one GPU for an hour."""
     machine: Machine | None = None
     """One like those that are meant, as `pipe doctor` has found it."""
 
@@ -53,6 +106,13 @@ class Asked:
         """What it means for the recipe."""
         measured = self.machine is not None and self.machine.device != "cpu"
         return ["launch.device=cuda"] if measured or self.of_gpus else []
+
+    @property
+    def kind(self) -> str | None:
+        """Name of the GPU that was named, or that the measured machine has."""
+        if self.gpu is None and self.machine is not None and self.machine.devices:
+            return self.machine.devices[0].name
+        return self.gpu
 
     @property
     def of_gpus(self) -> Sequence[str]:
@@ -91,6 +151,7 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
         "host_memory": None if asked.host_memory is None else round(asked.host_memory * GIB),
         "network": None if asked.interconnect is None else asked.interconnect * GB,
         "disk_rate": None if asked.disk is None else asked.disk * GB,
+        "price": asked.price,
     }
     if topology.device == "cpu":
         del said["device_memory"]
@@ -115,6 +176,8 @@ def _of_kind(asked: Asked, compute: str) -> Hardware:
         peers=gpu.peers,
         host_link=gpu.host,
         flops=gpu.rate(compute),
+        peak=gpu.rate(compute),
+        matmul=gpu.matmul,
         bandwidth=gpu.bandwidth,
         caveats=(EMULATED.format(gpu.name),) if compute == "bf16" and not gpu.bf16 else (),
     )
@@ -128,11 +191,11 @@ def _gpu(asked: Asked) -> Accelerator | None:
         return found
     gpu = find_accelerator(asked.gpu)
     if gpu is None:
-        names = [known.name for known in ACCELERATORS]
-        near = closest(asked.gpu, names)
+        names = [known.name for known in accelerators()]
+        near = closest(asked.gpu.upper(), names)
         meant = f"did you mean `{near}`? " if near else ""
         raise UsageError(
-            f"--gpu {asked.gpu}: nobody knows it here",
+            f"--gpu {asked.gpu}: no GPU of this name is known here",
             hint=f"{meant}known: {', '.join(names)}; or say --memory",
         )
     if there is not None and found is not gpu:
@@ -169,8 +232,9 @@ def _of_machine(machine: Machine, known: Hardware, topology: Topology, compute: 
         if rate < 1:
             raise UsageError(f"--machine says {name} is {rate} a second, which none can be")
     there: dict[str, Any] = {name: fact for name, fact in facts.items() if fact is not None}
-    caveats = () if "flops" in measured else known.caveats
-    return replace(known, measured=tuple(measured), caveats=caveats, **measured, **there)
+    if "flops" in measured:
+        there |= {"caveats": (), "matmul": 1.0}
+    return replace(known, measured=tuple(measured), **measured, **there)
 
 
 def _here() -> int:

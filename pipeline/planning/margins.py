@@ -1,21 +1,95 @@
-"""Does a forecast fit the hardware?"""
+"""What a GPU needs beyond its tensors, and whether all of it is there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from pipeline.accelerators import GIB, find_accelerator
+from pipeline.errors import UsageError
+from pipeline.memory_record import RUNS, MemoryRecord, newest_record, read_record
 from pipeline.planning.estimate import Estimate
-from pipeline.planning.hardware_spec import FRAGMENTATION, OVERHEAD, Hardware
-from pipeline.planning.timeline import Place
+from pipeline.planning.hardware import Hardware
 from pipeline.planning.topology import Topology
+
+BESIDE = round(1.25 * GIB)
+"""Bytes of a GPU in use beside torch's allocator: a CUDA context, 0.3 GiB and the kernels of
+libraries (github.com/pytorch/pytorch/issues/107667), and 0.5 to 0.7 GiB for each communicator of
+NCCL (github.com/NVIDIA/nccl/issues/964)."""
+BETWEEN = 0.08
+"""Share of tensors' bytes that torch's allocator reserves and cannot use. Answer.AI
+(github.com/AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md) saw 10.22 GiB reserved for 9.16 of
+tensors, and 10.24 for 8.28, with room to spare; without, the allocator gives back what it can and
+tries again. More than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023), whose
+tensors take 42 GiB."""
+ASSUMED = "assumed until measured"
+TELLING = 0.25
+"""Share of a GPU's memory from which on what its allocator lost says something of a full one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margins:
+    """What a GPU loses between tensors and beside them."""
+
+    overhead: int = BESIDE
+    """Bytes beside them."""
+    fragmentation: float = BETWEEN
+    """Share of tensors' bytes between them."""
+    source: str = ASSUMED
+    measured: int | None = None
+    """Bytes of tensors at the peak of the run that was named for comparison."""
+
+    def of(self, tensors: int) -> int:
+        """Bytes of a device that so many bytes of tensors take in all."""
+        return round(tensors * (1 + self.fragmentation)) + self.overhead
+
+
+def margins_for(
+    kind: str | None, *, record: Path | None, overhead: float | None, runs: Path = RUNS
+) -> Margins:
+    """What is known of GPUs of a kind: by the record of a run that is named, by the newest one in
+    the folder of runs, or else what is assumed; `overhead` GiB in place of what is beside tensors.
+    Raises UsageError for a record of another kind, or of none."""
+    found = Margins()
+    newest = newest_record(runs, lambda one: _tells(one, kind))
+    if record is not None:
+        named = read_record(record)
+        if kind is not None and not _same(named.device, kind):
+            raise UsageError(
+                f"--measured {record} is of a run on {named.device}, the plan is for {kind}",
+                hint="name a run on GPUs of the same kind",
+            )
+        found = replace(_measured(record.name, named), measured=named.allocated_bytes)
+    elif newest is not None:
+        found = _measured(*newest)
+    return found if overhead is None else replace(found, overhead=round(overhead * GIB))
+
+
+def _measured(run: str, record: MemoryRecord) -> Margins:
+    lost = max(record.reserved_bytes / record.allocated_bytes - 1, 0.0)
+    return Margins(
+        overhead=record.beside_bytes, fragmentation=lost, source=f"measured by run {run}"
+    )
+
+
+def _tells(record: MemoryRecord, kind: str | None) -> bool:
+    full = record.allocated_bytes >= TELLING * record.device_bytes
+    return full and kind is not None and _same(record.device, kind)
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names mean one kind of GPU."""
+    known = find_accelerator(one)
+    return one == other or (known is not None and known is find_accelerator(other))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
     """Where there is too little."""
 
-    place: Place
+    place: str
+    """`device` or `host`."""
     what: str
     """`memory of a GPU`, `host memory of a node`."""
     phase: str
@@ -24,42 +98,15 @@ class Shortage:
     there: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Margins:
-    """What a GPU loses beside tensors."""
-
-    overhead: int = OVERHEAD
-    """Bytes."""
-    fragmentation: float = FRAGMENTATION
-    """Share of tensors' bytes."""
-
-    def of(self, tensors: int) -> int:
-        """Bytes of a device that so many bytes of tensors take in all."""
-        return round(tensors * (1 + self.fragmentation)) + self.overhead
-
-
 def shortages(
     estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
 ) -> Iterator[Shortage]:
     """Everything that does not fit; nothing where the hardware is not known."""
-    if topology.device != "cpu" and hardware.device_memory is not None and estimate.device:
-        phase, peak = max(estimate.device.items(), key=lambda item: item[1].bytes)
-        needed = margins.of(peak.bytes)
-        if needed > hardware.device_memory:
-            yield Shortage(
-                place="device",
-                what="memory of a GPU",
-                phase=phase,
-                needed=needed,
-                there=hardware.device_memory,
-            )
-    if hardware.host_memory is not None and estimate.host:
-        phase, peak = max(estimate.host.items(), key=lambda item: item[1].bytes)
-        if peak.bytes > hardware.host_memory:
-            yield Shortage(
-                place="host",
-                what="host memory of a node",
-                phase=phase,
-                needed=peak.bytes,
-                there=hardware.host_memory,
-            )
+    host = "host", "host memory of a node", estimate.host, hardware.host_memory
+    gpu = "device", "memory of a GPU", estimate.device, hardware.device_memory
+    for place, what, phases, there in [host] if topology.device == "cpu" else [gpu, host]:
+        if there is not None and phases:
+            phase, held = max(phases.items(), key=lambda item: item[1].bytes)
+            needed = margins.of(held.bytes) if place == "device" else held.bytes
+            if needed > there:
+                yield Shortage(place=place, what=what, phase=phase, needed=needed, there=there)

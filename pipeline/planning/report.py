@@ -1,41 +1,59 @@
-"""A forecast for people: tables in GiB, and sentences."""
+"""A plan for people: tables in GiB and seconds, and sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from pipeline.accelerators import GIB
 from pipeline.planning.estimate import Estimate
-from pipeline.planning.hardware_spec import Hardware
-from pipeline.planning.margins import Margins, Shortage
-from pipeline.planning.rates import MEASURED, in_words, origins
-from pipeline.planning.step_time import StepTime, crosses, sent
-from pipeline.planning.strategy import Traffic
+from pipeline.planning.step_time import crosses, sent
 from pipeline.planning.timeline import Held
-from pipeline.planning.topology import Topology
 from pipeline.throughput import human
 
+if TYPE_CHECKING:
+    from pipeline.planning.memory_plan import MemoryPlan
 
-def lines(
-    estimate: Estimate,
-    topology: Topology,
-    hardware: Hardware,
-    margins: Margins,
-    time: StepTime | None,
-) -> Iterator[str]:
-    """Everything but the verdict."""
-    if topology.device == "cpu":
-        yield from _table("memory of the fullest node, GiB", estimate.host)
+
+def verdict(drawn: MemoryPlan) -> str:
+    """Whether it fits; a line for each shortage."""
+    if drawn.short:
+        return "\n".join(
+            f"does not fit: {gib(s.needed)} GiB of {s.what} needed ({s.phase}), "
+            f"{gib(s.there)} there"
+            for s in drawn.short
+        )
+    gpu, host, peak = drawn.hardware.device_memory, drawn.hardware.host_memory, drawn.estimate.peak
+    needed = gib(drawn.estimate.host_peak)
+    if drawn.topology.device == "cpu" and host is not None:
+        return f"fits: {needed} GiB of {gib(host)} host memory"
+    if gpu is None:
+        return "whether it fits: say --gpu or --memory"
+    if host is None:
+        beside = f"if each node has {needed} GiB of host memory (--host-memory)"
     else:
-        yield from _table("memory of the fullest GPU, GiB", estimate.device)
-        yield from _beside(estimate, hardware, margins)
+        beside = f"{gib(host - drawn.estimate.host_peak)} GiB of each host's memory"
+    return f"fits: {gib(gpu - drawn.margins.of(peak))} GiB of each GPU to spare, {beside}"
+
+
+def lines(drawn: MemoryPlan) -> Iterator[str]:
+    """Memory, disk, network and time."""
+    estimate = drawn.estimate
+    if drawn.topology.device == "cpu":
+        yield from _table("memory per node, GiB", estimate.host)
+    else:
+        yield from _table("memory per GPU, GiB", estimate.device)
+        yield from _margins(drawn)
         yield ""
-        yield from _table("host memory of the fullest node, GiB", estimate.host)
+        yield from _table("host memory per node, GiB", estimate.host)
     yield ""
-    yield from _disk(estimate)
-    yield from _network(estimate, topology)
-    yield from _time(time, estimate.traffic, topology, hardware)
-    for caveat in (*estimate.caveats, *hardware.caveats):
+    for file in estimate.storage:
+        yield f"disk: {human(file.bytes)} for {file.what} ({file.formula})"
+    for item, size in estimate.disk.items():
+        yield f"disk of a node: {human(size)} for {item}"
+    yield from _moved(drawn)
+    yield from _time(drawn)
+    for caveat in (*estimate.caveats, *drawn.hardware.caveats):
         yield f"not counted: {caveat}"
 
 
@@ -74,84 +92,58 @@ def _table(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
     yield f"{'together':<{width}}" + "".join(f"  {gib(value):>{size}}" for value, size in totals)
 
 
-def _beside(estimate: Estimate, hardware: Hardware, margins: Margins) -> Iterator[str]:
-    needed = margins.of(estimate.peak)
-    text = (
+def _margins(drawn: MemoryPlan) -> Iterator[str]:
+    margins, peak, there = drawn.margins, drawn.estimate.peak, drawn.hardware.device_memory
+    yield (
         f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB "
-        f"beside them (assumed): {gib(needed)} GiB"
+        f"beside them ({margins.source}): {gib(margins.of(peak))} GiB"
+        + (f" of {gib(there)}" if there is not None else "")
     )
-    if hardware.device_memory is not None:
-        text += f" of {gib(hardware.device_memory)}"
-    yield text
-
-
-def _disk(estimate: Estimate) -> Iterator[str]:
-    for file in estimate.storage:
-        yield f"disk: {human(file.bytes)} for {file.what} ({file.formula})"
-    for item, size in estimate.disk.items():
-        yield f"disk of a node: {human(size)} for {item}"
-
-
-def _network(estimate: Estimate, topology: Topology) -> Iterator[str]:
-    for traffic in estimate.traffic:
-        where = "between nodes" if crosses(traffic, topology) else "inside a node"
+    if margins.measured is not None:
         yield (
-            f"a step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} among "
-            f"{traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
+            f"that run's tensors took {gib(margins.measured)} GiB at the peak; the plan says "
+            f"{gib(peak)} ({peak / margins.measured - 1:+.1%})"
         )
-    copies = estimate.copies
+
+
+def _moved(drawn: MemoryPlan) -> Iterator[str]:
+    for traffic in drawn.estimate.traffic:
+        where = "between nodes" if crosses(traffic, drawn.topology) else "inside a node"
+        yield (
+            f"network per step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} "
+            f"among {traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
+        )
+    copies = drawn.estimate.copies
     if copies.up or copies.down:
-        yield f"a step: {human(copies.up)} from its host to each GPU, {human(copies.down)} back"
+        up, down = human(copies.up), human(copies.down)
+        yield f"copies per step: {up} from its host to each GPU, {down} back"
     if copies.disk:
-        yield f"a step: {human(copies.disk)} read and written by each rank on disk"
+        yield f"copies per step: {human(copies.disk)} read and written by each rank on disk"
 
 
-def _time(
-    time: StepTime | None, traffic: Sequence[Traffic], topology: Topology, hardware: Hardware
-) -> Iterator[str]:
-    if time is None or not time.parts:
-        return
-    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
-    found = origins(time, traffic, topology, hardware)
-    if list(found) == [MEASURED]:
-        yield (
-            f"a step: {time.most:.3g} s if nothing overlaps, {time.least:.3g} s, bound by "
-            f"{time.bound}, if everything does ({parts}; {in_words(found)})"
-        )
-    else:
-        yield (
-            f"a step: at least {time.least:.3g} s, bound by {time.bound}; {time.most:.3g} s if "
-            f"nothing overlapped ({parts}; {in_words(found)})"
-        )
+def _time(drawn: MemoryPlan) -> Iterator[str]:
+    """By resource, and what comes of it."""
+    time, speed, peak = drawn.time, drawn.speed, drawn.hardware.peak
+    if time.parts:
+        width = max(map(len, [*time.parts, "time per step, s"]))
+        yield f"{'time per step, s':<{width}}  {'at least':>8}  {'expected':>8}"
+        for part, least in time.parts.items():
+            numbers = f"{least:>8.3g}  {time.reached[part]:>8.3g}"
+            yield f"{part:<{width}}  {numbers}  {drawn.hardware.origin(part)}"
+        yield f"{'one step':<{width}}  {time.least:>8.3g}  {time.expected:>8.3g}"
     if time.unknown:
-        yield f"the step's time leaves out: {', '.join(time.unknown)}, whose rate is not given"
-
-
-def verdict(
-    short: Sequence[Shortage],
-    estimate: Estimate,
-    topology: Topology,
-    hardware: Hardware,
-    margins: Margins,
-) -> str:
-    """Whether it fits; a line for each shortage."""
-    if short:
-        return "\n".join(
-            f"does not fit: {gib(s.needed)} GiB of {s.what} needed ({s.phase}), "
-            f"{gib(s.there)} there"
-            for s in short
+        yield f"not in the time per step: {', '.join(time.unknown)}, whose rate is not given"
+    if speed is not None:
+        each = "process" if drawn.topology.device == "cpu" else "GPU"
+        yield (
+            f"expected: {speed.tokens_per_second:,.0f} tokens/s, "
+            f"{speed.tokens_per_second_per_rank:,.0f} per {each}"
+            + (f", MFU {speed.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s" if speed.mfu and peak else "")
         )
-    if topology.device == "cpu" and hardware.host_memory is not None:
-        return f"fits: {gib(estimate.host_peak)} GiB of {gib(hardware.host_memory)} host memory"
-    if hardware.device_memory is None:
-        return "whether it fits: say --gpu or --memory"
-    left = hardware.device_memory - margins.of(estimate.peak)
-    host = hardware.host_memory
-    if host is None:
-        beside = f"if each node has {gib(estimate.host_peak)} GiB of host memory (--host-memory)"
-    else:
-        beside = f"{gib(host - estimate.host_peak)} GiB of each host's memory"
-    return f"fits: {gib(left)} GiB of each GPU to spare, {beside}"
+    if speed is not None and speed.hours is not None:
+        cost = "" if speed.cost is None else f", at a cost of {speed.cost:,.2f}"
+        steps = drawn.estimate.step.length.steps
+        yield f"expected: {speed.hours:,.2f} hours for {steps:,} steps{cost}"
 
 
 def _cell(size: int) -> str:

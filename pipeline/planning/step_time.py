@@ -1,43 +1,80 @@
-"""How long a step takes at least, by what its parts move and compute.
+"""How long a step takes: at least, and as is to be expected.
 
 Collectives are counted as the bandwidth-optimal algorithms move them (Patarasuk & Yuan 2009,
 Bandwidth optimal all-reduce algorithms): of S bytes over n ranks, each rank sends S (n - 1) / n for
 an all-gather or a reduce-scatter, and twice that for an all-reduce.
+
+The bound takes every resource at its full rate, all at once. What is to be expected takes the share
+of a rate that programs reach (the constants below), and what is not hidden behind the resource that
+is busy the longest. Against 37 throughputs that torchtitan, llm-foundry, IBM, torchtune and NeMo
+published (tokens a second on 1 to 128 A100s and H100s) the expectation is 0.55 to 1.15 of the real
+step, in the median 0.95; docs/results.md has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.planning.estimate import Estimate
-from pipeline.planning.hardware_spec import Hardware
+from pipeline.planning.hardware import (
+    BETWEEN,
+    COMPUTE,
+    DISK,
+    DOWN,
+    INSIDE,
+    MEMORY,
+    RATES,
+    UP,
+    Hardware,
+)
 from pipeline.planning.strategy import Traffic
 from pipeline.planning.topology import Topology
 
-COMPUTE, MEMORY, NETWORK, DISK = "compute", "memory", "network", "NVMe"
-UP, DOWN = "PCIe to the GPU", "PCIe to the host"
-"""Directions that a link has at once."""
+PRODUCTS = 0.8
+"""A training's products of matrices against the best ones (`Accelerator.matmul`): 70 % of an A100's
+peak, 64 % of an H100's. Fitted to the throughputs above."""
+ATTENTION = 0.55
+"""Rate of attention kernels against that of products. Forward and backward of FlashAttention-2
+reach about 190 TFLOP/s on an A100 (Dao 2023) and 350 on an H100 (Shah et al. 2024) on long causal
+samples: 0.7 and 0.45 of the best products."""
+REACHED = {MEMORY: 0.75, INSIDE: 0.75, BETWEEN: 0.75, UP: 0.8, DOWN: 0.8}
+"""Share of a data sheet's rate that programs reach. Copies within a GPU's memory reach nine tenths;
+kernels of a step are smaller. NCCL's large all-reduces reach 230 of an A100's 300 GB/s (nccl-tests,
+8 GPUs), and a node's links between nodes as much of theirs."""
+EXPOSED = 0.2
+"""Share of what is done beside the longest that adds to a step's time all the same: the first
+gather of a pass and the last reduction wait, and collectives take processors from products. Fitted
+to the throughputs above."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Of one optimizer step, in seconds."""
+    """Seconds of one optimizer step."""
 
     parts: Mapping[str, float]
     """Resource -> how long it is busy at its full rate."""
+    reached: Mapping[str, float]
+    """Resource -> how long it is busy at the rate that programs reach."""
     unknown: Sequence[str]
     """Resources that are used, whose rate is not known."""
+    overlaps: bool
+    """Whether they work at once, as a GPU and its links do; the cores of a CPU do everything."""
 
     @property
     def least(self) -> float:
-        """When everything overlaps."""
+        """When everything overlaps, at full rates: no step is shorter."""
         return max(self.parts.values(), default=0.0)
 
     @property
-    def most(self) -> float:
-        """When nothing does, at the same rates."""
-        return sum(self.parts.values())
+    def expected(self) -> float:
+        """At the rates that programs reach, with most of what can overlap hidden."""
+        busy = dict(self.reached)
+        device = busy.pop(COMPUTE, 0.0) + busy.pop(MEMORY, 0.0)
+        longest = max(device, *busy.values(), 0.0)
+        hidden = (1 - EXPOSED) * (device + sum(busy.values()) - longest)
+        return sum(self.reached.values()) - (hidden if self.overlaps else 0.0)
 
     @property
     def bound(self) -> str:
@@ -45,28 +82,85 @@ class StepTime:
         return max(self.parts, key=lambda part: self.parts[part], default="")
 
 
-def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> StepTime | None:
-    """None when no step is made. What the hardware says nothing of is left out, and named."""
-    local = min(topology.local_ranks, topology.ranks)
-    needs: list[tuple[str, float, float | None]] = [
-        (COMPUTE, estimate.work.total, hardware.flops),
-        (MEMORY, estimate.work.moved, hardware.bandwidth),
-        (UP, float(estimate.copies.up), hardware.host_link),
-        (DOWN, float(estimate.copies.down), hardware.host_link),
-        (DISK, float(estimate.copies.disk * local), hardware.disk_rate),
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What comes of the expected time of a step."""
+
+    tokens_per_second: float
+    """Over all ranks, padding counted."""
+    tokens_per_second_per_rank: float
+    mfu: float | None
+    """Model FLOPs utilisation: the model's operations, nothing computed twice and attention only
+    between tokens that see each other, against the data sheet's peak."""
+    hours: float | None
+    """Of the whole training; None where its number of steps is not known."""
+    cost: float | None
+    """Of all ranks for that long."""
+
+
+class _Use(NamedTuple):
+    """Something that a resource does in a step."""
+
+    part: str
+    amount: float
+    """Operations or bytes."""
+    rate: float | None
+    """Of them in a second; None: not known."""
+    share: float
+    """Of the rate that programs reach."""
+
+
+def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> StepTime:
+    """The time of a step. What the hardware says nothing of is left out, and named."""
+    parts: dict[str, float] = {}
+    reached: dict[str, float] = {}
+    unknown: list[str] = []
+    for part, amount, rate, share in _uses(estimate, topology, hardware):
+        if amount and rate:
+            parts[part] = parts.get(part, 0.0) + amount / rate
+            reached[part] = reached.get(part, 0.0) + amount / rate / share
+        elif amount and part not in unknown:
+            unknown.append(part)
+    return StepTime(
+        parts=parts, reached=reached, unknown=unknown, overlaps=topology.device != "cpu"
+    )
+
+
+def speed(
+    time: StepTime, estimate: Estimate, topology: Topology, hardware: Hardware
+) -> Speed | None:
+    """The speed of a training; None where the time of what it computes is not known."""
+    if COMPUTE not in time.parts:
+        return None
+    step, seconds = estimate.step, time.expected
+    steps, price, peak = step.length.steps, hardware.price, hardware.peak
+    hours = None if steps is None else steps * seconds / 3600
+    return Speed(
+        tokens_per_second=step.tokens / seconds,
+        tokens_per_second_per_rank=step.tokens / seconds / topology.ranks,
+        mfu=None if peak is None else estimate.work.useful / (seconds * peak),
+        hours=hours,
+        cost=None if hours is None or price is None else hours * topology.ranks * price,
+    )
+
+
+def _uses(estimate: Estimate, topology: Topology, hardware: Hardware) -> Iterator[_Use]:
+    work, copies = estimate.work, estimate.copies
+    products = hardware.matmul * (1.0 if "flops" in hardware.measured else PRODUCTS)
+    yield _Use(COMPUTE, work.products + work.again, hardware.flops, products)
+    yield _Use(COMPUTE, work.attention, hardware.flops, products * ATTENTION)
+    others = [
+        (MEMORY, work.moved, hardware.bandwidth),
+        (UP, copies.up, hardware.host_link),
+        (DOWN, copies.down, hardware.host_link),
+        (DISK, copies.disk * topology.on_node, hardware.disk_rate),
     ]
-    parts = {name: amount / rate for name, amount, rate in needs if amount and rate}
-    unknown = [name for name, amount, rate in needs if amount and not rate]
-    network = 0.0
     for traffic in estimate.traffic:
-        rate = _rate(traffic, topology, hardware)
-        if rate:
-            network += sent(traffic) / rate
-        elif NETWORK not in unknown:
-            unknown.append(NETWORK)
-    if network:
-        parts[NETWORK] = network
-    return StepTime(parts=parts, unknown=unknown)
+        part = BETWEEN if crosses(traffic, topology) else INSIDE
+        others.append((part, sent(traffic), _rate(traffic, topology, hardware)))
+    for part, amount, rate in others:
+        measured = RATES[part] in hardware.measured
+        yield _Use(part, amount, rate, 1.0 if measured else REACHED.get(part, 1.0))
 
 
 def sent(traffic: Traffic) -> float:
@@ -81,27 +175,13 @@ def crosses(traffic: Traffic, topology: Topology) -> bool:
 
 
 def _rings(traffic: Traffic, topology: Topology) -> int:
-    """Groups that have ranks on a node and on others too; of the node that has most of them."""
-    return max(_shared(traffic, topology, node) for node in _telling(traffic, topology))
-
-
-def _shared(traffic: Traffic, topology: Topology, node: int) -> int:
-    """Groups that have ranks on this node and on others too."""
+    """Groups of a node that have ranks on others too: as many where groups and nodes divide each
+    other, else at most."""
     span, local = traffic.ranks * traffic.apart, topology.local_ranks
-    here = range(node * local, min((node + 1) * local, topology.ranks))
-    firsts = {rank // span * span + rank % traffic.apart for rank in here}
-    return sum(first // local != (first + span - traffic.apart) // local for first in firsts)
-
-
-def _telling(traffic: Traffic, topology: Topology) -> Iterator[int]:
-    """Nodes of which one has as many such groups as any. Groups that interleave make a block; each
-    node in which a block begins, and the one after, since further ones in a block are like that.
-    After as many blocks as a node has ranks, they begin at the same places again."""
-    span = traffic.ranks * traffic.apart
-    blocks = min(topology.local_ranks, -(-topology.ranks // span)) if topology.nodes > 1 else 1
-    for block in range(blocks):
-        first = block * span // topology.local_ranks
-        yield from range(first, min(first + 2, topology.nodes))
+    if topology.nodes == 1 or local % span == 0:
+        return 0
+    aligned = span % local == 0 or span == topology.ranks
+    return min(traffic.apart * (1 if aligned else 2), local)
 
 
 def _rate(traffic: Traffic, topology: Topology, hardware: Hardware) -> float | None:
