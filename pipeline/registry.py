@@ -45,13 +45,13 @@ def kind_of(name: str) -> str:
 
 def installed_entries(group: str) -> Iterator[Entry]:
     """What the installed packages register in an entry-point group; nothing is imported."""
+    known: dict[int, tuple[str, str]] = {}  # metadata is read anew whenever it is asked for
     for point in importlib.metadata.entry_points(group=group):
-        yield Entry(
-            name=point.name,
-            value=point.value,
-            distribution=point.dist.name if point.dist else "unknown",
-            version=point.dist.version if point.dist else "",
-        )
+        dist = point.dist
+        if id(dist) not in known:
+            known[id(dist)] = (dist.name, dist.version) if dist else ("unknown", "")
+        distribution, version = known[id(dist)]
+        yield Entry(name=point.name, value=point.value, distribution=distribution, version=version)
 
 
 class Registry:

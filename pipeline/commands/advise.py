@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from pipeline.commands.machines import GPUS, NODES, asked_for, machine_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.files import try_writing
 from pipeline.registry import Registry
+
+if TYPE_CHECKING:
+    from pipeline.planning.hardware import Asked
 
 EXAMPLE = [
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]},
@@ -24,8 +27,8 @@ EXAMPLE = [
 
 @click.command()
 @click.argument("model")
-@click.option("--gpus", type=GPUS, required=True, help="GPUs of a node.")
-@click.option("--nodes", type=NODES, default=1, show_default=True)
+@click.option("--gpus", type=GPUS, help="GPUs of a node. Without any: this machine's CPUs.")
+@click.option("--nodes", type=NODES, help="Nodes of so many GPUs. Default: 1.")
 @machine_options
 @click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)
@@ -54,8 +57,8 @@ def advise(
     registry: Registry | None,
     /,
     model: str,
-    gpus: int,
-    nodes: int,
+    gpus: int | None,
+    nodes: int | None,
     full: bool,
     seq: int,
     global_batch: int | None,
@@ -66,22 +69,19 @@ def advise(
     out: Path | None,
     **machines: Any,
 ) -> None:
-    """Find how to train MODEL on given GPUs, and write its recipe.
+    """Find how to train MODEL on given GPUs, or on CPUs, and write its recipe.
 
-    MODEL is a folder, a hub id, a GGUF file or a config.json. Of the ways that fit, the one whose
-    step is estimated to be the shortest is taken, or, where rates are not known, the one that gives
-    up the least. Every other is shown with what it would need. Exit code 3 when nothing fits.
+    MODEL is a folder, a hub id, a GGUF file or a config.json. What only costs time is tried before
+    what changes how it is computed (moments, master weights, frozen weights in fewer bits), that
+    before offloading. Of what fits, a step that is estimated to be the shortest is taken. Other
+    ways are shown with what they would need. Exit code 3 when nothing fits.
     """
     from pipeline.commands.stopping import stoppable
-    from pipeline.planning.advise import Task
     from pipeline.planning.advise import advise as walk
-    from pipeline.planning.hardware import narrow_dtype
+    from pipeline.planning.draft import Task
 
     asked, margins = asked_for(gpus, nodes, **machines)
-    if asked.gpu is None and asked.memory is None and asked.machine is None:
-        raise UsageError(
-            "say what GPUs these are", hint="--gpu H100, or --memory 80, or --machine FILE"
-        )
+    _require_whole(asked)
     where = _model(model, revision, attention)
     name = _name(model, lora=not full)
     target = out or Path(f"{name}.yaml")
@@ -98,22 +98,21 @@ def advise(
     task = Task(
         name=name, model=where, data=data or example, lora=not full,
         sequence=seq, global_batch=global_batch, micro_batch=micro_batch,
-        compute=narrow_dtype(asked),
     )  # fmt: skip
     written = False
     try:
         with stoppable():
             advice = walk(task, asked, margins, registry or Registry.installed())
-        click.echo("\n".join(advice.lines()))
-        if advice.draft is not None:
+        click.echo("\n".join(advice.lines))
+        if advice.recipe is not None:
             with system_errors_as(UsageError):
-                target.write_text(advice.draft.text(), "utf-8")
+                target.write_text(advice.recipe, "utf-8")
             written = True
     finally:
         if made and not written:
             example.unlink()
     if not written:
-        click.echo(f"nothing fits: it takes {advice.missing}", err=True)
+        click.echo("nothing fits: it takes more or larger GPUs, or hosts", err=True)
         sys.exit(NoFit.exit_code)
     yours = f"; its data is an example in {example}: put yours there" if made else ""
     click.echo(f"\nwritten: {target}{yours}")
@@ -122,6 +121,18 @@ def advise(
             "" if "tokenizer" in task.model else ", and names no tokenizer: say model.tokenizer"
         )
         click.echo(f"it starts from random weights{name_one}")
+
+
+def _require_whole(asked: Asked) -> None:
+    """Raises UsageError where GPUs are meant, and it is not said how many, or of what kind."""
+    machine = asked.machine is not None and asked.machine.device != "cpu"
+    known = machine or asked.gpu is not None or asked.memory is not None
+    if asked.gpus is None and (known or asked.nodes is not None):
+        raise UsageError("say how many GPUs a node has", hint="--gpus 8")
+    if asked.gpus is not None and not known:
+        raise UsageError(
+            "say what GPUs these are", hint="--gpu H100, or --memory 80, or --machine FILE"
+        )
 
 
 def _name(model: str, *, lora: bool) -> str:

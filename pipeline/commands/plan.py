@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +15,9 @@ from pipeline.files import try_writing
 from pipeline.registry import Registry
 
 if TYPE_CHECKING:
-    from pipeline.planning.hardware import Asked
-    from pipeline.planning.margins import Margins
     from pipeline.planning.memory_plan import MemoryPlan
     from pipeline.planning.remedies import Remedy
-    from pipeline.planning.search import Change
+    from pipeline.planning.search import Base
 
 
 @click.command()
@@ -64,6 +60,7 @@ def plan(
     """
     from pipeline.commands.stopping import stoppable
     from pipeline.planning.memory_plan import draw_up
+    from pipeline.planning.search import Base
 
     asked, margins = asked_for(gpus, nodes, **machines)
     if out is not None:
@@ -79,7 +76,11 @@ def plan(
         click.echo("\n".join(drawn.lines(explain=explain)))
     found: list[Remedy] | None = []
     if drawn.short:
-        found = _remedies(drawn, Path(recipe), overrides, asked, margins, registry)
+        known = registry or Registry.installed()
+        base = Base(
+            recipe=Path(recipe), overrides=overrides, asked=asked, margins=margins, registry=known
+        )
+        found = _remedies(drawn, base)
     if as_json:
         remedies = None if found is None else [_recorded(remedy) for remedy in found]
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
@@ -91,40 +92,27 @@ def plan(
         sys.exit(NoFit.exit_code)
 
 
-def _remedies(
-    drawn: MemoryPlan,
-    recipe: Path,
-    overrides: tuple[str, ...],
-    asked: Asked,
-    margins: Margins,
-    registry: Registry | None,
-) -> list[Remedy] | None:
+def _remedies(drawn: MemoryPlan, base: Base) -> list[Remedy] | None:
     """None, and a line on stderr, where they cannot be told."""
-    from pipeline.planning.memory_plan import draw_up
     from pipeline.planning.remedies import remedies
     from pipeline.presets import in_order
 
-    def draw(times: int, changes: Sequence[Change]) -> MemoryPlan:
-        topology = drawn.topology
-        more = replace(asked, nodes=topology.nodes * times, gpus=topology.local_ranks)
-        changed = [*overrides, *(change.override for change in changes)]
-        return draw_up(recipe, changed, asked if times == 1 else more, margins, registry)
-
-    known = in_order(registry or Registry.installed())
     try:
-        return list(remedies(drawn, draw, known))
-    except PipeError as error:  # arithmetic, which a trace does without
+        return list(remedies(drawn, base, in_order(base.registry)))
+    except PipeError as error:  # a profile, which a trace does without
         click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
         return None
 
 
 def _recorded(remedy: Remedy) -> dict[str, Any]:
     """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest host."""
+    from pipeline.planning.search import overrides
+
     drawn = remedy.way.drawn
     on_cpu = drawn.topology.device == "cpu"
     return {
         "options": list(remedy.options),
-        "overrides": [change.override for change in remedy.way.changes],
+        "overrides": overrides(remedy.way.changes),
         "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
         "host_bytes": drawn.estimate.host_peak,
     }

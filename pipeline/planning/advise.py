@@ -3,219 +3,134 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import RecipeError, UsageError
-from pipeline.planning.draft import Draft
-from pipeline.planning.hardware import Asked
+from pipeline.planning.draft import WRAP, Task, drafted, on_cpu
+from pipeline.planning.hardware import BETWEEN, INSIDE, Asked, site_of
 from pipeline.planning.margins import Margins
-from pipeline.planning.memory_plan import MemoryPlan, draw_up
+from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import gib
-from pipeline.planning.search import Change, Draw, ways
-from pipeline.planning.strategies import WRAP, Tried, Walk, of_each, wrapped
-from pipeline.presets import in_order
+from pipeline.planning.search import Base, Changes, Way, overrides, seconds
+from pipeline.planning.strategies import Candidate, choose, on_more_nodes, suited, wrapped
+from pipeline.planning.topology import Topology
+from pipeline.presets import Strategy, in_order
 from pipeline.registry import Registry
 
-MOST_NODES = 512
-"""How far `more GPUs` is looked for."""
-
-
-BATCH = 64
-"""Samples of a step, where nothing is said."""
-TOKENS = 32768
-"""Of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is to be trained."""
-
-    name: str
-    model: dict[str, Any]
-    """Fields of the model slot."""
-    data: Path
-    lora: bool
-    sequence: int
-    global_batch: int | None
-    """Samples of a step; None: BATCH, or one for each GPU."""
-    micro_batch: int | None
-    """Samples of a forward pass, to begin with; None: what makes TOKENS."""
-    compute: str
-
-
-def ranks_of(asked: Asked, nodes: int) -> int:
-    """GPUs of so many nodes."""
-    return (asked.gpus or 1) * nodes
-
-
-def batch_of(task: Task, ranks: int) -> int:
-    """Samples of a step on so many GPUs."""
-    return task.global_batch or max(BATCH, ranks)
-
-
-def draft_of(task: Task, asked: Asked, registry: Registry) -> Draft:
-    """The recipe before a strategy is chosen. Raises UsageError when none is installed."""
-    strategies = in_order(registry)
-    if not strategies:
-        raise UsageError("no installed stage offers a strategy")
-    ranks = ranks_of(asked, asked.nodes or 1)
-    batch = batch_of(task, ranks)
-    most = task.micro_batch or max(TOKENS // task.sequence, 1)
-    adapter = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}} if task.lora else {}
-    slots: dict[str, dict[str, Any]] = {
-        "model": {"use": "model.hf", **task.model},
-        **adapter,
-        "precision": {"use": "precision.policy", "compute": task.compute},
-        "data": {
-            "use": "data.chat",
-            "files": str(task.data.absolute()),
-            "sequence_length": task.sequence,
-            "heldout_fraction": 0.02,
-        },
-        "optimizer": {
-            "use": "optimizer.adamw",
-            "lr": 1e-4 if task.lora else 1e-5,
-            "weight_decay": 0.0 if task.lora else 0.1,
-            "warmup_ratio": 0.03,
-        },
-        "wrap": strategies[0].slot,
-        "checkpoint": {"use": "checkpoint.sharded", "every": 200, "keep": 2},
-        "train": {
-            "use": "train.causal_lm",
-            "epochs": 1,
-            "global_batch_size": batch,
-            "micro_batch_size": min(most, -(-batch // ranks)),
-        },
-        "consolidate": {"use": "consolidate.stream"},
-        "export": {"use": "export.safetensors", "dtype": "bf16"},
-    }
-    return Draft(
-        head=[],
-        top={"name": task.name, "seed": 0, "launch": {"procs": ranks, "device": "cuda"}},
-        slots=slots,
-        reasons={},
-    )
+WAITING = 0.5
+"""Share of a step that the network may take before it is warned of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     """What came of it."""
 
-    draft: Draft | None
+    recipe: str | None
     """None: nothing fits."""
-    chosen: Tried | None
-    tried: Sequence[Tried]
-    refused: Sequence[str]
-    """What could not be tried here, and why."""
-    nodes_needed: int | None
-    """The fewest nodes on which it fits without offloading, of those that were asked about; None
-    where that is not known, or not needed."""
-
-    @property
-    def missing(self) -> str:
-        """What it takes where nothing fits, by the way that is the nearest to it."""
-        hosts = [
-            one for one in self.tried if all(short.place == "host" for short in one.way.drawn.short)
-        ]
-        if not hosts:
-            return "more or larger GPUs; tensor parallelism is not there"
-        least = min(hosts, key=lambda one: one.way.drawn.estimate.host_peak)
-        needed = gib(least.way.drawn.estimate.host_peak)
-        return f"{needed} GiB of host memory a node for {least.strategy.name}, or more nodes"
-
-    def lines(self) -> Iterator[str]:
-        """For people."""
-        for tried in self.tried:
-            fits = "fits    " if tried.way.fits else "too much"
-            mark = "chosen  " if tried is self.chosen else fits
-            yield f"{mark}  {tried.what}"
-            yield f"          {tried.told()}"
-        for refused in self.refused:
-            yield f"refused   {refused}"
-        if self.nodes_needed is not None:
-            yield f"without offloading it would fit on {self.nodes_needed} nodes"
+    lines: Sequence[str]
+    """For people: the choice, its reasons, what else there is."""
 
 
 def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Advice:
-    """Walk the decision order. Raises PipeError for what cannot be planned at all."""
-    draft = draft_of(task, asked, registry)
-    nodes = asked.nodes or 1
+    """Find the best strategy, and as little to be saved as it needs. Raises PipeError for what
+    cannot be planned at all."""
+    strategies = in_order(registry)
+    if not strategies:
+        raise UsageError("no installed stage offers a strategy")
+    topology = site_of(asked, asked.procs or 1, "cpu" if on_cpu(asked) else "cuda")
+    known = [*suited(strategies, topology)]
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(draft.text(), "utf-8")
 
-        def draw(nodes: int, changes: Sequence[Change]) -> MemoryPlan:
-            batch = f"train.global_batch_size={batch_of(task, ranks_of(asked, nodes))}"
-            overrides = [batch, *(change.override for change in changes)]
-            return draw_up(file, overrides, replace(asked, nodes=nodes), margins, registry)
+        def base_of(task: Task) -> Base:
+            file = Path(folder) / f"{task.lora}.yaml"
+            file.write_text(drafted(task, asked, wrapped(strategies[0], WRAP)), "utf-8")
+            return Base(recipe=file, asked=asked, margins=margins, registry=registry)
 
-        _require_sound(partial(draw, nodes))
-        walk = Walk(
-            draw=partial(draw, nodes),
-            strategies=in_order(registry),
-            nodes=nodes,
-            ranks=ranks_of(asked, nodes),
-        )
-        chosen = walk.run()
-        needed = None
-        if chosen is None or chosen.strategy.order >= Tier.OFFLOADED:
-            needed = _nodes(walk, draw)
-    final = None
-    if chosen is not None:
-        head = _head(task, walk.tried, chosen)
-        final = replace(draft, head=head).changed(chosen.way.changes)
-    return Advice(
-        draft=final,
-        chosen=chosen,
-        tried=walk.tried,
-        refused=walk.refused,
-        nodes_needed=needed,
-    )
+        base = base_of(task)
+        _require_sound(base)
+        tried, refused = choose(base, known, WRAP)
+        chosen = next((one for one in tried if one.way.fits), None)
+        notes = [] if chosen is None else [*_warnings(chosen.way.drawn)]
+        if topology.device != "cpu" and (chosen is None or chosen.offloaded or chosen.way.narrow):
+            notes += _more_nodes(task, base, topology, strategies)
+        if not task.lora and (chosen is None or chosen.offloaded):
+            notes += _low_rank(base_of(replace(task, lora=True)), known)
+    rest = [*notes, *_others(tried, chosen), *(f"refused: {one}" for one in refused)]
+    if chosen is None:
+        return Advice(recipe=None, lines=rest)
+    said = [f"chosen: {chosen.strategy.name} ({chosen.strategy.what})", f"  {chosen.numbers}"]
+    reasons = _reasons(chosen.way)
+    why = [f"  {override}: {reason}" for override, reason in reasons.items()]
+    what = "low-rank updates" if task.lora else "all weights"
+    head = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", "", *said, *rest]
+    comments = {path.partition("=")[0]: reason for path, reason in reasons.items()}
+    recipe = drafted(task, asked, chosen.way.changes, head=head, reasons=comments)
+    return Advice(recipe=recipe, lines=[*said, *why, *rest])
 
 
-def _require_sound(draw: Draw) -> None:
+def _require_sound(base: Base) -> None:
     """Raises UsageError for mistakes that are no strategy's: a model or data that is not there."""
     try:
-        draw([])
+        base.checked({})
     except RecipeError as error:
         own = [one for one in error.problems if one.key.split(".")[0] != WRAP]
         if own:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
-DrawOn = Callable[[int, Sequence[Change]], MemoryPlan]
-"""Nodes, changes -> the plan. Raises PipeError."""
+def _reasons(way: Way) -> Mapping[str, str]:
+    """Override -> what it does, and what would be short without it."""
+    changes, found = way.changes, dict[str, str]()
+    for one in way.saved:
+        short = one.without
+        needed = f"; without it {gib(short.needed)} GiB of {short.what}" if short else ""
+        made = {path: changes[path] for path in one.changes}
+        found |= dict.fromkeys(overrides(made), f"{one.saving.what}{needed}")
+    return found
 
 
-def _nodes(walk: Walk, draw: DrawOn) -> int | None:
-    """The fewest nodes, doubling, on which a strategy without offloading fits, with a sample for
-    each GPU."""
-    sharded = [named for named in walk.strategies if named.order == Tier.SHARDED]
-    nodes = walk.nodes * 2
-    while nodes <= MOST_NODES:
-        more = partial(draw, nodes)
-        try:
-            found = [way for named in sharded for way in ways([wrapped(named)], more)]
-            if any(way.fits and not way.drawn.idle for way in found):
-                return nodes
-        except RecipeError:  # such as a batch that is smaller than the ranks
-            return None
-        nodes *= 2
-    return None
-
-
-def _head(task: Task, tried: Sequence[Tried], chosen: Tried) -> list[str]:
-    what = "low-rank updates" if task.lora else "all weights"
-    lines = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", ""]
-    lines.append(f"Chosen: {chosen.what}: {chosen.told()}.")
-    rest = [one for one in of_each(tried) if one.strategy is not chosen.strategy]
-    for title, fits in (("Needs too much:", False), ("Fits too:", True)):
-        others = [one for one in rest if one.way.fits is fits]
+def _others(tried: Sequence[Candidate], chosen: Candidate | None) -> Iterator[str]:
+    titles = {True: "fits too:", False: "needs too much, with all saved that can be:"}
+    for fits, title in titles.items():
+        others = [one for one in tried if one.way.fits is fits and one is not chosen]
         if others:
-            lines += ["", title, *(f"  {one.what}: {one.told()}" for one in others)]
-    return lines
+            yield title
+        for one in others:
+            yield f"  {one.what}: {one.numbers}"
+
+
+def _warnings(drawn: MemoryPlan) -> Iterator[str]:
+    network = sum(drawn.time.reached.get(part, 0.0) for part in (INSIDE, BETWEEN))
+    if network > WAITING * seconds(drawn):
+        yield (
+            f"warning: GPUs wait for the network, which takes {network:.3g} s of a step; a faster "
+            "one (--interconnect), fewer nodes or --lora would help"
+        )
+
+
+def _more_nodes(
+    task: Task, base: Base, topology: Topology, strategies: Sequence[Strategy]
+) -> Iterator[str]:
+    """Where it fits without offloading and as it was meant to be computed."""
+    if topology.nodes > 1:
+        yield "tensor parallelism, which is usual for models of this size, is not there"
+
+    def batch(ranks: int) -> Changes:
+        return {"train.global_batch_size": task.batch(ranks)}
+
+    sharded = [wrapped(named, WRAP) for named in strategies if named.order == Tier.SHARDED]
+    found = filter(None, (on_more_nodes(base, topology, start, batch) for start in sharded))
+    fewest = min((asked.nodes or 1 for asked, _ in found), default=None)
+    if fewest is not None:
+        yield f"without offloading, and with nothing in fewer bits, it fits on {fewest} nodes"
+
+
+def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
+    """What fits where low-rank updates are trained in place of all weights."""
+    on_gpus = [named for named in strategies if named.order < Tier.OFFLOADED]
+    tried, _ = choose(base, on_gpus, WRAP)
+    if tried and tried[0].way.fits:
+        yield f"low-rank updates (--lora) would fit with {tried[0].what}: {tried[0].numbers}"

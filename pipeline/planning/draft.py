@@ -1,62 +1,103 @@
-"""A recipe that is being drawn up, with the reasons for what is in it."""
+"""The recipe that advice is given on."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pipeline.planning.search import Change
+from pipeline.planning.hardware import Asked, narrow_dtype
+from pipeline.planning.search import Changes
+
+WRAP = "wrap"
+"""The slot of the strategy."""
+SLOTS: Mapping[str, Mapping[str, Any]] = {
+    "model": {"use": "model.hf"},
+    "adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32},
+    "precision": {"use": "precision.policy"},
+    "data": {"use": "data.chat", "heldout_fraction": 0.02},
+    "optimizer": {"use": "optimizer.adamw", "warmup_ratio": 0.03},
+    WRAP: {},
+    "checkpoint": {"use": "checkpoint.sharded", "every": 200, "keep": 2},
+    "train": {"use": "train.causal_lm", "epochs": 1},
+    "consolidate": {"use": "consolidate.stream"},
+    "export": {"use": "export.safetensors", "dtype": "bf16"},
+}
+BATCH = 64
+"""Samples of a step, where nothing is said."""
+TOKENS = 32768
+"""Of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A recipe as values, and comments on some of them."""
+class Task:
+    """What is to be trained."""
 
-    head: Sequence[str]
-    """Lines of comment at the top."""
-    top: Mapping[str, Any]
-    """What is said besides the stages."""
-    slots: Mapping[str, Mapping[str, Any]]
-    reasons: Mapping[str, str]
-    """`slot` or `slot.field` -> comment."""
+    name: str
+    model: Mapping[str, Any]
+    """Fields of the model slot."""
+    data: Path
+    lora: bool
+    sequence: int
+    global_batch: int | None
+    """Samples of a step; None: BATCH, or one for each GPU."""
+    micro_batch: int | None
+    """Samples of a forward pass, to begin with; None: what makes TOKENS on a GPU, 1 on CPUs."""
 
-    def changed(self, changes: Sequence[Change]) -> Draft:
-        """With changes laid over it, and why."""
-        slots: dict[str, dict[str, Any]] = {
-            s: dict(copy.deepcopy(v)) for s, v in self.slots.items()
-        }
-        for change in changes:
-            slot, _, field = change.path.partition(".")
-            if field:
-                slots[slot][field] = change.value
-            else:
-                slots[slot] = change.value
-        every = {**self.reasons, **{change.path: change.why for change in changes}}
-        return Draft(head=self.head, top=self.top, slots=slots, reasons=every)
+    def batch(self, ranks: int) -> int:
+        """Samples of a step on so many GPUs."""
+        return self.global_batch or max(BATCH, ranks)
 
-    def text(self) -> str:
-        """YAML."""
-        return "\n".join([*self._lines(), ""])
 
-    def _lines(self) -> Iterator[str]:
-        for line in self.head:
-            yield f"# {line}".rstrip()
-        yield ""
-        for key, value in self.top.items():
-            yield f"{key}: {json.dumps(value)}"
-        yield ""
-        yield "stages:"
-        for slot, fields in self.slots.items():
-            yield from self._slot(slot, fields)
+def on_cpu(asked: Asked) -> bool:
+    """Whether nothing was said of GPUs."""
+    return not asked.of_gpus and (asked.machine is None or asked.machine.device == "cpu")
 
-    def _slot(self, slot: str, fields: Mapping[str, Any]) -> Iterator[str]:
-        if slot in self.reasons:
-            yield f"  # {self.reasons[slot]}"
-        yield f"  {slot}:"
+
+def drafted(
+    task: Task,
+    asked: Asked,
+    changes: Changes,
+    *,
+    head: Sequence[str] = (),
+    reasons: Mapping[str, str] | None = None,
+) -> str:
+    """YAML; `head`: comments at the top, `reasons`: `slot` or `slot.field` -> comment."""
+    slots = {slot: dict(fields) for slot, fields in SLOTS.items()}
+    cpu, ranks = on_cpu(asked), asked.procs or 1
+    batch = task.batch(ranks)
+    most = task.micro_batch or (1 if cpu else max(TOKENS // task.sequence, 1))
+    slots["model"] |= task.model
+    # Most CPUs only emulate narrow floats.
+    slots["precision"]["compute"] = "fp32" if cpu else narrow_dtype(asked)
+    slots["data"] |= {"files": str(task.data.absolute()), "sequence_length": task.sequence}
+    slots["train"] |= {
+        "global_batch_size": batch,
+        "micro_batch_size": min(most, -(-batch // ranks)),
+    }
+    if task.lora:
+        slots["optimizer"] |= {"lr": 1e-4, "weight_decay": 0.0}
+    else:
+        slots["optimizer"] |= {"lr": 1e-5, "weight_decay": 0.1}
+        del slots["adapter"]
+    for path, value in changes.items():
+        slot, _, name = path.partition(".")
+        slots[slot] = {**slots[slot], name: value} if name else value
+    launch = {"procs": ranks, "device": "cpu" if cpu else "cuda"}
+    top = {"name": task.name, "seed": 0, "launch": launch}
+    lines = [f"# {line}".rstrip() for line in head]
+    lines += ["", *(f"{key}: {json.dumps(value)}" for key, value in top.items())]
+    return "\n".join([*lines, "", "stages:", *_written(slots, reasons or {}), ""])
+
+
+def _written(slots: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> Iterator[str]:
+    def comment(path: str) -> str:
+        return f"  # {reasons[path]}" if path in reasons else ""
+
+    for slot, fields in slots.items():
+        yield f"  {slot}:{comment(slot)}"
         for key, value in fields.items():
-            why = self.reasons.get(f"{slot}.{key}")
-            text = f"    {key}: {value if key == 'use' else json.dumps(value)}"
-            yield f"{text}  # {why}" if why else text
+            text = value if key == "use" else json.dumps(value)
+            yield f"    {key}: {text}{comment(f'{slot}.{key}')}"

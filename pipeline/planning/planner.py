@@ -61,10 +61,12 @@ class Saving:
     """Fields of other slots that go with it, by the type that the slot gives."""
 
 
-REDUCE, RECOMPUTE, CHUNK, SMALLER, NARROW = 1, 2, 3, 4, 5
-"""Orders of savings: gradients reduced more often, activations computed again, logits in chunks,
-smaller micro-batches, optimizer state or weights in fewer bits. The last changes what is computed,
-and so is tried only where nothing else fits."""
+REDUCE, RECOMPUTE, CHUNK, SMALLER = 1, 2, 3, 4
+"""Orders of savings that cost time alone: gradients reduced more often, activations computed again,
+logits in chunks, smaller micro-batches."""
+NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 5, 6, 7
+"""Orders of those that change what is computed, each tried only where those before do not do:
+moments, master weights, frozen weights in fewer bits."""
 
 
 class Saves(Protocol):

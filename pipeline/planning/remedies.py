@@ -2,106 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from pipeline.engine import Engine
-from pipeline.errors import PipeError
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
-from pipeline.planning.report import gib
-from pipeline.planning.search import Change, Draw, Way, best, folded, ways
-from pipeline.planning.strategies import suited, wrapped
+from pipeline.planning.search import Base, Way, best, overrides, ways
+from pipeline.planning.strategies import choose, memory, on_more_nodes, suited, wrapped
 from pipeline.presets import Strategy
-
-MOST_TIMES = 64
-"""How many times as many nodes are looked at."""
-
-DrawOn = Callable[[int, Sequence[Change]], MemoryPlan]
-"""How many times the nodes, changes -> the plan. Raises PipeError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
     """Changes of the recipe, or machines, with which it would fit."""
 
-    options: Sequence[str]
+    options: Sequence[str] = ()
     way: Way
 
     def line(self) -> str:
         """For people, to be pasted behind the command."""
-        drawn = self.way.drawn
-        words = [*self.options, *(change.override for change in folded(self.way.changes))]
-        return f"{shlex.join(words)}  ({_needs(drawn)})"
+        words = shlex.join([*self.options, *overrides(self.way.changes)])
+        return f"{words}  ({memory(self.way.drawn)})"
 
 
-def _needs(drawn: MemoryPlan) -> str:
-    if drawn.topology.device == "cpu":
-        return f"{gib(drawn.estimate.host_peak)} GiB a node"
-    return f"{gib(drawn.margins.of(drawn.estimate.peak))} GiB a GPU"
-
-
-def remedies(drawn: MemoryPlan, draw: DrawOn, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
+def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
     """At most one of each kind: savings of the recipe's own stages, another strategy with them,
-    more nodes."""
-    same = partial(draw, 1)
-    own = best(list(ways([], same)))
+    more nodes. Raises PipeError where the recipe itself cannot be planned without a trace."""
+    own = best(ways(base, {}))
     if own is not None:
-        yield Remedy(options=(), way=own)
-    yield from _otherwise(drawn, same, strategies)
+        yield Remedy(way=own)
+    slot = _wrap_slot(drawn)
+    others = [one for one in strategies if slot and not _is_there(drawn, slot, one)]
+    tried, _ = choose(base, [*suited(others, drawn.topology)], slot)
+    if tried and tried[0].way.fits:
+        yield Remedy(way=tried[0].way)
     if drawn.topology.device != "cpu":
-        yield from _more(drawn, draw, strategies)
-
-
-def _more(drawn: MemoryPlan, draw: DrawOn, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
-    """The fewest nodes, doubling, on which it fits as it is wrapped, or else sharded over all of
-    them, with as little saved as is needed."""
-    slot = _wrap_slot(drawn)
-    sharded = [wrapped(named, slot) for named in strategies if named.order == Tier.SHARDED and slot]
-    for start in ([], *([one] for one in sharded)):
-        times = 2
-        while times <= MOST_TIMES:
-            try:
-                found = best(list(ways(start, partial(draw, times))))
-            except PipeError:  # such as a batch that is smaller than the ranks
-                break
-            if found is not None:
-                topology = drawn.topology
-                options = [
-                    "--gpus",
-                    str(topology.local_ranks),
-                    "--nodes",
-                    str(topology.nodes * times),
-                ]
-                yield Remedy(options=options, way=found)
-                return
-            times *= 2
-
-
-def _otherwise(drawn: MemoryPlan, draw: Draw, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
-    """The first other strategy that fits."""
-    slot = _wrap_slot(drawn)
-    topology = drawn.topology
-    for named in suited(strategies, topology.nodes, topology.ranks) if slot else ():
-        if _is_there(drawn, slot, named):
-            continue
-        try:
-            found = best(list(ways([wrapped(named, slot)], draw)))
-        except PipeError:  # it does not go with the rest of the recipe
-            continue
-        if found is not None:
-            yield Remedy(options=(), way=found)
-            return
+        sharded = [wrapped(named, slot) for named in others if named.order == Tier.SHARDED]
+        more = (on_more_nodes(base, drawn.topology, start) for start in ({}, *sharded))
+        for asked, way in itertools.islice(filter(None, more), 1):
+            yield Remedy(options=["--gpus", str(asked.gpus), "--nodes", str(asked.nodes)], way=way)
 
 
 def _wrap_slot(drawn: MemoryPlan) -> str:
-    """The first slot that makes an engine."""
-    for step in drawn.plan.steps:
-        if step.gives is not None and issubclass(step.gives, Engine):
-            return step.slot
-    return ""
+    """The first slot that makes an engine; empty without one."""
+    steps = drawn.plan.steps
+    return next((step.slot for step in steps if issubclass(step.gives or object, Engine)), "")
 
 
 def _is_there(drawn: MemoryPlan, slot: str, named: Strategy) -> bool:

@@ -1,194 +1,202 @@
-"""Ways of a recipe that need less memory, by what its stages say that they can do without."""
+"""Ways to a recipe that needs less memory, by what its stages say that they can do without.
+
+First everything is saved that can be. If that fits, one saving after another is given back as long
+as it still fits, those that change what is computed before those that only cost time. Whatever is
+saved in the end is so for a reason: without it, something is short.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from pipeline.errors import StageError
-from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import NARROW, Planners, Saving
+from pipeline.errors import RecipeError, StageError
+from pipeline.plan import Plan, plan_file
+from pipeline.planning import planner
+from pipeline.planning.hardware import Asked
+from pipeline.planning.margins import Margins, Shortage
+from pipeline.planning.memory_plan import MemoryPlan, draw_up_plan
+from pipeline.planning.planner import CHUNK, RECOMPUTE, REDUCE, SMALLER, Planners, Saving
+from pipeline.registry import Registry
 
+NARROW = planner.NARROW_FROZEN, planner.NARROW_MASTERS, planner.NARROW_MOMENTS
+"""Orders of savings that change what is computed, the one to be given back first at its head."""
+GIVEN_BACK = (RECOMPUTE, SMALLER, REDUCE, CHUNK), (SMALLER, REDUCE, RECOMPUTE, CHUNK)
+"""Two sequences for those that cost time. Which is faster depends on the machines: computing again
+keeps GPUs busy, small micro-batches keep the network busy."""
 TELLING = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within
 what estimates were off on real steps."""
 
+Changes = Mapping[str, Any]
+"""Of a recipe: `slot` or `slot.field` -> value."""
+
+
+def overrides(changes: Changes) -> list[str]:
+    """Arguments of commands."""
+    return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
+
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """Of a recipe."""
+class Base:
+    """A recipe at a place, to be planned with changes."""
 
-    path: str
-    """`slot`, or `slot.field`."""
-    value: Any
-    why: str
+    recipe: Path
+    overrides: Sequence[str] = ()
+    asked: Asked
+    margins: Margins
+    registry: Registry
+    _drawn: dict[tuple[str, ...], MemoryPlan] = field(default_factory=dict, init=False)
 
-    @property
-    def override(self) -> str:
-        """As an argument of commands."""
-        return f"{self.path}={json.dumps(self.value)}"
+    def checked(self, changes: Changes) -> Plan:
+        """The recipe with changes, without what it needs. Raises RecipeError."""
+        lines = [*self.asked.overrides, *self.overrides, *overrides(changes)]
+        procs = self.asked.procs
+        return plan_file(self.recipe, lines, registry=self.registry, forecast=True, procs=procs)
 
-
-def folded(changes: Sequence[Change]) -> list[Change]:
-    """With fields of slots that are changed as a whole said in these."""
-    made: dict[str, Change] = {}
-    for one in changes:
-        slot, _, field = one.path.partition(".")
-        if field and slot in made:
-            made[slot] = replace(made[slot], value={**made[slot].value, field: one.value})
-        else:
-            made[one.path] = one
-    return list(made.values())
+    def drawn(self, changes: Changes) -> MemoryPlan:
+        """The plan of the recipe with changes; each is drawn up once. Raises PipeError."""
+        key = tuple(sorted(overrides(changes)))
+        if key not in self._drawn:
+            self._drawn[key] = draw_up_plan(self.checked(changes), self.asked, self.margins)
+        return self._drawn[key]
 
 
-Draw = Callable[[Sequence[Change]], MemoryPlan]
-"""Changes -> the plan of the recipe with them. Raises PipeError."""
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A saving that is made."""
+
+    saving: Saving
+    changes: Changes
+    without: Shortage | None = None
+    """What would be short without it; None where that was not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """A recipe with changes, and what it would need."""
 
-    changes: Sequence[Change]
-    saved: Sequence[Saving]
-    """By what, of the changes, in the order in which they were made."""
+    start: Changes
+    saved: Sequence[Saved]
     drawn: MemoryPlan
+
+    @property
+    def changes(self) -> Changes:
+        """All of them."""
+        return _together(self.start, self.saved)
 
     @property
     def fits(self) -> bool:
         """Whether nothing is short."""
         return not self.drawn.short
 
-    def and_(self, slot: str, saving: Saving, draw: Draw) -> Way:
-        """With one saving more; of two that set the same field, the later."""
-        fields = {slot: saving.fields}
-        for step in self.drawn.plan.steps:
-            for given, more in saving.beside.items():
-                if issubclass(step.gives or object, given):
-                    fields[step.slot] = {**fields.get(step.slot, {}), **more}
-        new = [
-            Change(path=f"{place}.{field}", value=value, why=saving.what)
-            for place, values in fields.items()
-            for field, value in values.items()
-        ]
-        made: Mapping[str, Change] = {one.path: one for one in [*self.changes, *new]}
-        changes = list(made.values())
-        return Way(changes=changes, saved=[*self.saved, saving], drawn=draw(changes))
-
     @property
-    def narrow(self) -> bool:
-        """Whether it computes in fewer bits than was asked for."""
-        return any(saving.order >= NARROW for saving in self.saved)
+    def narrow(self) -> int:
+        """How much is changed of what is computed: 0 for nothing, or an order of savings."""
+        orders = (one.saving.order for one in self.saved)
+        return max((order for order in orders if order in NARROW), default=0)
 
 
-def ways(changes: Sequence[Change], draw: Draw) -> Iterator[Way]:
-    """The recipe with these changes, with one saving after another until it fits, and then without
-    each kind of saving: a later one may have made an earlier one needless, and may cost less time.
-    Each is drawn once. Raises PipeError."""
-    drawn: dict[tuple[str, ...], MemoryPlan] = {}
-
-    def once(changes: Sequence[Change]) -> MemoryPlan:
-        key = tuple(sorted(change.override for change in changes))
-        return drawn[key] if key in drawn else drawn.setdefault(key, draw(changes))
-
-    start = Way(changes=changes, saved=(), drawn=once(changes))
-    chain = [start, *_spared(start, once, ())]
-    yield from chain
-    kinds = list(dict.fromkeys(saving.order for saving in chain[-1].saved))
-    if chain[-1].fits:
-        shown = {id(way.drawn) for way in chain}
-        for kind in kinds:
-            rest = [way for way in _spared(start, once, [kind]) if id(way.drawn) not in shown]
-            shown |= {id(way.drawn) for way in rest}
-            yield from rest
+def ways(base: Base, start: Changes, *, narrow: bool = True) -> list[Way]:
+    """The ways that fit and from which nothing can be given back, or the one that needs the least
+    if that does not fit; `narrow`: also by savings that change what is computed. Raises RecipeError
+    where the recipe cannot be changed so, and StageError and UsageError as planning does."""
+    least = leanest(base, start, narrow=narrow)
+    if not least.fits:
+        return [least]
+    least = _given_back(base, least, NARROW)
+    return [_given_back(base, least, orders) for orders in GIVEN_BACK]
 
 
-def _spared(start: Way, draw: Draw, without: Collection[int]) -> Iterator[Way]:
-    """One saving after another, each beside those before it that made the peak lower, until it fits
-    or none is left. If none alone does, the first stays: two phases may need as much."""
-    way = start
-    while _short(way.drawn):
-        left = (one for one in savings(way.drawn) if one[1].order not in without)
-        tried = []
-        for following in _possible(way, left, draw):
-            yield following
-            tried.append(following)
-            if needed(following.drawn) < needed(way.drawn):
-                break
-        if not tried:
-            return
-        helps = needed(tried[-1].drawn) < needed(way.drawn)
-        way = tried[-1 if helps else 0]
-
-
-def _possible(way: Way, left: Iterable[tuple[str, Saving]], draw: Draw) -> Iterator[Way]:
-    """The way with each of these savings that its stages can do together."""
-    for slot, saving in left:
+def leanest(base: Base, start: Changes, *, narrow: bool) -> Way:
+    """With every saving that its stages can do together."""
+    saved = [one for one in _savings(base, start) if narrow or one.saving.order not in NARROW]
+    problems = []
+    # A model may not be able to do one of them, which only building it tells.
+    for order in (None, *dict.fromkeys(one.saving.order for one in saved)):
+        rest = [one for one in saved if one.saving.order != order]
         try:
-            following = way.and_(slot, saving, draw)
-        except StageError:
+            return Way(start=start, saved=rest, drawn=base.drawn(_together(start, rest)))
+        except StageError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _savings(base: Base, start: Changes) -> list[Saved]:
+    """One saving after another, each that goes with the recipe and with those before it."""
+    plan = base.checked(start)
+    saved: list[Saved] = []
+    seen: list[tuple[str, Saving]] = []
+    while left := [one for one in _offered(plan) if one not in seen]:
+        seen.append(left[0])
+        more = [*saved, Saved(saving=left[0][1], changes=_changes(plan, *left[0]))]
+        try:
+            plan, saved = base.checked(_together(start, more)), more
+        except RecipeError:
             continue
-        if following.changes != way.changes:
-            yield following
+    return saved
 
 
-def _short(drawn: MemoryPlan) -> bool:
-    """Whether there is too little memory for what a model computes, which savings make less."""
-    there = drawn.hardware.host_memory if _on_cpu(drawn) else drawn.hardware.device_memory
-    return there is not None and there < needed(drawn)
-
-
-def needed(drawn: MemoryPlan) -> int:
-    """Bytes of the memory that a model is computed in, at the peak."""
-    return max(_needs(drawn).values(), default=0)
-
-
-def _needs(drawn: MemoryPlan) -> dict[str, int]:
-    """Phase -> bytes of the memory that a model is computed in."""
-    if _on_cpu(drawn):
-        return {phase: peak.bytes for phase, peak in drawn.estimate.host.items()}
-    of = drawn.margins.of
-    return {phase: of(peak.bytes) for phase, peak in drawn.estimate.device.items()}
-
-
-def _on_cpu(drawn: MemoryPlan) -> bool:
-    return drawn.topology.device == "cpu"
-
-
-def savings(drawn: MemoryPlan) -> list[tuple[str, Saving]]:
-    """Slot and change, of all stages that can do with less, the first to be tried first."""
+def _offered(plan: Plan) -> list[tuple[str, Saving]]:
+    """Slot and saving, of all stages that can do with less."""
     found = [
         (slot, saving)
-        for slot, planner in Planners.installed().of(drawn.plan).items()
+        for slot, planner in Planners.installed().of(plan).items()
         if hasattr(planner, "savings")
-        for saving in planner.savings(drawn.topology.ranks)
+        for saving in planner.savings(plan.view.procs)
     ]
     return sorted(found, key=lambda one: one[1].order)
 
 
+def _changes(plan: Plan, slot: str, saving: Saving) -> Changes:
+    """A saving's fields, of its own slot and of those that give what goes with it."""
+    beside = [
+        (step.slot, fields)
+        for given, fields in saving.beside.items()
+        for step in plan.steps
+        if issubclass(step.gives or object, given)
+    ]
+    every = [(slot, saving.fields), *beside]
+    return {f"{place}.{name}": value for place, one in every for name, value in one.items()}
+
+
+def _together(start: Changes, saved: Sequence[Saved]) -> Changes:
+    """Of two that set the same field, the later."""
+    together = dict(start)
+    for one in saved:
+        together |= one.changes
+    return together
+
+
+def _given_back(base: Base, way: Way, orders: Sequence[int]) -> Way:
+    """Without as many savings of each order as are not needed."""
+    for order in orders:
+        while latest := [one for one in way.saved if one.saving.order == order][-1:]:
+            rest = [one for one in way.saved if one is not latest[0]]
+            less = replace(way, saved=rest, drawn=base.drawn(_together(way.start, rest)))
+            if not less.fits:
+                place = list(way.saved).index(latest[0])
+                needed = replace(latest[0], without=less.drawn.short[0])
+                way = replace(way, saved=[*way.saved[:place], needed, *way.saved[place + 1 :]])
+                break
+            way = less
+    return way
+
+
 def best(found: Sequence[Way]) -> Way | None:
-    """Of those that fit and whose step is not longer than the shortest by what the estimate can
-    tell, the first that no other one beats; where the estimate is not known of all that fit, the
-    first of these with the fewest savings. None if none fits."""
+    """Of those that fit, change what is computed the least, and whose step is not longer than the
+    shortest by what the estimate can tell, the first with the fewest savings. None if none fits."""
     able = [way for way in found if way.fits]
-    able = [way for way in able if not way.narrow] or able
-    times = [way.drawn.time for way in able]
-    if not able or not all(time is not None and not time.unknown for time in times):
-        return min(able, key=lambda way: len(way.saved), default=None)
-    longest = TELLING * min(_seconds(way.drawn) for way in able)
-    near = [way for way in able if _seconds(way.drawn) <= longest]
-    return next(way for way in near if not any(_beats(other, way) for other in near))
+    able = [way for way in able if way.narrow == min(one.narrow for one in able)]
+    if not any(way.drawn.time.unknown for way in able):
+        longest = TELLING * min((seconds(way.drawn) for way in able), default=0.0)
+        able = [way for way in able if seconds(way.drawn) <= longest]
+    return min(able, key=lambda way: len(way.saved), default=None)
 
 
-def _beats(one: Way, other: Way) -> bool:
-    """Whether it is faster in less memory with fewer savings."""
-    faster = _seconds(one.drawn) < _seconds(other.drawn)
-    smaller = needed(one.drawn) < needed(other.drawn)
-    return faster and smaller and len(one.saved) < len(other.saved)
-
-
-def _seconds(drawn: MemoryPlan) -> float:
-    """Of a step in which nothing overlaps, which is nearer to what is measured."""
-    return drawn.time.most if drawn.time is not None else 0.0
+def seconds(drawn: MemoryPlan) -> float:
+    """Of a step, as far as it is estimated."""
+    return drawn.time.expected

@@ -1,127 +1,129 @@
-"""Walk through the strategies until one fits."""
+"""Compare the strategies that installed stages offer, each with as little saved as it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pipeline.errors import RecipeError
+from pipeline.errors import PipeError, RecipeError
+from pipeline.planning.hardware import Asked
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import gib
-from pipeline.planning.search import Change, Draw, Way, best, needed, ways
+from pipeline.planning.search import Base, Changes, Way, best, overrides, seconds, ways
+from pipeline.planning.topology import Topology
 from pipeline.presets import Strategy
 
-WRAP = "wrap"
-"""The slot of a recipe that is drawn up."""
+MOST_NODES = 512
+"""How far more nodes are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class Candidate:
     """One way of one strategy."""
 
     strategy: Strategy
     way: Way
 
     @property
-    def what(self) -> str:
-        """The strategy, and what was changed besides."""
-        saved = [one.override for one in self.way.changes if one.path != WRAP]
-        if not saved:
-            return f"{self.strategy.name}: {self.strategy.what}"
-        return f"{self.strategy.name} with {' '.join(saved)}"
+    def offloaded(self) -> bool:
+        """Whether something is kept beside GPUs."""
+        return self.strategy.order >= Tier.OFFLOADED
 
-    def told(self) -> str:
-        """One line of numbers."""
+    @property
+    def what(self) -> str:
+        """The strategy, and what is saved besides."""
+        saved = {path: value for one in self.way.saved for path, value in one.changes.items()}
+        name = f"{self.strategy.name} ({self.strategy.what})"
+        return f"{name} with {' '.join(overrides(saved))}" if saved else name
+
+    @property
+    def numbers(self) -> str:
+        """Memory and time, for people."""
         drawn = self.way.drawn
-        device = drawn.margins.of(drawn.estimate.peak)
-        there = drawn.hardware.device_memory
-        parts = [
-            f"{gib(device)} GiB of {gib(there)} a GPU" if there else f"{gib(device)} GiB a GPU",
-            _on_host(drawn),
-            *_time(drawn),
-        ]
+        parts = [memory(drawn), *_time(drawn)]
         if drawn.idle:
             parts.append(f"{drawn.idle} of {drawn.topology.ranks} GPUs without a sample")
         return ", ".join(parts)
 
 
-def _on_host(drawn: MemoryPlan) -> str:
-    peak, there = gib(drawn.estimate.host_peak), drawn.hardware.host_memory
-    return f"{peak} GiB of {gib(there)} a host" if there else f"if a host has {peak} GiB"
+def memory(drawn: MemoryPlan) -> str:
+    """GiB of a GPU and of a host, for people; a host that is not known is a condition."""
+    host, hosts = gib(drawn.estimate.host_peak), drawn.hardware.host_memory
+    on_host = f"{host} GiB of {gib(hosts)} a host" if hosts else f"if a host has {host} GiB"
+    if drawn.topology.device == "cpu":
+        return on_host
+    device, there = gib(drawn.margins.of(drawn.estimate.peak)), drawn.hardware.device_memory
+    on_device = f"{device} GiB of {gib(there)} a GPU" if there else f"{device} GiB a GPU"
+    return f"{on_device}, {on_host}"
 
 
 def _time(drawn: MemoryPlan) -> Iterator[str]:
     time = drawn.time
-    if time is None or not time.parts:
-        return
-    unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
-    yield f"a step of {time.least:.3g} s ({time.bound}) to {time.most:.3g} s{unknown}"
+    if time.parts:
+        unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
+        yield f"a step of about {seconds(drawn):.3g} s, bound by {time.bound}{unknown}"
 
 
-@dataclass(kw_only=True)
-class Walk:
-    """Tries one strategy after another, each with what its stages can save."""
+def choose(
+    base: Base, strategies: Sequence[Strategy], slot: str
+) -> tuple[list[Candidate], list[str]]:
+    """Every strategy that was tried, the best first if it fits, and those that cannot be tried, and
+    why. One that offloads is tried only where none before it fits. Raises StageError and UsageError
+    as planning does."""
+    tried: list[Candidate] = []
+    refused = []
+    for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
+        for strategy in tier:
+            if not strategy.foretold:
+                refused.append(f"{strategy.name}: {strategy.use} has no forecast")
+                continue
+            try:
+                found = ways(base, wrapped(strategy, slot))
+            except RecipeError as error:
+                refused.append(f"{strategy.name}: {error.problems[0].message}")
+                continue
+            tried.append(Candidate(strategy=strategy, way=best(found) or found[0]))
+        way = best([one.way for one in tried])
+        if way is not None:
+            return sorted(tried, key=lambda one: (one.way is not way, not one.way.fits)), refused
+    return tried, refused
 
-    draw: Draw
-    strategies: Sequence[Strategy]
-    nodes: int
-    ranks: int
-    tried: list[Tried] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    """What cannot be tried here, and why."""
 
-    def run(self) -> Tried | None:
-        """The best way of all strategies that hold everything on GPUs; if none of them fits, of the
-        first that fits of those that offload. None if none does."""
-        for _, group in groupby(suited(self.strategies, self.nodes, self.ranks), key=_offloaded):
-            first = len(self.tried)
-            for strategy in group:
-                self._try(strategy)
-            found = self.tried[first:]
-            way = best([one.way for one in found])
-            if way is not None:
-                return next(one for one in found if one.way is way)
-        return None
-
-    def _try(self, strategy: Strategy) -> None:
-        if not strategy.foretold:
-            self.refused.append(f"{strategy.name}: {strategy.use} has no forecast")
-            return
+def on_more_nodes(
+    base: Base, topology: Topology, start: Changes, more: Callable[[int], Changes] = lambda _: {}
+) -> tuple[Asked, Way] | None:
+    """The fewest nodes, doubling, on which it fits with these changes, and with nothing changed of
+    what is computed, and with a sample for each rank; `more`: ranks -> further changes. None if it
+    does not on MOST_NODES, or cannot be planned there."""
+    nodes = topology.nodes
+    while (nodes := nodes * 2) <= MOST_NODES:
+        asked = replace(base.asked, nodes=nodes, gpus=topology.local_ranks)
+        changes = {**start, **more(nodes * topology.local_ranks)}
         try:
-            for way in ways([wrapped(strategy)], self.draw):
-                self.tried.append(Tried(strategy=strategy, way=way))
-        except RecipeError as error:
-            self.refused.append(f"{strategy.name}: {error.problems[0].message}")
+            found = best(ways(replace(base, asked=asked), changes, narrow=False))
+        except PipeError:  # such as a batch that is smaller than the ranks
+            return None
+        if found is not None and not found.drawn.idle:
+            return asked, found
+    return None
 
 
-def of_each(tried: Sequence[Tried]) -> Iterator[Tried]:
-    """The best of every strategy's ways; of those that do not fit, the one that needs least."""
-    for _, group in groupby(tried, key=lambda one: one.strategy.name):
-        found = list(group)
-        way = best([one.way for one in found])
-        if way is None:
-            yield min(found, key=lambda one: needed(one.way.drawn))
-        else:
-            yield next(one for one in found if one.way is way)
-
-
-def suited(strategies: Sequence[Strategy], nodes: int, ranks: int) -> Iterator[Strategy]:
-    """Those that are not another one under a second name on so many nodes and ranks."""
+def suited(strategies: Sequence[Strategy], topology: Topology) -> Iterator[Strategy]:
+    """Those that are not another one under a second name there."""
+    several = 1 < topology.nodes < topology.ranks
     for strategy in strategies:
-        sharded = Tier.REPLICATED < strategy.order < Tier.OFFLOADED
-        within = strategy.order == Tier.SHARDED_WITHIN_NODES
-        if (sharded and ranks == 1) or (within and not 1 < nodes < ranks):
-            continue
-        yield strategy
+        if strategy.order >= Tier.OFFLOADED:
+            differs = topology.device != "cpu"
+        elif strategy.order == Tier.SHARDED_WITHIN_NODES:
+            differs = several
+        else:
+            differs = strategy.order == Tier.REPLICATED or topology.ranks > 1
+        if differs:
+            yield strategy
 
 
-def wrapped(strategy: Strategy, slot: str = WRAP) -> Change:
+def wrapped(strategy: Strategy, slot: str) -> Changes:
     """The slot that wraps the model."""
-    return Change(path=slot, value=strategy.generous, why=strategy.what)
-
-
-def _offloaded(strategy: Strategy) -> int:
-    """0 for what stays on GPUs, else how far it is offloaded."""
-    return strategy.order if strategy.order >= Tier.OFFLOADED else 0
+    return {slot: strategy.generous}

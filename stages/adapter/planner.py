@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.artifacts import ModelSource
-from pipeline.planning.planner import NARROW, Planner, Saving
+from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving
 from pipeline.stage import Context
 from stages.adapter.lora import Lora
 
@@ -16,7 +16,7 @@ class LoraPlanner(Planner[Lora]):
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.quantize is None:
             yield Saving(
-                order=NARROW,
+                order=NARROW_FROZEN,
                 what="frozen weights in 4 bits (QLoRA)",
                 fields={"quantize": "nf4"},
             )

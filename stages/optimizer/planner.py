@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline.artifacts import OptimizerPlan, Precision
-from pipeline.planning.planner import NARROW, Planner, Saving
+from pipeline.planning.planner import NARROW_MASTERS, NARROW_MOMENTS, Planner, Saving
 from pipeline.planning.shapes import BYTES, OptimizerShape, Taken
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context
@@ -40,11 +40,13 @@ class AdamWPlanner(Planner[AdamW]):
         stage = self.stage
         if stage.moments == "master":
             yield Saving(
-                order=NARROW, what="moments in blocks of 8 bits", fields={"moments": "8bit"}
+                order=NARROW_MOMENTS,
+                what="moments in blocks of 8 bits",
+                fields={"moments": "8bit"},
             )
         if not stage.stochastic_rounding:
             yield Saving(
-                order=NARROW + 1,
+                order=NARROW_MASTERS,
                 what="master weights in bf16, updated with stochastic rounding",
                 fields={"stochastic_rounding": True},
                 beside={Precision: {"master": "bf16"}},
