@@ -1,0 +1,142 @@
+"""What a model's parts take: by hand, for any number of samples, and kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memories.cases import Case, llama, own
+
+from pipeline.planning import profiles
+from pipeline.planning.job import Job
+from pipeline.planning.profile import Line, Peak, Profile, from_json, fullest, to_json
+from pipeline.planning.profiles import profile_of
+from pipeline.planning.trace.profiling import profile
+
+TOKENS, HIDDEN, KEYS, INNER, HEADS, WORDS = 256, 256, 128, 688, 8, 4000
+MATRICES = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER
+SEEN = 4 * HIDDEN * TOKENS**2 // 2
+"""Operations of causal attention in a block, forward: half of all pairs of tokens."""
+CASE = Case(name="llama", model=own(**llama()), length=TOKENS, ranks=2)
+
+
+def job(case: Case, folder: Path) -> Job:
+    return Job.of(case.plan(folder), case.topology())
+
+
+def profiled(folder: Path, **changes: Any) -> Profile:
+    return profile(job(replace(CASE, **changes), folder))
+
+
+def test_a_block_by_hand(tmp_path: Path) -> None:
+    """Bytes in bf16: two norms keep fp32 and bf16 of what they normalise and what they give (8
+    hidden each), attention queries and output (2 hidden each), keys, values (2 keys each) and a
+    logarithm a head, the MLP gate, activation, up and product (2 inner each)."""
+    found = profiled(tmp_path)
+    kept = 20 * HIDDEN + 4 * KEYS + 8 * INNER + 4 * HEADS + 8
+    last = found.blocks[-1]
+    assert last.kept == Line(0, TOKENS * kept)
+    assert found.blocks_back[-1].kept.each == -TOKENS * kept
+    assert [found.model.blocks.count(kind) for kind in (0, 1)] == [1, 3]
+    assert last.products.at(1) == 2 * TOKENS * MATRICES
+    assert last.attention.at(3) == 3 * SEEN
+
+
+def test_a_step_by_hand(tmp_path: Path) -> None:
+    """6 operations for each element of a matrix, none for the embedding's; attention's backward has
+    twice the products of its forward."""
+    found = profiled(tmp_path)
+    assert found.total("products").at(2) == 2 * TOKENS * 6 * (4 * MATRICES + WORDS * HIDDEN)
+    assert found.total("attention").at(1) == 4 * 3 * SEEN
+    assert found.total("again").at(1) == 0
+
+
+def test_a_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
+    found = profiled(tmp_path, model=own(1, **llama()))
+    assert found.blocks[-1].kept == Line(0, TOKENS * 2 * HIDDEN)
+    assert found.recomputed == (True, True)
+    # All but the last product, whose output backward does not need.
+    again = 2 * TOKENS * (MATRICES - HIDDEN * INNER) + SEEN
+    assert found.blocks_back[-1].again.at(1) == again
+
+
+def test_frozen_weights_take_no_gradient(tmp_path: Path) -> None:
+    """4 operations for each element of a frozen matrix, 2 in the first block: nobody needs a
+    gradient of embeddings that are frozen. An update takes 6."""
+    found = profiled(tmp_path, adapter={"rank": 8})
+    projections = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
+    updates = 8 * sum(map(sum, projections))
+    backward = found.blocks_back[-1].products.at(1)
+    assert backward == TOKENS * (2 * MATRICES + 4 * updates)
+    assert found.model.trained == 4 * updates
+    assert (
+        found.model.parameters == 4 * (MATRICES + updates + 2 * HIDDEN) + (2 * WORDS + 1) * HIDDEN
+    )
+
+
+def test_experts_are_held_by_all_and_used_by_some(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    found = profiled(tmp_path, model=own(**llama(model_type="mixtral", **sizes)))
+    expert, router = 3 * HIDDEN * INNER, 4 * HIDDEN
+    attention = MATRICES - expert
+    elements = sum(weight.elements for weight in found.model.kinds[-1])
+    assert elements == attention + 4 * expert + router + 2 * HIDDEN
+    assert found.blocks[-1].products.at(1) == 2 * TOKENS * (attention + 2 * expert + router)
+
+
+def test_blocks_of_two_kinds(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    more = {"model_type": "qwen2", "layer_types": kinds, "sliding_window": 8}
+    found = profiled(tmp_path, model=own(**llama(use_sliding_window=True, **more)))
+    assert found.model.blocks == (0, 1, 2, 1)
+
+
+lines = st.builds(Line, st.integers(-100, 1000), st.integers(0, 1000))
+peaks = st.lists(st.builds(Peak, lines, st.integers(0, 50), st.integers(0, 50)), max_size=12)
+
+
+@given(peaks, st.integers(1, 50), st.integers(0, 4), st.integers(0, 4))
+def test_the_fullest_moments_are_enough(
+    moments: list[Peak], samples: int, kept: int, passing: int
+) -> None:
+    def most(some: Any) -> int:
+        sizes = (one.bytes.at(samples) + kept * one.arrived + passing * one.newest for one in some)
+        return max(sizes, default=0)
+
+    assert most(fullest(moments)) == most(moments)
+
+
+def test_a_profile_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPE_PROFILES", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr(profiles, "_made", {})
+    here = job(CASE, tmp_path)
+    made = profile_of(here)
+    assert from_json(to_json(made)) == made
+    (kept,) = (tmp_path / "not" / "there").iterdir()
+    assert kept.stat().st_mode & 0o77 == 0
+    monkeypatch.setattr(profiles, "_made", {})
+    monkeypatch.setattr("pipeline.planning.trace.profiling.profile", None)
+    assert profile_of(here) == made
+    # What decides how samples are cut and what is saved does not change a model's parts.
+    others = (replace(CASE, samples=4, ranks=8, wrap="ddp"), replace(CASE, accumulation=3))
+    assert [profile_of(job(case, tmp_path)) for case in others] == [made, made]
+    for case in (replace(CASE, length=128), replace(CASE, compute="fp32"), replace(CASE, chunk=64)):
+        with pytest.raises(TypeError, match="NoneType"):
+            profile_of(job(case, tmp_path))
+
+
+def test_a_damaged_profile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPE_PROFILES", str(tmp_path / "kept"))
+    monkeypatch.setattr(profiles, "_made", {})
+    here = job(CASE, tmp_path)
+    made = profile_of(here)
+    (kept,) = (tmp_path / "kept").iterdir()
+    for damaged in (b"", b"{}", b"\xff", kept.read_bytes()[:-9]):
+        kept.write_bytes(damaged)
+        monkeypatch.setattr(profiles, "_made", {})
+        assert profile_of(here) == made
+    assert from_json(kept.read_bytes()) == made

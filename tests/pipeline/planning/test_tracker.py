@@ -1,0 +1,100 @@
+"""What counts as memory, and what torch keeps private about it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from pipeline.errors import StageError
+from pipeline.fake_tensors import told_apart
+from pipeline.planning.trace.torch_compat import silent_group
+from pipeline.planning.trace.tracker import Level, MemoryTracker, Position, offloading
+
+
+def levels(tracker: MemoryTracker) -> list[int]:
+    return [level.device for level in tracker.stretches[-1].levels]
+
+
+def test_storages_count_until_they_are_freed() -> None:
+    with MemoryTracker(fake=False) as tracker:
+        tracker.enter(Position("work", 0, ""))
+        one = torch.zeros(1000)
+        view = one[10:]
+        torch.zeros(500)
+        del one
+        assert levels(tracker) == [0, 4000, 6000, 4000]
+        del view
+    assert levels(tracker)[-1] == 0
+    assert tracker.stretches[-1].made == 6000
+
+
+def test_resized_storages_and_the_meta_device() -> None:
+    with MemoryTracker(fake=False) as tracker:
+        one = torch.zeros(1000)
+        torch.zeros(10_000, device="meta")
+        one.untyped_storage().resize_(0)
+        one.untyped_storage().resize_(800)
+    assert levels(tracker) == [0, 4000, 0, 800]
+    assert "resizing" not in torch.UntypedStorage.resize_.__qualname__
+
+
+def test_tensors_without_values_count_and_answer() -> None:
+    with FakeTensorMode(), MemoryTracker(fake=True) as tracker:
+        one = torch.zeros(1 << 30)
+        assert levels(tracker)[-1] == 1 << 32
+        assert bool((one == 1).all())
+
+
+def test_gradients_are_added_in_place_as_they_are_unwatched() -> None:
+    """Gradients that are views are not, as they are not unwatched."""
+    with MemoryTracker(fake=False) as tracker:
+        x = torch.ones(1000, requires_grad=True)
+        h = x * 2
+        out = (h * 3 + h * 4 + h * 5).sum()
+        tracker.enter(Position("backward", 0, ""))
+        out.backward()
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [24.0]
+    assert max(levels(tracker)) - levels(tracker)[0] == 4 + 2 * 4000
+
+
+@pytest.mark.parametrize(("device", "host"), [("cuda", 4000), ("cpu", 0)])
+def test_what_checkpointing_offloads_is_the_hosts(device: str, host: int) -> None:
+    with MemoryTracker(fake=False) as tracker, offloading(tracker, device):
+        x = torch.ones(1000, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            y = (x * 2).exp()
+        assert tracker.stretches[-1].levels[-1].host == host
+        y.sum().backward()
+        del y
+    assert tracker.stretches[-1].levels[-1] == Level(2 * 4000, 0)  # x and its gradient
+
+
+def test_what_is_computed_again_counts_as_such() -> None:
+    weight = torch.ones(8, 8, requires_grad=True)
+    with MemoryTracker(fake=False) as tracker:
+        out = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).relu(), torch.ones(4, 8),
+                                                use_reentrant=False)  # fmt: skip
+        tracker.enter(Position("backward", 0, ""))
+        out.sum().backward()
+    forward, backward = tracker.stretches
+    product = 2 * 4 * 8 * 8
+    assert (forward.products, forward.again, forward.repeats) == (product, 0, False)
+    assert (backward.products, backward.again, backward.repeats) == (product, product, True)
+
+
+def test_what_needs_values_is_said() -> None:
+    said = "came to aten.nonzero.default, whose result depends"
+    with pytest.raises(StageError, match=re.escape(said)), told_apart(), FakeTensorMode():
+        torch.zeros(3).nonzero()
+
+
+def test_a_silent_group_has_any_size() -> None:
+    with silent_group(64):
+        whole, part = torch.zeros(128), torch.ones(2)
+        torch.distributed.all_gather_into_tensor(whole, part)
+        assert torch.distributed.get_world_size() == 64
+    assert not torch.distributed.is_initialized()
