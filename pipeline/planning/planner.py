@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.errors import PluginError, UsageError
 from pipeline.planning.topology import Topology
@@ -50,6 +51,24 @@ class NeedsNothing(Planner[object]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much of a training a trace or a profile wants."""
+
+    blocks: int | None = None
+    """The model's first so many; None: all."""
+    samples: int | None = None
+    """One micro-batch of so many, without an update; None: two steps as the recipe has them."""
+
+
+class PhaseListener(ABC):
+    """Is told where a training is."""
+
+    @abstractmethod
+    def phase(self, name: str) -> None:
+        """What comes now belongs to this phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Saving:
     """A change of a stage's own fields with which a step needs less memory."""
 
@@ -67,12 +86,6 @@ logits in chunks, smaller micro-batches."""
 NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 5, 6, 7
 """Orders of those that change what is computed, each tried only where those before do not do:
 moments, master weights, frozen weights in fewer bits."""
-
-
-class Saves(Protocol):
-    """A planner whose stage can do with less."""
-
-    def savings(self, ranks: int) -> Iterator[Saving]: ...
 
 
 class Tier:
@@ -187,11 +200,3 @@ def needs_of(owner: Any, method: str) -> tuple[Need, ...]:
 
 def _parts(given: Any) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
-
-
-def depends(stage: Any, planner: Any | None) -> Mapping[str, Any]:
-    """What a profile depends on of a stage's settings. None where that cannot be told."""
-    if hasattr(planner, "depends"):
-        told: Mapping[str, Any] = planner.depends()  # type: ignore[union-attr]
-        return told
-    return dataclasses.asdict(stage)

@@ -14,7 +14,7 @@ from stages.model.read import read_config
 from stages.model.source import HfSource, Training
 
 if TYPE_CHECKING:
-    from pipeline.planning.watch import Extent
+    from pipeline.planning.planner import Extent
     from pipeline.stage import Context
     from stages.model.hf import HfModel
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.artifacts import ModelSource
-from pipeline.planning.planner import RECOMPUTE, Planner, Saving
+from pipeline.planning.planner import RECOMPUTE, Extent, Planner, Saving
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.topology import Topology
-from pipeline.planning.watch import Extent
 from pipeline.stage import Context
 from stages.model.hf import HfModel
 from stages.model.positions import stated_context

@@ -7,10 +7,9 @@ from typing import Any
 
 from pipeline.engine import Engine
 from pipeline.planning.estimate import Step
-from pipeline.planning.planner import CHUNK, SMALLER, Planner, Saving
+from pipeline.planning.planner import CHUNK, SMALLER, Extent, PhaseListener, Planner, Saving
 from pipeline.planning.shapes import SampleShape
 from pipeline.planning.topology import Topology
-from pipeline.planning.watch import Extent, PhaseListener
 from pipeline.stage import Context
 from stages.train.causal_lm import TrainCausalLm
 
@@ -51,7 +50,12 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         )
 
     def trace(
-        self, ctx: Context, engine: Engine, samples: SampleShape, extent: Extent, listener: PhaseListener
+        self,
+        ctx: Context,
+        engine: Engine,
+        samples: SampleShape,
+        extent: Extent,
+        listener: PhaseListener,
     ) -> None:
         from stages.train.rehearsed_steps import train
 

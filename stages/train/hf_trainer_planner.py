@@ -9,13 +9,12 @@ from pipeline.artifacts import Precision
 from pipeline.engine import Engine
 from pipeline.length import Length
 from pipeline.planning.estimate import Extras, HostNeed, Step, Storage
-from pipeline.planning.planner import SMALLER, Planner, Saving
+from pipeline.planning.planner import SMALLER, Extent, PhaseListener, Planner, Saving
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, SampleShape, Sizes
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import RESUME, SAVE
 from pipeline.planning.topology import Topology
-from pipeline.planning.watch import Extent, PhaseListener
 from pipeline.stage import Context
 from pipeline.state.count import count
 from pipeline.state.retention import Retention
@@ -48,7 +47,12 @@ class HfTrainerPlanner(Planner[HfTrainer]):
                 yield saving
 
     def profile(
-        self, ctx: Context, engine: Engine, samples: SampleShape, extent: Extent, listener: PhaseListener
+        self,
+        ctx: Context,
+        engine: Engine,
+        samples: SampleShape,
+        extent: Extent,
+        listener: PhaseListener,
     ) -> None:
         if self._recomputes():
             engine.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipeline.engine import Engine
+from pipeline.planning.planner import Extent, PhaseListener
 from pipeline.planning.shapes import SampleShape
 from pipeline.planning.timeline import BACKWARD, FORWARD, RESUME, SAVE, UPDATE
-from pipeline.planning.watch import Extent, PhaseListener
 from stages.model.masks_compat import masks_of_values
 from stages.train.batches import MicroBatch
 from stages.train.loss import SummedLoss
@@ -23,7 +23,11 @@ MICROBATCHES = 3
 
 
 def train(
-    config: TrainCausalLm, engine: Engine, samples: SampleShape, extent: Extent, listener: PhaseListener
+    config: TrainCausalLm,
+    engine: Engine,
+    samples: SampleShape,
+    extent: Extent,
+    listener: PhaseListener,
 ) -> None:
     """Two steps as `train_step` makes them, or one micro-batch; tells the phases."""
     most = -(-config.global_batch_size // engine.shard.count)
@@ -41,7 +45,12 @@ def train(
 
 
 def _step(
-    engine: Engine, loss: SummedLoss, batch: MicroBatch, count: int, targets: int, listener: PhaseListener
+    engine: Engine,
+    loss: SummedLoss,
+    batch: MicroBatch,
+    count: int,
+    targets: int,
+    listener: PhaseListener,
 ) -> None:
     loss_sum = torch.zeros((), device=engine.device)
     for number in range(count):

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.artifacts import ModelSource
 from pipeline.errors import StageError
 from pipeline.planning.job import Job
+from pipeline.planning.planner import Extent
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.timeline import BACKWARD, FORWARD
@@ -15,7 +16,6 @@ from pipeline.planning.trace.run import Traced, declared, run
 from pipeline.planning.trace.session import HEAD, INPUT, LOSS, START
 from pipeline.planning.trace.structure import Structure, kinds, prefix, structure
 from pipeline.planning.trace.tracker import Level, Stretch
-from pipeline.planning.watch import Extent
 
 SAMPLES = 1, 2
 """Sizes of micro-batches that are run; every other lies on the line through them."""

@@ -15,12 +15,11 @@ from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import told_apart, without_values
 from pipeline.plan import Step
 from pipeline.planning.job import Job
-from pipeline.planning.planner import Results, needs_of
+from pipeline.planning.planner import Extent, PhaseListener, Results, needs_of
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
 from pipeline.planning.trace.session import Marks, context, process_group
 from pipeline.planning.trace.structure import Structure, structure
 from pipeline.planning.trace.tracker import MemoryTracker, Stretch, offloading
-from pipeline.planning.watch import Extent, PhaseListener
 from pipeline.stage import Context
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)

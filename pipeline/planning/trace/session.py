@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeline.dist import Dist
 from pipeline.metrics import Metrics
+from pipeline.planning.planner import PhaseListener
 from pipeline.planning.timeline import LOAD
 from pipeline.planning.topology import Topology
 from pipeline.planning.trace.torch_compat import silent_group, single_group, tensors_in
 from pipeline.planning.trace.tracker import MemoryTracker, Part, Position
-from pipeline.planning.watch import PhaseListener
 from pipeline.stage import Context
 
 START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"

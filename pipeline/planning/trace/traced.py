@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.planning.job import Job
+from pipeline.planning.planner import Extent
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import Held
 from pipeline.planning.trace.run import declared, run, trainers
 from pipeline.planning.trace.structure import depths, structure
 from pipeline.planning.trace.tracker import Position, Stretch
-from pipeline.planning.watch import Extent
 
 TENSORS = "tensors, as traced"
 
