@@ -28,8 +28,11 @@ class Case:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the wrap slot."""
     ranks: int = 1
+    master: str = "fp32"
     compute: str = "bf16"
     reduce: str = "fp32"
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `optimizer.adamw`."""
     length: int = 1024
     samples: int = 1
     """Of a micro-batch."""
@@ -56,6 +59,7 @@ class Case:
         stages |= {
             "precision": {
                 "use": "precision.policy",
+                "master": self.master,
                 "compute": self.compute,
                 "reduce": self.reduce,
             },
@@ -65,7 +69,7 @@ class Case:
                 "sequence_length": self.length,
                 "documents_apart": self.packed,
             },
-            "optimizer": {"use": "optimizer.adamw"},
+            "optimizer": {"use": "optimizer.adamw", **self.optimizer},
             "wrap": {"use": f"wrap.{self.wrap}", **self.strategy},
             "checkpoint": {"use": "checkpoint.sharded"},
             "train": {
@@ -125,7 +129,44 @@ GPT2_XL = {
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
 """Without dropout, of which kernels of CPUs, which are traced, keep more."""
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 1440,
+    "intermediate_size": 1440,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
+WINDOWS = {
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "sliding_window": 1024,
+}
 EAGER = {"attention": "eager"}
+DORA = {"rank": 16, "dora": True}
+EIGHT_BITS = {"moments": "8bit"}
+NARROW = {"moments": "8bit", "stochastic_rounding": True}
 GRADIENTS_ONLY = {"sharding": "shard_grad_op"}
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 8}
 LATE = {"reduce_every_microbatch": False}
@@ -207,6 +248,39 @@ WELL_KNOWN = (
     Case(name="Pythia 6.9B again", model=hub(PYTHIA, again=1), ranks=4, length=2048, chunk=512),
     Case(name="GPT-2 XL", model=own(**GPT2_XL), ranks=2, samples=4),
     Case(name="GPT-2 XL again", model=own(1, **GPT2_XL), wrap="ddp", ranks=2, samples=4),
+    Case(name="Llama 8B DoRA", model=hub(LLAMA_8B), ranks=8, adapter=DORA),
+    Case(name="Llama 8B DoRA again", model=hub(LLAMA_8B, again=1), ranks=2, adapter=DORA),
+    Case(name="Qwen3 0.6B DoRA", model=hub(QWEN3_SMALL), wrap="ddp", ranks=2, adapter=DORA),
+    Case(name="Llama 1B, 8 bits", model=hub(LLAMA_1B), wrap="ddp", optimizer=EIGHT_BITS),
+    Case(name="Llama 8B, 8 bits", model=hub(LLAMA_8B, again=1), ranks=8, optimizer=EIGHT_BITS),
+    Case(
+        name="Llama 1B, 8 bits, bf16",
+        model=hub(LLAMA_1B, again=1),
+        wrap="ddp",
+        master="bf16",
+        reduce="bf16",
+        length=512,
+        optimizer=NARROW,
+    ),
+    Case(
+        name="Llama 8B, 8 bits, bf16",
+        model=hub(LLAMA_8B, again=1),
+        ranks=2,
+        master="bf16",
+        optimizer=NARROW,
+    ),
+    Case(
+        name="Llama 8B, 8 bits, not compiled",
+        model=hub(LLAMA_8B, again=1),
+        ranks=8,
+        optimizer=EIGHT_BITS | {"kernel": "single"},
+    ),
+    Case(name="MoE as Mixtral", model=own(**MIXTRAL), ranks=8),
+    Case(name="MoE as Mixtral again", model=own(1, **MIXTRAL), ranks=8, length=4096, chunk=512),
+    Case(name="MoE as Mixtral, DDP", model=own(1, **MIXTRAL), wrap="ddp", ranks=8),
+    Case(name="MoE as GPT-OSS", model=own(1, **GPT_OSS) | EAGER, ranks=8, chunk=256),
+    Case(name="Windows", model=own(**WINDOWS), ranks=8, length=4096),
+    Case(name="Windows again", model=own(1, **WINDOWS), wrap="ddp", ranks=2, length=4096),
     Case(
         name="Llama 70B LoRA, ahead",
         model=hub(LLAMA_70B, again=1),

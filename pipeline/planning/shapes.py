@@ -7,14 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pipeline.artifacts import Precision
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in a recipe's dtypes."""
-
-Taken = Literal["nothing", "one", "two", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +153,10 @@ class OptimizerShape:
     """Bits of all moments of an element, scales counted."""
     moments: int
     """How many numbers it keeps for each element."""
-    taken: Taken = "nothing"
-    """What an update takes for a moment: nothing, as much as the largest parameter or twice that,
-    or as much as all that it updates."""
-    wide: bool = False
-    """Whether what it takes is in fp32, instead of in the master dtype."""
+    taken: float = 0.0
+    """Bytes that an update takes for a moment, for each element of the largest parameter."""
+    at_once: bool = False
+    """Whether it takes them for each element of all parameters."""
     caveats: Sequence[str] = field(default_factory=tuple)
 
     def state(self, elements: int) -> int:
@@ -172,8 +168,7 @@ class OptimizerShape:
         ways, gradients, which are also read for the norm and clipped."""
         return elements * (2 * size + 4 * size) + 2 * self.state(elements)
 
-    def update(self, largest: int, total: int, size: int) -> int:
-        """Bytes taken for a moment to update `total` elements in parameters of at most `largest`,
-        `size` bytes each."""
-        taken = {"nothing": 0, "one": largest, "two": 2 * largest, "all": total}
-        return (4 if self.wide else size) * taken[self.taken]
+    def update(self, largest: int, total: int) -> int:
+        """Bytes taken for a moment to update `total` elements, `largest` of them in one
+        parameter."""
+        return round(self.taken * (total if self.at_once else largest))

@@ -43,9 +43,10 @@ class LowBitAdamW(Optimizer):
         self._update = functools.partial(
             _update, packing=packing, rule=torchao_compat.adam().single_param_adam
         )
-        self._compiled: Callable[..., None] = self._update
+        self.compiled: Callable[..., None] = self._update
+        """The update of what is in blocks."""
         if compiled:
-            self._compiled = torch.compile(self._update, fullgraph=True, dynamic=False)
+            self.compiled = torch.compile(self._update, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -70,7 +71,7 @@ class LowBitAdamW(Optimizer):
         if self._noise is not None:
             noise = self._noise.bits(parameter, weights, group["shard"], int(state["step"]))
         for start, stop, moments in self._packing.parts(state, count):
-            update = self._update if stop - start < SMALLEST else self._compiled
+            update = self._update if stop - start < SMALLEST else self.compiled
             update(
                 weights[start:stop],
                 gradient[start:stop],

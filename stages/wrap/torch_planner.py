@@ -92,7 +92,7 @@ class TorchMemory(StrategyMemory):
         formula = f"{self._optimizer.bits / 8:.4g} bytes x trained{of}"
         yield Item(OPTIMIZER, home, state, formula)
         if moment.event == "step":
-            taken = self._optimizer.update(self._own.largest, self._own.all, m)
+            taken = self._optimizer.update(self._own.largest, self._own.all)
             yield Item(UPDATE_TEMPORARIES, home, taken, "what the optimizer's kernel takes")
         elif moment.event != "between":
             yield from self._running(moment, self._place(moment))
