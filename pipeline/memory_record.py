@@ -5,7 +5,8 @@ A run writes it; plans read it, for what their tensors will take on GPUs of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,17 +81,11 @@ def newest_record(
 ) -> tuple[str, MemoryRecord] | None:
     """Name of the run and its record, of those in a folder of runs that suit; None without any."""
     for file in sorted(runs.glob(f"*/{FILE}"), key=lambda one: one.stat().st_mtime, reverse=True):
-        for record in _readable(file):
+        with contextlib.suppress(UsageError):  # of another version, or another program's
+            record = read_record(file)
             if suits(record):
                 return file.parent.name, record
     return None
-
-
-def _readable(file: Path) -> Iterator[MemoryRecord]:
-    try:
-        yield read_record(file)
-    except UsageError:  # of another version, or another program's
-        return
 
 
 def _of_this_gpu(ctx: Context) -> dict[str, object] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.accelerators import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.errors import UsageError
+from pipeline.machine import free_memory
 from pipeline.planning.topology import Topology
 from pipeline.suggest import closest
 
@@ -16,16 +17,6 @@ if TYPE_CHECKING:
 
 PER_NODE = 8
 """GPUs of a node, where nothing else is said."""
-
-COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
-INSIDE, BETWEEN = "network inside nodes", "network between nodes"
-UP, DOWN = "PCIe to the GPU", "PCIe to the host"
-"""Directions that a link has at once."""
-RATES = {
-    COMPUTE: "flops", MEMORY: "bandwidth", INSIDE: "peers", BETWEEN: "network", UP: "host_link",
-    DOWN: "host_link", DISK: "disk_rate",
-}  # fmt: skip
-"""Resource -> the hardware's field for its rate."""
 
 EMULATED = "how slow bf16 is on {0}: {0} has no bf16, computed at fp32's rate at best"
 
@@ -66,12 +57,6 @@ class Hardware:
     caveats: tuple[str, ...] = ()
     """What the rates leave out of account."""
 
-    def origin(self, resource: str) -> str:
-        """Where a resource's rate comes from."""
-        if RATES[resource] in self.measured:
-            return "measured rate"
-        return "rate asked for" if RATES[resource] in self.asked else "data sheet"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -108,11 +93,14 @@ class Asked:
         return ["launch.device=cuda"] if measured or self.of_gpus else []
 
     @property
+    def found(self) -> str | None:
+        """Name of the measured machine's GPU."""
+        return self.machine.devices[0].name if self.machine and self.machine.devices else None
+
+    @property
     def kind(self) -> str | None:
-        """Name of the GPU that was named, or that the measured machine has."""
-        if self.gpu is None and self.machine is not None and self.machine.devices:
-            return self.machine.devices[0].name
-        return self.gpu
+        """Name of the GPU that is meant."""
+        return self.gpu or self.found
 
     @property
     def of_gpus(self) -> Sequence[str]:
@@ -143,7 +131,11 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
     """What is known of the machines; on CPUs, of this one. What a measured machine says goes before
     data sheets, what was asked for before both. Raises UsageError for a GPU that nobody knows, and
     for a measured machine that is another than what was asked for."""
-    known = Hardware(host_memory=_here()) if topology.device == "cpu" else _of_kind(asked, compute)
+    known = (
+        Hardware(host_memory=free_memory())
+        if topology.device == "cpu"
+        else _of_kind(asked, compute)
+    )
     if asked.machine is not None:
         known = _of_machine(asked.machine, known, topology, compute)
     said: dict[str, Any] = {
@@ -154,7 +146,7 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
         "price": asked.price,
     }
     if topology.device == "cpu":
-        del said["device_memory"]
+        del said["device_memory"], said["price"]
     there = {name: value for name, value in said.items() if value is not None}
     measured = tuple(name for name in known.measured if name not in there)
     return replace(known, measured=measured, asked=tuple(there), **there)
@@ -184,26 +176,21 @@ def _of_kind(asked: Asked, compute: str) -> Hardware:
 
 
 def _gpu(asked: Asked) -> Accelerator | None:
-    """The kind that was named, or that the measured machine has."""
-    there = asked.machine.devices[0].name if asked.machine and asked.machine.devices else None
-    found = None if there is None else find_accelerator(there)
-    if asked.gpu is None:
-        return found
-    gpu = find_accelerator(asked.gpu)
-    if gpu is None:
-        names = [known.name for known in accelerators()]
+    known = find_accelerator(asked.kind) if asked.kind else None
+    if asked.gpu is not None and known is None:
+        names = [one.name for one in accelerators()]
         near = closest(asked.gpu.upper(), names)
         meant = f"did you mean `{near}`? " if near else ""
         raise UsageError(
             f"--gpu {asked.gpu}: no GPU of this name is known here",
             hint=f"{meant}known: {', '.join(names)}; or say --memory",
         )
-    if there is not None and found is not gpu:
+    if asked.found and asked.gpu and find_accelerator(asked.found) is not known:
         raise UsageError(
-            f"--machine describes one with {there}, --gpu says {asked.gpu}",
+            f"--machine describes one with {asked.found}, --gpu says {asked.gpu}",
             hint="leave out one of them",
         )
-    return gpu
+    return known
 
 
 def _of_machine(machine: Machine, known: Hardware, topology: Topology, compute: str) -> Hardware:
@@ -235,9 +222,3 @@ def _of_machine(machine: Machine, known: Hardware, topology: Topology, compute: 
     if "flops" in measured:
         there |= {"caveats": (), "matmul": 1.0}
     return replace(known, measured=tuple(measured), **measured, **there)
-
-
-def _here() -> int:
-    from pipeline.machine import free_memory
-
-    return free_memory()

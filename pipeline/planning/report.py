@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.accelerators import GIB
 from pipeline.planning.estimate import Estimate
-from pipeline.planning.step_time import crosses, sent
+from pipeline.planning.step_time import crosses, origin, sent
 from pipeline.planning.timeline import Held
 from pipeline.throughput import human
 
@@ -129,7 +129,7 @@ def _time(drawn: MemoryPlan) -> Iterator[str]:
         yield f"{'time per step, s':<{width}}  {'at least':>8}  {'expected':>8}"
         for part, least in time.parts.items():
             numbers = f"{least:>8.3g}  {time.reached[part]:>8.3g}"
-            yield f"{part:<{width}}  {numbers}  {drawn.hardware.origin(part)}"
+            yield f"{part:<{width}}  {numbers}  {origin(part, drawn.hardware)}"
         yield f"{'one step':<{width}}  {time.least:>8.3g}  {time.expected:>8.3g}"
     if time.unknown:
         yield f"not in the time per step: {', '.join(time.unknown)}, whose rate is not given"

@@ -4,11 +4,12 @@ Collectives are counted as the bandwidth-optimal algorithms move them (Patarasuk
 Bandwidth optimal all-reduce algorithms): of S bytes over n ranks, each rank sends S (n - 1) / n for
 an all-gather or a reduce-scatter, and twice that for an all-reduce.
 
-The bound takes every resource at its full rate, all at once. What is to be expected takes the share
-of a rate that programs reach (the constants below), and what is not hidden behind the resource that
-is busy the longest. Against 37 throughputs that torchtitan, llm-foundry, IBM, torchtune and NeMo
-published (tokens a second on 1 to 128 A100s and H100s) the expectation is 0.55 to 1.15 of the real
-step, in the median 0.95; docs/results.md has them.
+The bound takes every resource at its full rate, all at once. The expectation takes the share of a
+rate that programs reach, and adds what is not hidden behind the resource that is busy the longest.
+Its constants were chosen on 37 trainings whose tokens a second torchtitan, llm-foundry, IBM,
+torchtune and NeMo published (1 to 128 A100s and H100s): it is 0.60 to 1.16 of the real step, within
+20 % in 30 of them, in the median 0.97; 1.02 on A100s, 0.83 on H100s, whose software was new then.
+`benchmarks/published.py` compares.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.planning.estimate import Estimate
-from pipeline.planning.hardware import (
-    BETWEEN,
-    COMPUTE,
-    DISK,
-    DOWN,
-    INSIDE,
-    MEMORY,
-    RATES,
-    UP,
-    Hardware,
-)
+from pipeline.planning.hardware import Hardware
 from pipeline.planning.strategy import Traffic
 from pipeline.planning.topology import Topology
+
+COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
+INSIDE, BETWEEN = "network inside nodes", "network between nodes"
+UP, DOWN = "PCIe to the GPU", "PCIe to the host"
+"""Directions that a link has at once."""
+RATES = {
+    COMPUTE: "flops", MEMORY: "bandwidth", INSIDE: "peers", BETWEEN: "network", UP: "host_link",
+    DOWN: "host_link", DISK: "disk_rate",
+}  # fmt: skip
+"""Resource -> the hardware's field for its rate."""
 
 PRODUCTS = 0.8
 """A training's products of matrices against the best ones (`Accelerator.matmul`): 70 % of an A100's
@@ -77,6 +78,11 @@ class StepTime:
         return sum(self.reached.values()) - (hidden if self.overlaps else 0.0)
 
     @property
+    def network(self) -> float:
+        """How long the networks are busy, at the rates that programs reach."""
+        return self.reached.get(INSIDE, 0.0) + self.reached.get(BETWEEN, 0.0)
+
+    @property
     def bound(self) -> str:
         """The resource that is busy the longest; empty without any."""
         return max(self.parts, key=lambda part: self.parts[part], default="")
@@ -96,6 +102,13 @@ class Speed:
     """Of the whole training; None where its number of steps is not known."""
     cost: float | None
     """Of all ranks for that long."""
+
+
+def origin(part: str, hardware: Hardware) -> str:
+    """Where a resource's rate comes from."""
+    if RATES[part] in hardware.measured:
+        return "measured rate"
+    return "rate asked for" if RATES[part] in hardware.asked else "data sheet"
 
 
 class _Use(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.accelerators import ACCELERATORS, GIB, find_accelerator
+from pipeline.accelerators import GIB, accelerators, find_accelerator
 
 NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100 40GB",
@@ -57,6 +57,32 @@ NAMES = {
     "NVIDIA A10G": "A10G",
     "AMD Instinct MI300X": "MI300X",
     "MI300X 192GB": "MI300X",
+    "H100SXM": "H100",
+    "H100-SXM5": "H100",
+    "H100NVL": "H100 NVL",
+    "A6000": "RTX A6000",
+    "4090": "RTX 4090",
+    "3060 12GB": "RTX 3060",
+    "RTX 3090 Ti": "RTX 3090 Ti",
+    "NVIDIA GeForce RTX 4060 Ti": "RTX 4060 Ti",
+    "RTX 4060 Ti 16GB": "RTX 4060 Ti 16GB",
+    "3080": "RTX 3080",
+    "3080 12GB": "RTX 3080 12GB",
+    "NVIDIA GeForce RTX 5090": "RTX 5090",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000 Blackwell",
+    "Tesla T4": "T4",
+    "T4 16GB": "T4",
+    "NVIDIA A30": "A30",
+    "NVIDIA A40": "A40",
+    "Tesla P100-PCIE-16GB": "P100 PCIe",
+    "NVIDIA H20": "H20",
+    "NVIDIA B300 SXM6 AC": "B300",
+    "NVIDIA GB200": "GB200",
+    "NVIDIA GH200 480GB": "GH200 480GB",
+    "GH200 96GB": "GH200",
+    "AMD Instinct MI325X": "MI325X",
+    "MI355X": "MI355X",
+    "MI210": "MI210",
 }
 
 
@@ -72,9 +98,9 @@ def test_devices_are_found_by_their_own_names(name: str) -> None:
     [
         "V100 12GB", "RTX 6000", "Quadro RTX 6000", "NVIDIA A100-SXM-64GB",
         "H100 96GB", "H100 64GB",
-        "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3060 8GB",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb",
-        "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA A16", "H100 PCIe 40GB",
+        "NVIDIA H200 NVL", "NVIDIA A16", "H20 141GB", "H100 PCIe 40GB",
         "A100 40GB 80GB", "A100 64G", "H200 PCIe", "B200 PCIe", "MI300X PCIe", "L40S SXM4",
         "H100 PCIe SXM5", "", "GPU", "80GB",
     ],
@@ -84,7 +110,7 @@ def test_no_device_stands_for_another(name: str) -> None:
 
 
 def test_each_known_device_is_found_by_its_name() -> None:
-    for device in ACCELERATORS:
+    for device in accelerators():
         assert find_accelerator(device.name) is device
 
 
@@ -99,11 +125,25 @@ def test_cards_are_not_taken_for_modules() -> None:
 
 
 def test_bf16_is_as_slow_as_fp32_where_it_is_emulated() -> None:
-    for device in ACCELERATORS:
-        old = device.name.startswith("V100")
+    for device in accelerators():
+        old = device.name.split()[0] in ("V100", "P100", "T4") or device.name == "RTX 2080 Ti"
         assert device.bf16 == (not old)
         assert device.rate("bf16") == (device.flops_fp32 if old else device.flops)
         assert (device.rate("fp16"), device.rate("fp32")) == (device.flops, device.flops_fp32)
+
+
+def test_rates_are_those_of_data_sheets() -> None:
+    found = find_accelerator("RTX 3060")
+    assert found is not None
+    assert (found.flops, found.bandwidth, found.peers, found.matmul) == (25.5e12, 360e9, 32e9, 0.8)
+    found = find_accelerator("A100")
+    assert found is not None
+    assert (found.flops, found.bandwidth, found.peers, found.matmul) == (
+        3.12e14,
+        2039e9,
+        3e11,
+        0.87,
+    )
 
 
 @pytest.mark.parametrize(("name", "memory"), [("H100", 79.2), ("A100 40GB", 39.4), ("L4", 22.0)])

@@ -1,0 +1,115 @@
+"""What a GPU needs beyond tensors: assumed, or measured by a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.dist import Dist
+from pipeline.errors import UsageError
+from pipeline.memory_record import read_record, record_memory
+from pipeline.planning.estimate import Estimate, Step, Work
+from pipeline.planning.hardware import Hardware
+from pipeline.planning.margins import Margins, margins_for, shortages
+from pipeline.planning.strategy import Copies
+from pipeline.planning.timeline import Held
+from pipeline.planning.topology import Topology
+from tests.support.runs import context
+
+GIB = 1 << 30
+RECORD: dict[str, Any] = {
+    "device": "NVIDIA H100 80GB HBM3", "device_bytes": 79 * GIB, "allocated_bytes": 60 * GIB,
+    "reserved_bytes": 66 * GIB, "beside_bytes": 2 * GIB, "torch": "2.13.0", "ranks": 8,
+}  # fmt: skip
+
+
+def run_of(runs: Path, name: str, when: int = 0, **changed: Any) -> Path:
+    (runs / name).mkdir(parents=True)
+    (runs / name / "memory.json").write_text(json.dumps(RECORD | changed))
+    os.utime(runs / name / "memory.json", (when, when))
+    return runs / name
+
+
+def test_what_is_assumed_lies_between_what_was_published() -> None:
+    assumed = Margins()
+    assert assumed.source == "assumed until measured"
+    assert assumed.of(0) == round(1.25 * GIB)
+    # 42 GiB of tensors of a QLoRA of 65B fit on 48 GB, of which programs can take 47.5 GiB.
+    assert assumed.of(42 * GIB) <= 47.5 * GIB
+    assert assumed.of(round(9.16 * GIB)) >= 10.22 * GIB
+
+
+def test_the_newest_run_on_such_gpus_is_taken(tmp_path: Path) -> None:
+    assert margins_for("H100", record=None, overhead=None, runs=tmp_path) == Margins()
+    run_of(tmp_path, "older", 1)
+    run_of(tmp_path, "newer", 2, reserved_bytes=63 * GIB)
+    run_of(tmp_path, "another", 3, device="NVIDIA A100-SXM4-80GB")
+    run_of(tmp_path, "too small to tell", 4, allocated_bytes=GIB, reserved_bytes=3 * GIB)
+    run_of(tmp_path, "no record", 5, reserved_bytes="much")
+    found = margins_for("H100 SXM", record=None, overhead=None, runs=tmp_path)
+    assert found.source == "measured by run newer"
+    assert found.of(40 * GIB) == 44 * GIB
+    assert found.measured is None
+    assert margins_for("H100", record=None, overhead=0.5, runs=tmp_path).of(40 * GIB) == 42.5 * GIB
+    assert margins_for(None, record=None, overhead=None, runs=tmp_path) == Margins()
+
+
+def test_a_run_that_is_named_is_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "mine", allocated_bytes=GIB, reserved_bytes=2 * GIB)
+    for place in (run, run / "memory.json"):
+        found = margins_for("H100", record=place, overhead=None, runs=tmp_path)
+        assert (found.measured, found.fragmentation, found.overhead) == (GIB, 1.0, 2 * GIB)
+    with pytest.raises(UsageError, match=r"is of a run on NVIDIA H100.*the plan is for A100"):
+        margins_for("A100", record=run, overhead=None, runs=tmp_path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_record(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="no record of a run's memory: reserved_bytes"):
+        read_record(run_of(tmp_path, "broken", reserved_bytes=0))
+
+
+def test_a_training_on_gpus_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu(name: str, value: Any) -> None:
+        monkeypatch.setattr(torch.cuda, name, lambda device: value)
+
+    gpu("mem_get_info", (10 * GIB, 79 * GIB))
+    gpu("get_device_name", "NVIDIA H100 80GB HBM3")
+    gpu("max_memory_allocated", 60 * GIB)
+    gpu("max_memory_reserved", 66 * GIB)
+    gpu("memory_reserved", 65 * GIB)
+    fuller = RECORD | {"reserved_bytes": 67 * GIB}
+    monkeypatch.setattr(Dist, "gather", lambda self, mine: [mine, fuller, None])
+    ctx = context(Dist(device=torch.device("cuda"), world_size=3), tmp_path)
+    record_memory(None, ctx)  # type: ignore[arg-type]
+    assert read_record(tmp_path).reserved_bytes == 67 * GIB
+    monkeypatch.setattr(Dist, "gather", lambda self, mine: [mine])
+    record_memory(None, ctx)  # type: ignore[arg-type]
+    found = read_record(tmp_path)
+    assert (found.allocated_bytes, found.beside_bytes, found.ranks) == (60 * GIB, 4 * GIB, 3)
+    assert found.torch == torch.__version__
+
+
+def test_what_is_too_little() -> None:
+    told = Estimate(
+        device={"backward": Held.of({"x": 70 * GIB}), "load": Held.of({"x": GIB})},
+        host={"load": Held.of({"x": 100 * GIB})},
+        disk={}, storage=[], formulas={}, traffic=[], copies=Copies(),
+        step=Step(microbatches=1, micro_batch=1, of_rank=1, samples=1, tokens=1),
+        work=Work(products=0, attention=0, again=0, moved=0),
+    )  # fmt: skip
+    site = Topology(ranks=8, local_ranks=8, device="cuda")
+    margins = Margins(overhead=GIB, fragmentation=0.1)
+    less = Hardware(device_memory=78 * GIB - 1, host_memory=99 * GIB)
+    found = list(shortages(told, site, less, margins))
+    assert [(s.what, s.phase, s.needed) for s in found] == [
+        ("memory of a GPU", "backward", 78 * GIB), ("host memory of a node", "load", 100 * GIB)
+    ]  # fmt: skip
+    enough = Hardware(device_memory=78 * GIB, host_memory=100 * GIB)
+    assert not list(shortages(told, site, enough, margins))
+    cpus = replace(site, device="cpu")
+    assert [s.place for s in shortages(told, cpus, less, margins)] == ["host"]
