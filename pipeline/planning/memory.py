@@ -140,7 +140,7 @@ class _Walk:
         what = LOGITS if logits else COMPUTED
         for peak in part.peaks:
             own = left.kept * peak.arrived + left.passing * peak.newest
-            more = [Item(ARRIVED, "device", own)]
+            more = [Item(ARRIVED, "device", own, "of a unit in backward")]
             size = peak.bytes.at(self._samples)
             self._peaks.note(self._phase, [*items, *more, *self._activations(size, what)])
         self._kept += part.kept.at(self._samples)
@@ -149,6 +149,6 @@ class _Walk:
     def _activations(self, size: int, what: str) -> Iterator[Item]:
         kept = self._kept - self._logits + min(size, 0)
         yield Item(KEPT, "device", kept, "what blocks keep for backward")
-        yield Item(LOGITS, "device", self._logits)
-        yield Item(what, "device", max(size, 0))
+        yield Item(LOGITS, "device", self._logits, "from the last block to the loss")
+        yield Item(what, "device", max(size, 0), "the fullest moment inside a part")
         yield Item(OFFLOADED, "host", self._host, "inputs of blocks that are computed again")
