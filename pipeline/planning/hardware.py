@@ -10,7 +10,7 @@ from pipeline.accelerators import GB, GIB, Accelerator, accelerators, find_accel
 from pipeline.errors import UsageError
 from pipeline.machine import free_memory
 from pipeline.planning.topology import Topology
-from pipeline.suggest import closest
+from pipeline.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import Machine
@@ -131,11 +131,8 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
     """What is known of the machines; on CPUs, of this one. What a measured machine says goes before
     data sheets, what was asked for before both. Raises UsageError for a GPU that nobody knows, and
     for a measured machine that is another than what was asked for."""
-    known = (
-        Hardware(host_memory=free_memory())
-        if topology.device == "cpu"
-        else _of_kind(asked, compute)
-    )
+    on_cpu = topology.device == "cpu"
+    known = Hardware(host_memory=free_memory()) if on_cpu else _of_kind(asked, compute)
     if asked.machine is not None:
         known = _of_machine(asked.machine, known, topology, compute)
     said: dict[str, Any] = {
@@ -145,7 +142,7 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
         "disk_rate": None if asked.disk is None else asked.disk * GB,
         "price": asked.price,
     }
-    if topology.device == "cpu":
+    if on_cpu:
         del said["device_memory"], said["price"]
     there = {name: value for name, value in said.items() if value is not None}
     measured = tuple(name for name in known.measured if name not in there)
@@ -178,12 +175,9 @@ def _of_kind(asked: Asked, compute: str) -> Hardware:
 def _gpu(asked: Asked) -> Accelerator | None:
     known = find_accelerator(asked.kind) if asked.kind else None
     if asked.gpu is not None and known is None:
-        names = [one.name for one in accelerators()]
-        near = closest(asked.gpu.upper(), names)
-        meant = f"did you mean `{near}`? " if near else ""
+        meant = did_you_mean(asked.gpu.upper(), [one.name for one in accelerators()])
         raise UsageError(
-            f"--gpu {asked.gpu}: no GPU of this name is known here",
-            hint=f"{meant}known: {', '.join(names)}; or say --memory",
+            f"--gpu {asked.gpu}: no GPU of this name is known", hint=f"{meant} or say --memory"
         )
     if asked.found and asked.gpu and find_accelerator(asked.found) is not known:
         raise UsageError(

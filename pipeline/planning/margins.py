@@ -13,7 +13,7 @@ from pipeline.planning.estimate import Estimate
 from pipeline.planning.hardware import Hardware
 from pipeline.planning.topology import Topology
 
-BESIDE = round(1.25 * GIB)
+BESIDE = round(1.2 * GIB)
 """Bytes of a GPU in use beside torch's allocator: a CUDA context, 0.3 GiB and the kernels of
 libraries (github.com/pytorch/pytorch/issues/107667), and 0.5 to 0.7 GiB for each communicator of
 NCCL (github.com/NVIDIA/nccl/issues/964)."""
