@@ -67,15 +67,10 @@ def comparison(how: str, traced: Estimate, profiled: Estimate) -> Iterator[str]:
 def explanations(estimate: Estimate) -> Iterator[str]:
     """How each item comes about."""
     yield "how these come about"
-    seen = [
-        item
-        for peaks in (estimate.device, estimate.host)
-        for p in peaks.values()
-        for item in p.items
-    ]
-    seen += list(estimate.disk)
+    peaks = [*estimate.device.values(), *estimate.host.values()]
+    seen = dict.fromkeys([*(item for held in peaks for item in held.items), *estimate.disk])
     width = max(map(len, seen), default=0)
-    for item in dict.fromkeys(seen):
+    for item in seen:
         yield f"  {item:<{width}}  {estimate.formulas.get(item, '')}".rstrip()
 
 

@@ -142,8 +142,8 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
 def speed(
     time: StepTime, estimate: Estimate, topology: Topology, hardware: Hardware
 ) -> Speed | None:
-    """The speed of a training; None where the time of what it computes is not known."""
-    if COMPUTE not in time.parts:
+    """The speed of a training; None where a part of the time is not known."""
+    if time.unknown or not time.expected:
         return None
     step, seconds = estimate.step, time.expected
     steps, price, peak = step.length.steps, hardware.price, hardware.peak
