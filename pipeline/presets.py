@@ -25,8 +25,6 @@ class Strategy:
     order: int = 0
     at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields to begin with where memory is to be had."""
-    foretold: bool = True
-    """Whether the stage can tell what it will need."""
 
     @property
     def slot(self) -> dict[str, Any]:
@@ -84,8 +82,7 @@ def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
                 raise PluginError(
                     f"stage `{name}` of {entry}: its preset `{called}` has fields that it has not"
                 )
-            foretold = hasattr(planners.find(name), "forecast")
-            yield Strategy(name=called, use=name, foretold=foretold, **vars(preset)), entry
+            yield Strategy(name=called, use=name, **vars(preset)), entry
 
 
 def in_order(registry: Registry) -> list[Strategy]:

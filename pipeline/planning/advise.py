@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,12 @@ from pathlib import Path
 
 from pipeline.errors import RecipeError, UsageError
 from pipeline.planning.draft import WRAP, Task, drafted, on_cpu
-from pipeline.planning.hardware import BETWEEN, INSIDE, Asked, site_of
+from pipeline.planning.hardware import Asked, site_of
 from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import gib
-from pipeline.planning.search import Base, Changes, Way, overrides, seconds
+from pipeline.planning.search import Base, Changes, Way, seconds, without
 from pipeline.planning.strategies import Candidate, choose, on_more_nodes, suited, wrapped
 from pipeline.planning.topology import Topology
 from pipeline.presets import Strategy, in_order
@@ -43,31 +44,40 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
     topology = site_of(asked, asked.procs or 1, "cpu" if on_cpu(asked) else "cuda")
     known = [*suited(strategies, topology)]
     with tempfile.TemporaryDirectory() as folder:
-
-        def base_of(task: Task) -> Base:
-            file = Path(folder) / f"{task.lora}.yaml"
-            file.write_text(drafted(task, asked, wrapped(strategies[0], WRAP)), "utf-8")
-            return Base(recipe=file, asked=asked, margins=margins, registry=registry)
-
-        base = base_of(task)
+        file, low_rank = Path(folder) / "recipe.yaml", Path(folder) / "low_rank.yaml"
+        wrap = wrapped(strategies[0], WRAP)
+        file.write_text(drafted(task, asked, wrap), "utf-8")
+        low_rank.write_text(drafted(replace(task, lora=True), asked, wrap), "utf-8")
+        base = Base(recipe=file, asked=asked, margins=margins, registry=registry)
         _require_sound(base)
         tried, refused = choose(base, known, WRAP)
-        chosen = next((one for one in tried if one.way.fits), None)
-        notes = [] if chosen is None else [*_warnings(chosen.way.drawn)]
-        if topology.device != "cpu" and (chosen is None or chosen.offloaded or chosen.way.narrow):
+        if not tried:
+            raise UsageError("\n".join(["no strategy can be planned", *refused]))
+        chosen, fits = tried[0], tried[0].way.fits
+        on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
+        notes = [*_warnings(chosen.way.drawn)] if fits else []
+        if topology.device != "cpu" and not (on_gpus and not chosen.way.narrow):
             notes += _more_nodes(task, base, topology, strategies)
-        if not task.lora and (chosen is None or chosen.offloaded):
-            notes += _low_rank(base_of(replace(task, lora=True)), known)
-    rest = [*notes, *_others(tried, chosen), *(f"refused: {one}" for one in refused)]
-    if chosen is None:
-        return Advice(recipe=None, lines=rest)
+        if not task.lora and not on_gpus:
+            notes += _low_rank(replace(base, recipe=low_rank), known)
+        reasons = _reasons(base, chosen.way)
+    rest = [*notes, *_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
+    return _told(task, asked, chosen, reasons, rest) if fits else Advice(recipe=None, lines=rest)
+
+
+def _told(
+    task: Task,
+    asked: Asked,
+    chosen: Candidate,
+    reasons: Mapping[str, str],
+    rest: Sequence[str],
+) -> Advice:
     said = [f"chosen: {chosen.strategy.name} ({chosen.strategy.what})", f"  {chosen.numbers}"]
-    reasons = _reasons(chosen.way)
-    why = [f"  {override}: {reason}" for override, reason in reasons.items()]
+    changes = chosen.way.changes
+    why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
     what = "low-rank updates" if task.lora else "all weights"
     head = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", "", *said, *rest]
-    comments = {path.partition("=")[0]: reason for path, reason in reasons.items()}
-    recipe = drafted(task, asked, chosen.way.changes, head=head, reasons=comments)
+    recipe = drafted(task, asked, changes, head=head, reasons=reasons)
     return Advice(recipe=recipe, lines=[*said, *why, *rest])
 
 
@@ -81,21 +91,21 @@ def _require_sound(base: Base) -> None:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
-def _reasons(way: Way) -> Mapping[str, str]:
-    """Override -> what it does, and what would be short without it."""
-    changes, found = way.changes, dict[str, str]()
-    for one in way.saved:
-        short = one.without
-        needed = f"; without it {gib(short.needed)} GiB of {short.what}" if short else ""
-        made = {path: changes[path] for path in one.changes}
-        found |= dict.fromkeys(overrides(made), f"{one.saving.what}{needed}")
+def _reasons(base: Base, way: Way) -> Mapping[str, str]:
+    """Path -> what a change does, and what would be short without it."""
+    found: dict[str, str] = {}
+    for saving, changes in way.saved:
+        less = without(base, way, saving.order)
+        short = less.drawn.short if less is not None else ()
+        needed = [f"without it {gib(one.needed)} GiB of {one.what}" for one in short[:1]]
+        found |= dict.fromkeys(changes, "; ".join([saving.what, *needed]))
     return found
 
 
-def _others(tried: Sequence[Candidate], chosen: Candidate | None) -> Iterator[str]:
+def _others(tried: Sequence[Candidate]) -> Iterator[str]:
     titles = {True: "fits too:", False: "needs too much, with all saved that can be:"}
     for fits, title in titles.items():
-        others = [one for one in tried if one.way.fits is fits and one is not chosen]
+        others = [one for one in tried if one.way.fits is fits]
         if others:
             yield title
         for one in others:
@@ -103,7 +113,7 @@ def _others(tried: Sequence[Candidate], chosen: Candidate | None) -> Iterator[st
 
 
 def _warnings(drawn: MemoryPlan) -> Iterator[str]:
-    network = sum(drawn.time.reached.get(part, 0.0) for part in (INSIDE, BETWEEN))
+    network = drawn.time.network
     if network > WAITING * seconds(drawn):
         yield (
             f"warning: GPUs wait for the network, which takes {network:.3g} s of a step; a faster "

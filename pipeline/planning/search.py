@@ -11,13 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError, StageError
 from pipeline.plan import Plan, plan_file
 from pipeline.planning import planner
 from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins, Shortage
+from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan, draw_up_plan
 from pipeline.planning.planner import CHUNK, RECOMPUTE, REDUCE, SMALLER, Planners, Saving
 from pipeline.registry import Registry
@@ -65,14 +65,11 @@ class Base:
         return self._drawn[key]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
+class Saved(NamedTuple):
     """A saving that is made."""
 
     saving: Saving
     changes: Changes
-    without: Shortage | None = None
-    """What would be short without it; None where that was not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +104,7 @@ def ways(base: Base, start: Changes, *, narrow: bool = True) -> list[Way]:
     least = leanest(base, start, narrow=narrow)
     if not least.fits:
         return [least]
-    least = _given_back(base, least, NARROW)
-    return [_given_back(base, least, orders) for orders in GIVEN_BACK]
+    return [_given_back(base, least, [*NARROW, *orders]) for orders in GIVEN_BACK]
 
 
 def leanest(base: Base, start: Changes, *, narrow: bool) -> Way:
@@ -132,7 +128,7 @@ def _savings(base: Base, start: Changes) -> list[Saved]:
     seen: list[tuple[str, Saving]] = []
     while left := [one for one in _offered(plan) if one not in seen]:
         seen.append(left[0])
-        more = [*saved, Saved(saving=left[0][1], changes=_changes(plan, *left[0]))]
+        more = [*saved, Saved(left[0][1], _changes(plan, *left[0]))]
         try:
             plan, saved = base.checked(_together(start, more)), more
         except RecipeError:
@@ -171,17 +167,19 @@ def _together(start: Changes, saved: Sequence[Saved]) -> Changes:
     return together
 
 
+def without(base: Base, way: Way, order: int) -> Way | None:
+    """The way without its latest saving of an order; None if it has none."""
+    latest = [one for one in way.saved if one.saving.order == order][-1:]
+    if not latest:
+        return None
+    rest = [one for one in way.saved if one is not latest[0]]
+    return replace(way, saved=rest, drawn=base.drawn(_together(way.start, rest)))
+
+
 def _given_back(base: Base, way: Way, orders: Sequence[int]) -> Way:
     """Without as many savings of each order as are not needed."""
     for order in orders:
-        while latest := [one for one in way.saved if one.saving.order == order][-1:]:
-            rest = [one for one in way.saved if one is not latest[0]]
-            less = replace(way, saved=rest, drawn=base.drawn(_together(way.start, rest)))
-            if not less.fits:
-                place = list(way.saved).index(latest[0])
-                needed = replace(latest[0], without=less.drawn.short[0])
-                way = replace(way, saved=[*way.saved[:place], needed, *way.saved[place + 1 :]])
-                break
+        while (less := without(base, way, order)) is not None and less.fits:
             way = less
     return way
 

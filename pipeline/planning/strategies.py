@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pipeline.errors import PipeError, RecipeError
+from pipeline.errors import PipeError, RecipeError, UsageError
 from pipeline.planning.hardware import Asked
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
@@ -25,11 +25,6 @@ class Candidate:
 
     strategy: Strategy
     way: Way
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether something is kept beside GPUs."""
-        return self.strategy.order >= Tier.OFFLOADED
 
     @property
     def what(self) -> str:
@@ -70,21 +65,18 @@ def choose(
     base: Base, strategies: Sequence[Strategy], slot: str
 ) -> tuple[list[Candidate], list[str]]:
     """Every strategy that was tried, the best first if it fits, and those that cannot be tried, and
-    why. One that offloads is tried only where none before it fits. Raises StageError and UsageError
-    as planning does."""
+    why. One that offloads is tried only where none before it fits. Raises StageError for a model of
+    which nothing can be told."""
     tried: list[Candidate] = []
     refused = []
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         for strategy in tier:
-            if not strategy.foretold:
-                refused.append(f"{strategy.name}: {strategy.use} has no forecast")
-                continue
             try:
                 found = ways(base, wrapped(strategy, slot))
-            except RecipeError as error:
-                refused.append(f"{strategy.name}: {error.problems[0].message}")
-                continue
-            tried.append(Candidate(strategy=strategy, way=best(found) or found[0]))
+            except (RecipeError, UsageError) as error:
+                refused.append(f"{strategy.name}: {error}")
+            else:
+                tried.append(Candidate(strategy=strategy, way=best(found) or found[0]))
         way = best([one.way for one in tried])
         if way is not None:
             return sorted(tried, key=lambda one: (one.way is not way, not one.way.fits)), refused
