@@ -148,7 +148,8 @@ class _Stages:
         for step in self._job.plan.steps:
             if issubclass(step.gives or object, Engine):
                 self._run(step, real=not fake)
-        self.results.require(Engine, "the strategy cannot be traced: it needs values")
+        why = "the strategy cannot be traced, but it is planned without --trace"
+        self.results.require(Engine, why)
 
     def leave_bare(self, marks: Marks) -> Mapping[str, str]:
         """Take the model without a strategy. Raises UsageError without a precision."""
