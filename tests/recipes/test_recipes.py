@@ -58,11 +58,11 @@ PLANNED = re.compile(r"# Planned for (\d+) x (\w+): (\d+) GiB a GPU\.")
 def test_figures_in_a_recipe_s_comment_are_the_plan_s(path: Path) -> None:
     ((ranks, gpu, figure),) = PLANNED.findall(path.read_text("utf-8"))
     said = planned(path, gpu)
-    assert f", {ranks} x {gpu}" in said.splitlines()[0]
-    needed = re.search(r"\(assumed\): ([\d.]+) GiB of", said)
+    assert f", {ranks} x {gpu}" in said.splitlines()[1]
+    needed = re.search(r"\(assumed until measured\): ([\d.]+) GiB of", said)
     assert needed is not None
     assert round(float(needed[1])) == int(figure)
-    assert "\nfits: " in said
+    assert said.startswith("fits: ")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
