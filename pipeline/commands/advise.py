@@ -102,11 +102,11 @@ def advise(
     written = False
     try:
         with stoppable():
-            advice = walk(task, asked, margins, registry or Registry.installed())
-        click.echo("\n".join(advice.lines))
-        if advice.recipe is not None:
+            recipe, lines = walk(task, asked, margins, registry or Registry.installed())
+        click.echo("\n".join(lines))
+        if recipe is not None:
             with system_errors_as(UsageError):
-                target.write_text(advice.recipe, "utf-8")
+                target.write_text(recipe, "utf-8")
             written = True
     finally:
         if made and not written:

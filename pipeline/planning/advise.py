@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import RecipeError, UsageError
@@ -15,29 +15,29 @@ from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import gib
-from pipeline.planning.search import Base, Changes, Way, seconds, without
-from pipeline.planning.strategies import Candidate, choose, on_more_nodes, suited, wrapped
+from pipeline.planning.search import Base, Way, without
+from pipeline.planning.strategies import (
+    MOST_NODES,
+    Candidate,
+    choose,
+    on_more_nodes,
+    suited,
+    wrapped,
+)
 from pipeline.planning.topology import Topology
 from pipeline.presets import Strategy, in_order
 from pipeline.registry import Registry
 
-WAITING = 0.5
-"""Share of a step that the network may take before it is warned of."""
+SLOW = 2
+"""How many times as long as all else of a step the network may take before it is warned of."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Advice:
-    """What came of it."""
-
-    recipe: str | None
-    """None: nothing fits."""
-    lines: Sequence[str]
-    """For people: the choice, its reasons, what else there is."""
-
-
-def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Advice:
-    """Find the best strategy, and as little to be saved as it needs. Raises PipeError for what
-    cannot be planned at all."""
+def advise(
+    task: Task, asked: Asked, margins: Margins, registry: Registry
+) -> tuple[str | None, list[str]]:
+    """The recipe under the best strategy, with as little saved as it needs, or None where nothing
+    fits; and lines for people: the choice, its reasons, what else there is. Raises PipeError for
+    what cannot be planned at all."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
@@ -62,7 +62,7 @@ def advise(task: Task, asked: Asked, margins: Margins, registry: Registry) -> Ad
             notes += _low_rank(replace(base, recipe=low_rank), known)
         reasons = _reasons(base, chosen.way)
     rest = [*notes, *_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-    return _told(task, asked, chosen, reasons, rest) if fits else Advice(recipe=None, lines=rest)
+    return _told(task, asked, chosen, reasons, rest) if fits else (None, rest)
 
 
 def _told(
@@ -71,14 +71,14 @@ def _told(
     chosen: Candidate,
     reasons: Mapping[str, str],
     rest: Sequence[str],
-) -> Advice:
+) -> tuple[str, list[str]]:
     said = [f"chosen: {chosen.strategy.name} ({chosen.strategy.what})", f"  {chosen.numbers}"]
     changes = chosen.way.changes
     why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
     what = "low-rank updates" if task.lora else "all weights"
     head = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", "", *said, *rest]
     recipe = drafted(task, asked, changes, head=head, reasons=reasons)
-    return Advice(recipe=recipe, lines=[*said, *why, *rest])
+    return recipe, [*said, *why, *rest]
 
 
 def _require_sound(base: Base) -> None:
@@ -114,10 +114,10 @@ def _others(tried: Sequence[Candidate]) -> Iterator[str]:
 
 def _warnings(drawn: MemoryPlan) -> Iterator[str]:
     network = drawn.time.network
-    if network > WAITING * seconds(drawn):
+    if network > SLOW * (sum(drawn.time.reached.values()) - network):
         yield (
             f"warning: GPUs wait for the network, which takes {network:.3g} s of a step; a faster "
-            "one (--interconnect), fewer nodes or --lora would help"
+            "one (--interconnect), more samples a step (--global-batch) or --lora would help"
         )
 
 
@@ -127,13 +127,11 @@ def _more_nodes(
     """Where it fits without offloading and as it was meant to be computed."""
     if topology.nodes > 1:
         yield "tensor parallelism, which is usual for models of this size, is not there"
-
-    def batch(ranks: int) -> Changes:
-        return {"train.global_batch_size": task.batch(ranks)}
-
+    # Enough samples for any number of nodes; memory hardly depends on it.
+    batch = {"train.global_batch_size": task.global_batch or MOST_NODES * topology.local_ranks}
     sharded = [wrapped(named, WRAP) for named in strategies if named.order == Tier.SHARDED]
-    found = filter(None, (on_more_nodes(base, topology, start, batch) for start in sharded))
-    fewest = min((asked.nodes or 1 for asked, _ in found), default=None)
+    found = [on_more_nodes(base, topology, {**start, **batch}) for start in sharded]
+    fewest = min((asked.nodes or 1 for asked, _ in filter(None, found)), default=None)
     if fewest is not None:
         yield f"without offloading, and with nothing in fewer bits, it fits on {fewest} nodes"
 

@@ -46,10 +46,6 @@ class Task:
     micro_batch: int | None
     """Samples of a forward pass, to begin with; None: what makes TOKENS on a GPU, 1 on CPUs."""
 
-    def batch(self, ranks: int) -> int:
-        """Samples of a step on so many GPUs."""
-        return self.global_batch or max(BATCH, ranks)
-
 
 def on_cpu(asked: Asked) -> bool:
     """Whether nothing was said of GPUs."""
@@ -67,7 +63,7 @@ def drafted(
     """YAML; `head`: comments at the top, `reasons`: `slot` or `slot.field` -> comment."""
     slots = {slot: dict(fields) for slot, fields in SLOTS.items()}
     cpu, ranks = on_cpu(asked), asked.procs or 1
-    batch = task.batch(ranks)
+    batch = task.global_batch or max(BATCH, ranks)
     most = task.micro_batch or (1 if cpu else max(TOKENS // task.sequence, 1))
     slots["model"] |= task.model
     # Most CPUs only emulate narrow floats.

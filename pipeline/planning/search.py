@@ -1,8 +1,8 @@
 """Ways to a recipe that needs less memory, by what its stages say that they can do without.
 
-First everything is saved that can be. If that fits, one saving after another is given back as long
-as it still fits, those that change what is computed before those that only cost time. Whatever is
-saved in the end is so for a reason: without it, something is short.
+First everything is saved that costs time alone; only if that does not fit, what changes what is
+computed too, one kind after another. Of what fits, one saving after another is given back as long
+as it still fits, so whatever is saved in the end is so for a reason.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ NARROW = planner.NARROW_FROZEN, planner.NARROW_MASTERS, planner.NARROW_MOMENTS
 GIVEN_BACK = (RECOMPUTE, SMALLER, REDUCE, CHUNK), (SMALLER, REDUCE, RECOMPUTE, CHUNK)
 """Two sequences for those that cost time. Which is faster depends on the machines: computing again
 keeps GPUs busy, small micro-batches keep the network busy."""
+ROOMY = 0.9
+"""Share of a GPU's memory up to which larger micro-batches are taken: they gain little, and margins
+are no measurements."""
 TELLING = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within
 what estimates were off on real steps."""
@@ -98,20 +101,21 @@ class Way:
 
 
 def ways(base: Base, start: Changes, *, narrow: bool = True) -> list[Way]:
-    """The ways that fit and from which nothing can be given back, or the one that needs the least
+    """The ways that fit and from which nothing can be given back, or the one with everything saved
     if that does not fit; `narrow`: also by savings that change what is computed. Raises RecipeError
     where the recipe cannot be changed so, and StageError and UsageError as planning does."""
-    least = leanest(base, start, narrow=narrow)
-    if not least.fits:
-        return [least]
-    return [_given_back(base, least, [*NARROW, *orders]) for orders in GIVEN_BACK]
+    every = _savings(base, start)
+    for most in (SMALLER, *reversed(NARROW)) if narrow else (SMALLER,):
+        least = _leanest(base, start, [one for one in every if one.saving.order <= most])
+        if least.fits:
+            return [_given_back(base, least, [*NARROW, *orders]) for orders in GIVEN_BACK]
+    return [least]
 
 
-def leanest(base: Base, start: Changes, *, narrow: bool) -> Way:
-    """With every saving that its stages can do together."""
-    saved = [one for one in _savings(base, start) if narrow or one.saving.order not in NARROW]
+def _leanest(base: Base, start: Changes, saved: Sequence[Saved]) -> Way:
+    """With all of these savings, or without those of one order that the model cannot have, which
+    only building it tells."""
     problems = []
-    # A model may not be able to do one of them, which only building it tells.
     for order in (None, *dict.fromkeys(one.saving.order for one in saved)):
         rest = [one for one in saved if one.saving.order != order]
         try:
@@ -180,8 +184,15 @@ def _given_back(base: Base, way: Way, orders: Sequence[int]) -> Way:
     """Without as many savings of each order as are not needed."""
     for order in orders:
         while (less := without(base, way, order)) is not None and less.fits:
+            if order == SMALLER and not _roomy(less.drawn):
+                break
             way = less
     return way
+
+
+def _roomy(drawn: MemoryPlan) -> bool:
+    there = drawn.hardware.device_memory
+    return there is None or drawn.margins.of(drawn.estimate.peak) <= ROOMY * there
 
 
 def best(found: Sequence[Way]) -> Way | None:

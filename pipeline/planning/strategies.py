@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -83,18 +83,15 @@ def choose(
     return tried, refused
 
 
-def on_more_nodes(
-    base: Base, topology: Topology, start: Changes, more: Callable[[int], Changes] = lambda _: {}
-) -> tuple[Asked, Way] | None:
-    """The fewest nodes, doubling, on which it fits with these changes, and with nothing changed of
-    what is computed, and with a sample for each rank; `more`: ranks -> further changes. None if it
-    does not on MOST_NODES, or cannot be planned there."""
+def on_more_nodes(base: Base, topology: Topology, start: Changes) -> tuple[Asked, Way] | None:
+    """The fewest nodes, doubling, on which it fits with these changes, with nothing changed of what
+    is computed, and with a sample for each rank. None if it does not on MOST_NODES, or cannot be
+    planned there."""
     nodes = topology.nodes
     while (nodes := nodes * 2) <= MOST_NODES:
         asked = replace(base.asked, nodes=nodes, gpus=topology.local_ranks)
-        changes = {**start, **more(nodes * topology.local_ranks)}
         try:
-            found = best(ways(replace(base, asked=asked), changes, narrow=False))
+            found = best(ways(replace(base, asked=asked), start, narrow=False))
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
         if found is not None and not found.drawn.idle:

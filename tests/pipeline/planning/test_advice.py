@@ -140,16 +140,17 @@ def test_what_is_saved_in_the_end_is_needed(needs: float, saves: Mapping[str, fl
         for order in {one.saving.order for one in way.saved}:
             less = without(base, way, order)
             assert less is not None
-            assert not less.fits
+            roomy = less.drawn.estimate.peak <= 0.9 * ROOM * (1 << 30)
+            assert not less.fits or (order == SMALLER and not roomy)
 
 
 @pytest.mark.parametrize(
     ("needs", "expected"),
     [
         (10, ["", ""]),
-        (13, ["chunk", "chunk"]),
+        (13, ["chunk micro=2", "chunk"]),
         (17, ["chunk micro=1", "again chunk"]),
-        (18, ["again chunk", "again chunk"]),
+        (18, ["again chunk micro=2", "again chunk micro=2"]),
         (25, ["again chunk micro=1 moments", "again chunk micro=1 moments"]),
     ],
 )
