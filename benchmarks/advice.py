@@ -7,6 +7,7 @@ name has one of the words. Needs no GPU.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -38,6 +39,8 @@ SITUATIONS = {
     "135M, CPUs": "HuggingFaceTB/SmolLM2-135M --host-memory 16",
 }
 """The last table of issue 20's facts: who asks -> what they type."""
+NOTES = "warning", "low-rank", "tensor parallelism", "without offloading"
+"""Beginnings of lines that are shown beside the choice."""
 ABOUT_MACHINES = ("--gpus", "--nodes", "--gpu", "--memory", "--host-memory", "--interconnect")
 
 
@@ -56,14 +59,11 @@ class Answer:
         if not lines or not lines[0].startswith("chosen: "):
             return ["nothing", "", "", "; ".join(lines), f"{self.seconds:.0f}", "-"]
         name = lines[0].removeprefix("chosen: ").partition(" ")[0]
-        below = [line for line in lines[2:] if line.startswith("  ")]
-        own = below[: next((n for n, line in enumerate(lines[2:]) if line[:2] != "  "), 0)]
+        own = itertools.takewhile(lambda line: line.startswith("  "), lines[2:])
         settings = " ".join(line.strip().partition(": ")[0] for line in own)
-        notes = [
-            line for line in lines if line.startswith(("warning", "low-rank", "tensor", "wit"))
-        ]
+        notes = "; ".join(line for line in lines if line.startswith(NOTES))
         passed = "yes" if self.sound else "NO"
-        return [name, settings, lines[1].strip(), "; ".join(notes), f"{self.seconds:.0f}", passed]
+        return [name, settings, lines[1].strip(), notes, f"{self.seconds:.0f}", passed]
 
 
 def answer(typed: str, folder: Path) -> Answer:

@@ -23,6 +23,9 @@ EXAMPLE = [
     {"messages": [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]},
 ]
 """Rows of the data that the recipe names when none is given."""
+COUNT = click.IntRange(min=1)
+FILE = click.Path(path_type=Path, dir_okay=False)
+EXISTING = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command()
@@ -31,27 +34,13 @@ EXAMPLE = [
 @click.option("--nodes", type=NODES, help="Nodes of so many GPUs. Default: 1.")
 @machine_options
 @click.option("--full/--lora", default=True, help="Train all weights, or low-rank updates.")
-@click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True)
-@click.option(
-    "--global-batch",
-    type=click.IntRange(min=1),
-    help="Samples of a step. Default: 64, or one for each GPU.",
-)
-@click.option(
-    "--micro-batch",
-    type=click.IntRange(min=1),
-    help="Samples of a forward pass on one GPU, to begin with. Default: 32768 tokens.",
-)
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Conversations, JSON.",
-)
+@click.option("--seq", type=COUNT, default=4096, show_default=True, help="Tokens of a sample.")
+@click.option("--global-batch", type=COUNT, help="Samples of a step. Default: 64, or one a GPU.")
+@click.option("--micro-batch", type=COUNT, help="Most samples of a pass. Default: 32768 tokens.")
+@click.option("--data", type=EXISTING, help="Conversations, JSON.")
 @click.option("--revision", help="Commit of a hub model.")
 @click.option("--attention", help="How it is computed, for a model that cannot have sdpa.")
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Where to write the recipe."
-)
+@click.option("--out", type=FILE, help="Where to write the recipe.")
 @click.pass_obj
 def advise(
     registry: Registry | None,
@@ -82,7 +71,7 @@ def advise(
 
     asked, margins = asked_for(gpus, nodes, **machines)
     _require_whole(asked)
-    where = _model(model, revision, attention)
+    where = _where(model, revision) | ({} if attention is None else {"attention": attention})
     name = _name(model, lora=not full)
     target = out or Path(f"{name}.yaml")
     if target.exists():
@@ -116,11 +105,9 @@ def advise(
         sys.exit(NoFit.exit_code)
     yours = f"; its data is an example in {example}: put yours there" if made else ""
     click.echo(f"\nwritten: {target}{yours}")
-    if "config" in task.model:
-        name_one = (
-            "" if "tokenizer" in task.model else ", and names no tokenizer: say model.tokenizer"
-        )
-        click.echo(f"it starts from random weights{name_one}")
+    if "config" in where:
+        unnamed = ", and names no tokenizer: say model.tokenizer"
+        click.echo(f"it starts from random weights{'' if 'tokenizer' in where else unnamed}")
 
 
 def _require_whole(asked: Asked) -> None:
@@ -139,12 +126,6 @@ def _name(model: str, *, lora: bool) -> str:
     base = Path(model).name if Path(model).name != "config.json" else Path(model).parent.name
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", base.removesuffix(".gguf")).strip("-.") or "model"
     return f"{words}-lora" if lora else words
-
-
-def _model(model: str, revision: str | None, attention: str | None) -> dict[str, Any]:
-    """Fields of the model slot."""
-    found = _where(model, revision)
-    return found if attention is None else {**found, "attention": attention}
 
 
 def _declared(config: Path) -> dict[str, Any]:
