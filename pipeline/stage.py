@@ -17,16 +17,12 @@ anywhere else (`ctx.on_exit`).
 `prove(self, result)`, also optional, raises StageError where a durable result of the stage is not
 as it was left. A resume asks it, in one process, before the slot counts as done.
 
-Two are for `pipe bench` and `pipe advise`. A class method `presets(cls)` of a stage that wraps
-gives strategies by name, each a `Preset` with the fields of a slot that stand for it. They are what
-`--strategies` can name, and those with an `order` are what `pipe advise` tries. `shortened(self,
-trial)` gives the same stage for a few measured steps; the stage that trains needs it, others where
-they would leave something outside of the run's folder or do what no step needs.
+`shortened(self, trial)`, for `pipe bench`, gives the same stage for a few measured steps; the stage
+that trains needs it, others where they would leave something outside of the run's folder or do what
+no step needs.
 
-Two more are for forecasts (`pipeline.forecast`). `forecast(self, site, ...)` tells what the stage
-will need, from what the slots before it have told, by annotations as in `run`; a slot without it
-is named as not counted. `savings(self,
-ranks)` yields changes of the stage's fields that need less memory (`Saving`), the cheaper first.
+For `pipe plan` and `pipe advise` a stage has a planner (`pipeline.planning.planner`), a class of its
+own, so that no run imports it.
 """
 
 from __future__ import annotations
@@ -56,9 +52,9 @@ class Preset:
     what: str = ""
     """What it does, as in `every rank holds everything`."""
     order: int = 0
-    """When `pipe advise` tries it (`pipeline.forecast.options.Order`); 0: never."""
+    """When `pipe advise` tries it (`pipeline.planning.planner.Tier`); 0: never."""
     at_first: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields that `pipe advise` begins with; what they take, the stage's `savings` save."""
+    """Further fields that `pipe advise` begins with; its planner's `savings` take them back."""
 
 
 Presets = Mapping[str, Preset]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pipeline.planning.profile import Part, Profile
+from pipeline.planning.profile import Part, Peak, Profile
 from pipeline.planning.strategy import Event, Gradients, Item, Moment, StrategyMemory, Unit
 from pipeline.planning.timeline import (
     BACKWARD,
@@ -24,6 +24,8 @@ OFFLOADED, ARRIVED = "offloaded activations", "gradients before they are reduced
 PASSES = ((True, True),), ((True, False), (False, True))
 """Of a step of one micro-batch, and of several: whether no gradients are there, whether it is the
 last. What is between the first and the last needs no more than these."""
+Happening = tuple[str, Event, Unit, Part | None]
+"""Phase, event, and the part that runs; None between two parts."""
 
 
 @dataclass(kw_only=True)
@@ -34,7 +36,7 @@ class Peaks:
     _tops: dict[tuple[str, str], tuple[int, dict[str, int]]] = field(default_factory=dict)
 
     def note(self, phase: str, items: Iterable[Item]) -> None:
-        """What is held at a moment."""
+        """Note what is held at a moment."""
         held: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}, "both": {}}
         for item in items:
             if item.bytes:
@@ -63,7 +65,7 @@ def step_peaks(
     peaks = Peaks()
     peaks.note(LOAD, _held(strategy, Moment("load")))
     for first, last in PASSES[min(microbatches, 2) - 1]:
-        _Walk(profile, strategy, samples, peaks, first=first, last=last).run()
+        _note_pass(profile, strategy, samples, peaks, first=first, last=last)
     peaks.note(UPDATE, _held(strategy, Moment("step")))
     for phase in (UPDATE, SAVE, RESUME):
         peaks.note(phase, _held(strategy, Moment("between")))
@@ -79,76 +81,68 @@ def _held(strategy: StrategyMemory, moment: Moment) -> Iterator[Item]:
         yield Item(AVERAGE, place, size * elements, f"{size} bytes x trained of this rank")
 
 
-class _Walk:
-    """One micro-batch, part by part."""
+def _happenings(profile: Profile) -> Iterator[Happening]:
+    """A micro-batch, in order."""
+    blocks = profile.model.blocks
+    yield FORWARD, "gather", "embeddings", None
+    yield FORWARD, "forward", "embeddings", profile.start
+    for place, kind in enumerate(blocks):
+        yield FORWARD, "gather", place, None
+        yield FORWARD, "forward", place, profile.blocks[kind]
+    yield FORWARD, "gather", "head", None
+    yield FORWARD, "forward", "head", profile.head
+    yield FORWARD, "loss", "head", profile.loss
+    yield BACKWARD, "begin", "head", profile.loss_back
+    yield BACKWARD, "backward", "head", profile.head_back
+    yield BACKWARD, "reduce", "head", None
+    for place, kind in reversed([*enumerate(blocks)]):
+        yield BACKWARD, "regather", place, None
+        yield BACKWARD, "backward", place, profile.blocks_back[kind]
+        yield BACKWARD, "reduce", place, None
+    yield BACKWARD, "backward", "embeddings", profile.start_back
+    yield BACKWARD, "reduce", "embeddings", None
 
-    def __init__(
-        self,
-        profile: Profile,
-        strategy: StrategyMemory,
-        samples: int,
-        peaks: Peaks,
-        *,
-        first: bool,
-        last: bool,
-    ) -> None:
-        self._profile = profile
-        self._strategy = strategy
-        self._samples = samples
-        self._peaks = peaks
-        self._passing = {"first": first, "last": last}
-        self._kept = self._logits = self._host = 0
-        self._phase = FORWARD
 
-    def run(self) -> None:
-        profile = self._profile
-        blocks = profile.model.blocks
-        self._enter("gather", "embeddings")
-        self._compute("forward", "embeddings", profile.start)
-        for place, kind in enumerate(blocks):
-            self._enter("gather", place)
-            self._compute("forward", place, profile.blocks[kind])
-        self._enter("gather", "head")
-        before = self._kept
-        self._compute("forward", "head", profile.head, logits=True)
-        self._compute("loss", "head", profile.loss, logits=True)
-        self._logits = self._kept - before
-        self._phase = BACKWARD
-        self._compute("begin", "head", profile.loss_back, logits=True)
-        self._compute("backward", "head", profile.head_back, logits=True)
-        self._logits = 0
-        self._enter("reduce", "head")
-        for place in reversed(range(len(blocks))):
-            self._enter("regather", place)
-            self._compute("backward", place, profile.blocks_back[blocks[place]])
-            self._enter("reduce", place)
-        self._compute("backward", "embeddings", profile.start_back)
-        self._enter("reduce", "embeddings")
-
-    def _moment(self, event: Event, unit: Unit) -> Moment:
-        return Moment(event, unit, **self._passing)
-
-    def _enter(self, event: Event, unit: Unit) -> None:
-        """Between two parts."""
-        items = _held(self._strategy, self._moment(event, unit))
-        self._peaks.note(self._phase, [*items, *self._activations(0, "")])
-
-    def _compute(self, event: Event, unit: Unit, part: Part, *, logits: bool = False) -> None:
-        moment = self._moment(event, unit)
-        items = [*_held(self._strategy, moment)]
-        left = self._strategy.gradients(moment) if event == "backward" else Gradients(0, 0)
-        what = LOGITS if logits else COMPUTED
+def _note_pass(
+    profile: Profile,
+    strategy: StrategyMemory,
+    samples: int,
+    peaks: Peaks,
+    *,
+    first: bool,
+    last: bool,
+) -> None:
+    """Note every moment of a micro-batch of so many samples."""
+    kept = logits = host = 0
+    for phase, event, unit, part in _happenings(profile):
+        moment = Moment(event, unit, first=first, last=last)
+        if event == "reduce":  # the head is through
+            kept, logits = kept + logits, 0
+        items = [
+            *_held(strategy, moment),
+            Item(KEPT, "device", kept, "what blocks keep for backward"),
+            Item(LOGITS, "device", logits, "from the last block to the loss"),
+            Item(OFFLOADED, "host", host, "inputs of blocks that are computed again"),
+        ]
+        if part is None:
+            peaks.note(phase, items)
+            continue
+        left = strategy.gradients(moment) if event == "backward" else Gradients(0, 0)
         for peak in part.peaks:
-            own = left.kept * peak.arrived + left.passing * peak.newest
-            more = [Item(ARRIVED, "device", own, "of a unit in backward")]
-            size = peak.bytes.at(self._samples)
-            self._peaks.note(self._phase, [*items, *more, *self._activations(size, what)])
-        self._kept += part.kept.at(self._samples)
-        self._host += part.offloaded.at(self._samples)
+            peaks.note(phase, [*items, *_inside(peak, left, samples, at_head=unit == "head")])
+        host += part.offloaded.at(samples)
+        if unit == "head":
+            logits += part.kept.at(samples)
+        else:
+            kept += part.kept.at(samples)
 
-    def _activations(self, size: int, what: str) -> Iterator[Item]:
-        kept = self._kept - self._logits + min(size, 0)
-        yield Item(KEPT, "device", kept, "what blocks keep for backward")
-        yield Item(LOGITS, "device", self._logits, "from the last block to the loss")
-        yield Item(what, "device", max(size, 0), "the fullest moment inside a part")
-        yield Item(OFFLOADED, "host", self._host, "inputs of blocks that are computed again")
+
+def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iterator[Item]:
+    """What is held beside that in the midst of a part."""
+    size = peak.bytes.at(samples)
+    what = LOGITS if at_head else COMPUTED
+    yield Item(what, "device", max(size, 0), "the fullest moment inside a part")
+    # What is given back meanwhile is part of what was kept.
+    yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
+    unreduced = left.kept * peak.arrived + left.passing * peak.newest
+    yield Item(ARRIVED, "device", unreduced, "of a unit in backward")

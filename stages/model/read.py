@@ -103,8 +103,8 @@ def _gguf(file: Path) -> dict[str, Any]:
     experts = metadata.get(f"{kind}.expert_count", 0)
     if experts != 0:
         raise StageError(
-            f"{file}: the sizes of a {kind} with {experts} experts are not known by arithmetic",
-            hint="--trace knows them, from a folder in Hugging Face layout",
+            f"{file}: its header does not tell all sizes of a {kind} with {experts} experts",
+            hint="plan it from a folder in Hugging Face layout",
         )
     given = {key: name for key, name in GGUF_OPTIONAL.items() if f"{kind}.{key}" in metadata}
     keys = {**GGUF_KEYS, **given}

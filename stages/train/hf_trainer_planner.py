@@ -55,7 +55,9 @@ class HfTrainerPlanner(Planner[HfTrainer]):
         listener: PhaseListener,
     ) -> None:
         if self._recomputes():
-            engine.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            from stages.model.compat import compute_again
+
+            compute_again(engine.model)
         CausalLmPlanner(self.stage.batches()).trace(ctx, engine, samples, extent, listener)
 
     def forecast(

@@ -27,7 +27,9 @@ def plainly_replicated(
     as they are, and with several processes the buckets stay beside them."""
     sizes, ranks = Sizes.by(precision), topology.ranks
     sizes = replace(sizes, reduce=sizes.master)
-    return Replicated(ranks, profile, optimizer, sizes, views=False, buckets=ranks > 1)
+    return Replicated(
+        ranks, profile, optimizer, sizes, views=False, buckets=ranks > 1, settled=False
+    )
 
 
 class AcceleratePlanner(Planner[Accelerate]):

@@ -10,7 +10,7 @@ from pipeline.engine import Engine
 from pipeline.planning.planner import Planner, Tier
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import GATHERED, Gradients, Item, Moment, Traffic
+from pipeline.planning.strategy import BUFFERS, GATHERED, Gradients, Item, Moment, Traffic
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.ddp import Ddp
@@ -37,11 +37,12 @@ class Replicated(TorchMemory):
         *,
         views: bool,
         buckets: bool = True,
+        settled: bool = True,
     ) -> None:
-        """Without `buckets`, nothing is reduced."""
+        """Without `buckets`, nothing is reduced; `settled`: they are laid out while it loads."""
         model = profile.model
         super().__init__(ranks, model, optimizer, sizes)
-        self._views, self._buckets = views, buckets
+        self._views, self._buckets, self._settled = views, buckets, settled
         self._is_cast = sizes.master != sizes.compute
 
         def cast(weight: Weight) -> int:
@@ -58,12 +59,16 @@ class Replicated(TorchMemory):
         self._behind = self._cast[ROOT] - table
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
+        backward = moment.event in BACKWARD
         copies = self._kept.between(0, place + 1)
         if moment.unit == "head":
             copies += self._behind
-        elif place != ROOT:
-            copies += self._cast[place] - self._kept[place]
+        elif place != ROOT or not backward:
+            copies += self._cast[place] - self._kept[place] * (place != ROOT)
         yield Item(GATHERED, "device", copies, "copies for backward, cast")
+        if backward and moment.last and self._sizes.reduce != self._sizes.master:
+            sent = self._sizes.reduce * self._head
+            yield Item(BUFFERS, "device", sent, "the head's bucket, as it is sent")
 
     def _reduced(self, moment: Moment) -> int:
         """In buckets, and beside them: all that have come, without those of the unit in backward.
@@ -71,7 +76,8 @@ class Replicated(TorchMemory):
         trained, table = self._own.all, self._model.embedding
         buckets = trained * self._buckets
         if moment.event == "load":  # gradients are laid into buckets, whole or one by one
-            return buckets + (self._own.largest if self._views else buckets)
+            laid_out = self._own.largest if self._views else buckets
+            return buckets + laid_out * self._settled
         if moment.event == "between":
             return buckets
         backward = moment.event in BACKWARD and moment.unit != "head"
@@ -84,8 +90,12 @@ class Replicated(TorchMemory):
         return buckets + waits + come
 
     def gradients(self, moment: Moment) -> Gradients:
-        m = self._sizes.master
-        return Gradients(0 if self._views or not moment.first else m, m * self._is_cast)
+        m, c = self._sizes.master, self._sizes.compute
+        kept = 0 if self._views or not moment.first else m
+        if self._model.tied and moment.unit == "embeddings":
+            # Both gradients of a tied weight, one of which has waited, and their sum.
+            return Gradients(kept, 2 * m - c - kept)
+        return Gradients(kept, m if m != c else 0)
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         if self.ranks > 1:

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pipeline.forecast import phases
-from pipeline.forecast.ledger import Peak
 
 from pipeline import cli
 from pipeline.bench import measure as measuring
 from pipeline.bench.results import Row
 from pipeline.plan import make_plan
+from pipeline.planning import timeline
 from pipeline.recipe import load_recipe
 from pipeline.registry import Registry
 from tests.support.pipe import REPOSITORY
@@ -70,9 +69,9 @@ def test_memory_is_predicted_for_what_is_measured(
     real: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(load_recipe("r.yaml"))
-    held = {phases.LOAD: 5, phases.BACKWARD: 7, phases.SAVE: 9, phases.RESUME: 11}
-    peaks = {phase: Peak(bytes=held[phase], items={}) for phase in held}
-    monkeypatch.setattr(measuring, "forecast", lambda *_: SimpleNamespace(device=peaks))
+    held = {timeline.LOAD: 5, timeline.BACKWARD: 7, timeline.SAVE: 9, timeline.RESUME: 11}
+    peaks = {phase: timeline.Held(bytes=held[phase], items={}) for phase in held}
+    monkeypatch.setattr(measuring, "estimated", lambda *_: SimpleNamespace(device=peaks))
     assert measuring._predicted(plan) == 7
 
 

@@ -121,6 +121,33 @@ def test_what_waits_for_the_disk_or_is_on_the_host_passes_in_a_bounded_memory(
     assert host["checkpoint"]["items"][COPY] == 8 * PASSAGE
 
 
+def accelerated(file: Path, recipe: str, kind: str, more: str = "") -> dict[str, Any]:
+    file.write_text(
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\n"
+        f"num_processes: 8\nnum_machines: 1\nmixed_precision: 'no'\n{more}",
+        "utf-8",
+    )
+    slot = json.dumps({"use": "wrap.accelerate", "config": str(file)})
+    return planned(RECIPES / recipe, "precision.compute=fp32", f"wrap={slot}")
+
+
+def test_replicas_of_accelerate_keep_buckets_beside_gradients(tmp_path: Path) -> None:
+    held = accelerated(tmp_path / "accelerate.yaml", "llama8b_ddp.yaml", "MULTI_GPU")["device"]
+    assert held["optimizer step"]["bytes"] == 20 * PARAMETERS
+    # buckets are made when replicas are the same
+    assert held["load"]["bytes"] == 8 * PARAMETERS
+
+
+def test_accelerate_shards_what_was_whole_on_the_host(tmp_path: Path) -> None:
+    fsdp = "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}\n"
+    found = accelerated(tmp_path / "accelerate.yaml", "llama8b_fsdp.yaml", "FSDP", fsdp)
+    own = planned(RECIPES / "llama8b_fsdp.yaml", "precision.compute=fp32")
+    assert found["device"] == own["device"]
+    whole = 8 * 4 * PARAMETERS
+    assert found["host"]["load"]["items"]["models before they are sharded"] == whole
+    assert found["host"]["load"]["bytes"] == own["host"]["load"]["bytes"] + whole
+
+
 def test_ranks_without_samples_and_other_processes_are_told() -> None:
     recipe = RECIPES / "llama8b_fsdp.yaml"
     few = (recipe, "train.global_batch_size=6", "train.micro_batch_size=1")

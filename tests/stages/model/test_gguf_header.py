@@ -6,17 +6,17 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from pipeline.forecast.site import Site
-from stages.model.shapes import gguf_header
 
 from pipeline.errors import StageError
 from stages.model.gguf import require_whole
 from stages.model.gguf_header import Array, read_header
 from stages.model.hf import HfModel
+from stages.model.read import read_config
 from tests.support.gguf import write_tensors
 
 U32, STRING, ARRAY = 4, 8, 9
@@ -62,18 +62,11 @@ def llama(*more: bytes, without: str = "") -> bytes:
     return header([kind, *sizes, *more], [tensor("token_embd.weight", 64, 100)])
 
 
-def parameters(content: bytes, folder: Path) -> int:
+def configured(content: bytes, folder: Path) -> dict[str, Any]:
+    """The config that a file with this content tells."""
     file = folder / "model.gguf"
     file.write_bytes(content)
-    return HfModel(path=str(file)).forecast(Site(ranks=1, local_ranks=1, device="cpu")).parameters
-
-
-def test_the_context_is_that_of_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    for more, context in (([number("llama.context_length", 2048)], 2048), ([], None)):
-        file.write_bytes(llama(*more))
-        site = Site(ranks=1, local_ranks=1, device="cpu")
-        assert HfModel(path=str(file)).forecast(site).context == context
+    return read_config(HfModel(path=str(file)))
 
 
 def test_arrays_are_told_by_their_length(tmp_path: Path) -> None:
@@ -84,11 +77,6 @@ def test_arrays_are_told_by_their_length(tmp_path: Path) -> None:
     metadata, shapes = read_header(file)
     assert metadata == {"words": Array(2), "rows": Array(3), "x": 7}
     assert shapes == {"t": (5, 6)}
-
-
-def test_keys_and_values_are_as_many_as_heads_where_nothing_is_said(tmp_path: Path) -> None:
-    attention, mlp, norms = 4 * 64 * 64, 3 * 64 * 96, 2 * 64
-    assert parameters(llama(), tmp_path) == 2 * (attention + mlp + norms) + 64 + 100 * 64
 
 
 DAMAGED = {
@@ -115,7 +103,7 @@ def test_damaged_headers_are_named(case: str, tmp_path: Path) -> None:
     content, message = DAMAGED[case]
     began = time.perf_counter()
     with pytest.raises(StageError, match=rf"model\.gguf .*{message}"):
-        parameters(content, tmp_path)
+        configured(content, tmp_path)
     assert time.perf_counter() - began < 5
 
 
@@ -123,38 +111,17 @@ def test_every_cut_through_a_header_is_refused(tmp_path: Path) -> None:
     whole = llama(array("words", STRING, 1, text("a")))
     for size in range(len(whole)):
         with pytest.raises(StageError, match=r"model\.gguf cannot be read"):
-            parameters(whole[:size], tmp_path)
-    assert parameters(whole, tmp_path)
+            configured(whole[:size], tmp_path)
+    assert configured(whole, tmp_path)
 
 
 def test_a_large_file_is_not_walked_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_header, "MOST", 1 << 10)
+    monkeypatch.setattr("stages.model.gguf_header.MOST", 1 << 10)
     empty_words = header([array("x", STRING, HUGE, bytes(1 << 11))])
     with pytest.raises(StageError, match="its header is too long"):
-        parameters(empty_words, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (llama(number("llama.expert_count", 8)), "sizes of a llama with 8 experts are not known"),
-        (llama(without="block_count"), "num_hidden_layers is null, expected a whole number"),
-        (llama(array("llama.attention.head_count_kv", U32, 2, bytes(8))),
-         "num_key_value_heads is an array of 2 elements, expected"),
-        (llama(number("llama.attention.head_count_kv", 3)), "expected a multiple of"),
-        (header([number("general.architecture", 1)], [tensor("token_embd.weight", 4, 4)]),
-         "sizes of a 1 are not known"),
-    ],
-)  # fmt: skip
-def test_what_is_no_dense_model_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=message):
-        parameters(content, tmp_path)
-
-
-def test_no_experts_are_none(tmp_path: Path) -> None:
-    assert parameters(llama(number("llama.expert_count", 0)), tmp_path)
+        configured(empty_words, tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.9999])

@@ -9,21 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pipeline.forecast.phases import BACKWARD, FORWARD, LOAD, UPDATE
-from pipeline.forecast.placement import Placement
-from pipeline.forecast.result import Extras, Step
-from pipeline.forecast.shapes import SampleShape
-from pipeline.forecast.site import Site
-from pipeline.tracing.meter import Meter
+import yaml
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeline.artifacts import Data, Sample
 from pipeline.dist import Dist
-from stages.adapter.lora import Lora
+from pipeline.plan import plan_file
+from pipeline.planning.estimate import Estimate
+from pipeline.planning.memory_plan import estimated
+from pipeline.planning.timeline import BACKWARD, FORWARD, LOAD, UPDATE
+from pipeline.planning.topology import Topology
+from pipeline.planning.trace.traced import tops_of
+from pipeline.planning.trace.tracker import MemoryTracker, Position
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.hf_trainer import HfTrainer
+from stages.train.hf_trainer_planner import HfTrainerPlanner
 from tests.support.processes import run_ranks
 from tests.support.runs import ListedSamples, context
 
@@ -46,41 +48,46 @@ def metered(dist: Dist, folder: str, fields: dict[str, Any], compute: Any) -> di
     ctx = context(dist, folder)
     finals: list[Callable[[], object]] = []
     ctx.on_exit = finals.append
-    meter = Meter(fake=False)
+    tracker = MemoryTracker(fake=False)
     plain = hf_trainer_run.SummedLoss
 
     class Loss(plain):
         def __call__(self, batch: Any) -> Any:
-            meter.enter((FORWARD, 0, ""))
+            tracker.enter(Position(FORWARD, 0, ""))
             loss = super().__call__(batch)
-            meter.enter((BACKWARD, 0, ""))
+            tracker.enter(Position(BACKWARD, 0, ""))
             return loss
 
     hf_trainer_run.SummedLoss = Loss  # type: ignore[misc]
-    register_optimizer_step_pre_hook(lambda *_: meter.enter((UPDATE, 0, "")))
+    register_optimizer_step_pre_hook(lambda *_: tracker.enter(Position(UPDATE, 0, "")))
     ids = np.random.default_rng(0).integers(0, 3000, (32, LENGTH))
     samples = [Sample(input_ids=row, labels=row) for row in ids]
     data = Data(train=ListedSamples(samples), heldout=None, pad_id=0, identity={})
     plan, precision = AdamW().run(ctx), PrecisionPolicy(compute=compute).run(ctx)
-    with meter:
+    with tracker:
         model = HfModel(config=LLAMA, init="random").run(ctx)
         HfTrainer(steps=2, **fields).run(ctx, data, plan, precision, model)
     for call in reversed(finals):
         call()
-    return {phase: peak.bytes for (phase, _, _), peak in meter.moments.items()}
+    return {position.phase: size for position, size in tops_of(tracker.stretches).items()}
 
 
 def told(
-    fields: dict[str, Any], compute: Any, ranks: int, device: str = "cpu"
-) -> tuple[Site, tuple[Placement, Step, Extras]]:
-    site = Site(ranks=ranks, local_ranks=ranks, device=device)
-    precision = PrecisionPolicy(compute=compute).forecast(site)
-    optimizer = AdamW().forecast(site, precision)
-    model = HfModel(config=LLAMA).forecast(site)
-    found = HfTrainer(steps=2, **fields).forecast(
-        site, model, SampleShape(length=LENGTH), precision, optimizer
-    )
-    return site, found
+    folder: Path, fields: dict[str, Any], compute: str, ranks: int, device: str = "cpu"
+) -> Estimate:
+    text, file = folder / "text.txt", folder / "recipe.yaml"
+    text.write_text("text\n", "utf-8")
+    stages = {
+        "model": {"use": "model.hf", "config": LLAMA},
+        "precision": {"use": "precision.policy", "compute": compute},
+        "data": {"use": "data.text", "files": str(text), "sequence_length": LENGTH},
+        "optimizer": {"use": "optimizer.adamw"},
+        "train": {"use": "train.hf_trainer", "steps": 2, **fields},
+    }
+    recipe = {"name": "r", "launch": {"procs": ranks, "device": device}, "stages": stages}
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
+    topology = Topology(ranks=ranks, local_ranks=ranks, device=device)
+    return estimated(plan_file(file, forecast=True), topology)
 
 
 AGAIN = {"activation_checkpointing": True}
@@ -95,79 +102,41 @@ CASES = [
 def test_tensors_and_files_are_as_large_as_was_said(
     ranks: int, compute: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    site, (_, step, extras) = told(fields, compute, ranks)
-    peaks = {phase: peak.bytes for phase, peak in site.ledger.peaks("device").items()}
+    estimate = told(tmp_path, fields, compute, ranks)
+    peaks = {phase: held.bytes for phase, held in estimate.device.items()}
     for found in run_ranks(metered, ranks, str(tmp_path), fields, compute):
         for phase in (FORWARD, BACKWARD, UPDATE):
             assert found[phase] == pytest.approx(peaks[phase], rel=0.02), phase
         # random weights are made a tensor at a time, and gloo may let go of what it has sent only
         # when the buckets have been made
         assert 0.98 * peaks[LOAD] < found[LOAD] < peaks[LOAD] + 4.1 * N
-    (checkpoint,) = extras.files(step.length)
+    (checkpoint,) = estimate.storage
     assert (checkpoint.what, checkpoint.bytes) == ("1 checkpoint", 12 * N)
     written = sum(file.stat().st_size for file in (tmp_path / "checkpoints/checkpoint-2").iterdir())
     assert written == pytest.approx(checkpoint.bytes, rel=0.02)
 
 
-def test_replicas_by_hand() -> None:
+@pytest.mark.parametrize(("ranks", "each"), [(1, 16), (2, 20)])
+def test_replicas_by_hand(ranks: int, each: int, tmp_path: Path) -> None:
     """16 bytes a parameter on one GPU, 20 on several, where buckets stay beside gradients."""
-    for ranks, each in ((1, 16), (2, 20)):
-        site, (placement, step, extras) = told({"global_batch_size": 8}, "bf16", ranks, "cuda")
-        peaks = site.ledger.peaks("device")
-        assert peaks["optimizer step"].bytes == each * N
-        assert peaks["checkpoint"].bytes == (each - 4) * N
-        assert (step.microbatches, step.samples, step.tokens) == (1, 8, 8 * LENGTH)
-        sent = [(one.collective, one.bytes, one.ranks) for one in placement.traffic(1)]
-        assert sent == ([("all-reduce", 4 * N, 2)] if ranks > 1 else [])
-        host = {one.phase: one.bytes for one in extras.host}
-        assert host == {"checkpoint": 4 * N} | ({"resume": 8 * N} if ranks == 1 else {})
+    estimate = told(tmp_path, {"global_batch_size": 8}, "bf16", ranks, "cuda")
+    peaks, step = estimate.device, estimate.step
+    assert peaks["optimizer step"].bytes == each * N
+    assert peaks["checkpoint"].bytes == (each - 4) * N
+    assert (step.microbatches, step.samples, step.tokens) == (1, 8, 8 * LENGTH)
+    sent = [(one.collective, one.bytes, one.ranks) for one in estimate.traffic]
+    assert sent == ([("all-reduce", 4 * N, 2)] if ranks > 1 else [])
+    assert estimate.host["checkpoint"].items["copy of what is saved"] == 4 * N
 
 
-def test_weights_are_sent_before_buckets_are_made() -> None:
-    """Of an adapter's training the buckets are small, and two messages are under way."""
-    site = Site(ranks=2, local_ranks=2, device="cuda")
-    precision = PrecisionPolicy(compute="bf16").forecast(site)
-    whole = HfModel(path="meta-llama/Llama-3.1-8B").forecast(site)
-    model = Lora(rank=8).forecast(site, whole)
-    HfTrainer(steps=2, global_batch_size=2).forecast(
-        site,
-        model,
-        SampleShape(length=128),
-        precision,
-        AdamW().forecast(site, precision),
-    )
-    load = site.ledger.peaks("device")["load"].items
-    # the table of embeddings is larger than a message of 250 MiB
-    assert load["communication buffers"] == 2 * 2 * 128256 * 4096
-
-
-def test_arguments_that_change_what_it_takes() -> None:
-    kept = {}
-    for name in ("none", "activation_checkpointing", "gradient_checkpointing"):
-        arguments = {} if name == "none" else {name: True}
-        site, _ = told({"global_batch_size": 8, "arguments": arguments}, "bf16", 1)
-        kept[name] = site.ledger.peaks("device")["forward and loss"].items["activations"]
-    assert kept["activation_checkpointing"] == kept["gradient_checkpointing"]
-    # four blocks keep their input alone
-    block = 20 * 128 + 4 * 32 + 8 * 352 + 4 * 8 + 8
-    assert kept["none"] - kept["activation_checkpointing"] == 4 * 8 * LENGTH * (block - 2 * 128)
-    arguments = {"torch_compile": True, "use_liger_kernel": True}
-    _, (_, _, extras) = told({"global_batch_size": 8, "arguments": arguments}, "bf16", 1)
-    assert extras.caveats == [
-        "compiled models, which keep less",
-        "liger's kernels, which keep less",
-    ]
-
-
-def test_checkpoints_that_are_there_at_once() -> None:
-    for keep, number in ((1, 2), (2, 2), (None, 2)):  # of two steps
-        fields = {"global_batch_size": 8, "save_every": 1, "keep": keep}
-        _, (_, step, extras) = told(fields, "bf16", 1)
-        (checkpoint,) = extras.files(step.length)
-        assert checkpoint.bytes == number * 12 * N, keep
+def test_compiled_models_are_told(tmp_path: Path) -> None:
+    fields = {"global_batch_size": 8, "arguments": {"torch_compile": True}}
+    assert told(tmp_path, fields, "bf16", 1).caveats == ("compiled models, which keep less",)
 
 
 def test_smaller_micro_batches_are_its_only_saving() -> None:
-    (saving,) = HfTrainer(steps=1, global_batch_size=8).savings(2)
-    assert saving.fields == {"micro_batch_size": 2}
-    assert list(HfTrainer(steps=1, global_batch_size=2).savings(2)) == []
+    def savings(batch: int) -> list[Any]:
+        return [*HfTrainerPlanner(HfTrainer(steps=1, global_batch_size=batch)).savings(2)]
+
+    assert [saving.fields for saving in savings(8)] == [{"micro_batch_size": 2}]
+    assert savings(2) == []

@@ -69,7 +69,7 @@ def test_another_engine_than_asked_for_is_refused(tmp_path: Any) -> None:
 PRIVATE = re.compile(r"torch[.\w]*\._[a-z]\w*|\._(cdata|local_tensor)\b", re.IGNORECASE)
 
 
-@pytest.mark.parametrize("place", ["pipeline/tracing", "stages/wrap"])
+@pytest.mark.parametrize("place", ["pipeline/planning/trace", "stages/wrap"])
 def test_what_torch_keeps_private_is_used_in_compat_files_alone(place: str) -> None:
     used = {
         (file.name, found[0])
