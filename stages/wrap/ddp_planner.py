@@ -67,7 +67,7 @@ class Replicated(TorchMemory):
             copies += self._cast[place] - self._kept[place] * (place != ROOT)
         yield Item(GATHERED, "device", copies, "copies for backward, cast")
         if backward and moment.last and self._sizes.reduce != self._sizes.master:
-            sent = self._sizes.reduce * self._head
+            sent = 0 if self._model.tied else self._sizes.reduce * self._head
             yield Item(BUFFERS, "device", sent, "the head's bucket, as it is sent")
 
     def _reduced(self, moment: Moment) -> int:
@@ -87,7 +87,7 @@ class Replicated(TorchMemory):
         if moment.event == "step" or not moment.first:
             return buckets + waits + trained
         come = self._head + self._own.after(self._place(moment)) if backward else 0
-        return buckets + waits + come
+        return buckets + come
 
     def gradients(self, moment: Moment) -> Gradients:
         m, c = self._sizes.master, self._sizes.compute

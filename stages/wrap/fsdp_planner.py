@@ -97,7 +97,10 @@ class Sharded(TorchMemory):
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
         if moment.event not in BACKWARD:
-            return self._whole.between(place - 1, place + 1 + self._config.forward_prefetch)
+            end = place + 1 + self._config.forward_prefetch
+            if moment.event == "gather" or moment.unit == "head":
+                return self._whole.between(place - 1, max(place + 1, end - 1))
+            return self._whole.between(place, end)
         if self._stays:
             return 0
         end = place + 1 if moment.event == "regather" else place
@@ -114,8 +117,9 @@ class Sharded(TorchMemory):
         stays = r * self._own.after(place) if others and replicas else 0
         if moment.event != "reduce":
             return stays + r * self._own[place + 1] * self._shards
-        # The whole gradients are given up before there is a shard.
-        shard = (r + m * others) * self._own[place] - c * self._trained[place]
+        # The whole gradients but the last are given up before there is a shard.
+        given_up = c * (self._head if place == ROOT else self._trained[place])
+        shard = (r if r == m else r + m) * self._own[place] - given_up
         return stays + r * self._own[place] * self._shards + max(shard, 0)
 
     def _unreduced(self, moment: Moment, place: int) -> int:
@@ -126,7 +130,8 @@ class Sharded(TorchMemory):
         done = trained.after(place) if backward else 0
         several = self._late and not (moment.first and moment.last)
         waits = (done if moment.first else trained.all - done) if several else 0
-        own = trained[place] if through else 0
+        added = self._late and not moment.first
+        own = trained[place] if through and not added else 0
         head = backward and moment.unit != "head" and not (through and place == ROOT)
         return r * waits + c * (own + self._head * head)
 
@@ -141,7 +146,7 @@ class Sharded(TorchMemory):
 
     def gradients(self, moment: Moment) -> Gradients:
         c = self._sizes.compute
-        added = self._late and not moment.first and self._sizes.reduce == c
+        added = self._late and not moment.first
         # The second gradient of a tied weight is added to the first, which gives a third tensor.
         sums = self._model.tied and moment.unit == "embeddings"
         return Gradients(0 if added else c, c if sums else 0)
