@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import ModelSource
+from pipeline.errors import StageError
 from stages.model.config import config_of_files, config_of_recipe
 from stages.model.fit import Allowed
 from stages.model.open import local_files
@@ -55,7 +56,12 @@ def _config(stage: HfModel) -> Any:
 
 def cut(config: Any, blocks: int) -> None:
     """Leave the first so many blocks, and what the config lists of each block."""
-    count = config.num_hidden_layers
+    count = getattr(config, "num_hidden_layers", None)
+    if count is None:
+        raise StageError(
+            f"a {config.model_type} cannot be planned: its config has no num_hidden_layers",
+            hint="`pipe bench` measures what it takes",
+        )
     for name, value in vars(config).items():
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(config, name, value[:blocks])

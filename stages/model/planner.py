@@ -38,7 +38,7 @@ class HfPlanner(Planner[HfModel]):
     def forecast(self, topology: Topology, model: ModelShape) -> ModelShape:
         caveats = [what for name, what in LEFT_OUT.items() if getattr(self.stage, name) is not None]
         context = stated_context(read_config(self.stage))
-        return dataclasses.replace(model, context=context, caveats=tuple(caveats))
+        return dataclasses.replace(model, context=context, caveats=(*model.caveats, *caveats))
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.activation_checkpointing is None:

@@ -115,8 +115,10 @@ class HfSource(ModelSource):
                     attn_implementation=self._attention,
                     trust_remote_code=self._trust_remote_code,
                 )
-        except (ValueError, ImportError) as error:
-            raise StageError(f"{self.name} cannot be built: {error}") from error
+        except Exception as error:  # whatever transformers makes of an odd config
+            kind = "" if isinstance(error, ValueError | ImportError) else type(error).__name__
+            reason = f"{kind}{': ' * bool(kind)}{error}"
+            raise StageError(f"{self.name} cannot be built: {reason}") from error
         model.tie_weights()
         self._training.prepare(model, self.blocks(model))
         return cast("nn.Module", model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipeline.artifacts import ModelSource
@@ -33,7 +34,10 @@ def profile(job: Job) -> Profile:
     parts = _Parts(runs, whole)
     first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
     return Profile(
-        model=_shape(runs[0].source, whole, numbers, first, parts.late),
+        model=replace(
+            _shape(runs[0].source, whole, numbers, first, parts.late),
+            caveats=tuple(_idle(whole, first, parts.given)),
+        ),
         length=job.samples.length,
         start=parts.part(FORWARD, START),
         blocks=tuple(parts.part(FORWARD, place) for place in first),
@@ -73,6 +77,9 @@ class _Parts:
         root = {weight.name for weight in whole.root}
         early = [one for part in (HEAD, START) for one in self._pieces[0].get((BACKWARD, part), [])]
         names = (self._names.get(str(one.position.part)) for one in early)
+        self.given = {name for piece in self._pieces[0].values() for one in piece
+                      if (name := self._names.get(str(one.position.part)))}  # fmt: skip
+        """Names of the weights that get a gradient."""
         self.late = tuple(dict.fromkeys(name for name in names if name in root and name))
         """Names of the root's weights whose gradients come before those of any block."""
 
@@ -145,6 +152,15 @@ def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Leve
     if len(first) == len(second):
         return [*zip(first, second, strict=True)]
     return [(first[0], second[0]), (max(first), max(second)), (first[-1], second[-1])]
+
+
+def _idle(whole: Structure, first: Sequence[int], given: Collection[str]) -> Iterator[str]:
+    """Says which trained weights get no gradient."""
+    ran = [*whole.root, *(weight for place in first for weight in whole.blocks[place])]
+    idle = [one.name for one in ran if one.trained and one.name not in given]
+    if idle:
+        shown = ", ".join(idle[:2]) + " and others" * (len(idle) > 2)
+        yield f"that some weights get no gradient, and so no state of the optimizer: {shown}"
 
 
 def _shape(
