@@ -1,10 +1,11 @@
-"""Compare the forecast of what DeepSpeed ZeRO holds with what torch's allocator hands out.
+"""Compare what `pipe plan` says of DeepSpeed ZeRO with what torch's allocator hands out.
 
     python benchmarks/zero_memory.py [--only "stage 3"] [--json FILE]
 
 Every configuration trains a small random model with the real engine for three steps on CPU ranks;
-the last step is compared with `stages.wrap.zero.memory`, phase by phase, on the rank that holds
-most. Exits 1 when a phase is off by more than 5 %. See docs/zero-memory.md.
+the last step is compared, phase by phase, on the rank that holds most, with what the model's
+profile and the strategy's share say together. Exits 1 when a phase is off by more than 5 %. See
+docs/zero-memory.md.
 """
 
 from __future__ import annotations
@@ -12,22 +13,29 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import yaml
 import zero_memory_rank
 from overhead import run_to_end
 from tables import markdown
-from zero_memory_rank import SPOKEN, Job
+from zero_memory_rank import SPOKEN, TOKENS, Job
 
+from pipeline.plan import Plan, plan_file
+from pipeline.planning.estimate import ask
+from pipeline.planning.job import Job as Planned
+from pipeline.planning.memory import step_peaks
+from pipeline.planning.strategy import StrategyMemory
+from pipeline.planning.timeline import BACKWARD, FORWARD, LOAD, SAVE, UPDATE
+from pipeline.planning.topology import Topology
+from pipeline.planning.trace.profiling import profile
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
-from stages.wrap.zero.memory import Moment, Setting, Weight, Weights, peak
 
 LIMIT = 0.05
 HOST = OptimizerOffload()
@@ -142,12 +150,19 @@ def main(only: str, json_file: Path | None) -> None:
         if name.startswith(only):
             click.echo(f"{name} ...", err=True)
             found[name] = list(compared(case.job, case.world, measure(case.job, case.world)))
-    phases = list(dict.fromkeys(row.phase for rows in found.values() for row in rows))
-    click.echo(markdown(["configuration", *phases], [line(n, r, phases) for n, r in found.items()]))
+    click.echo(table(found))
     if json_file:
         text = {n: [{**r._asdict(), "error": r.error} for r in rows] for n, rows in found.items()}
         json_file.write_text(json.dumps(text, indent=1) + "\n", "utf-8")
     sys.exit(any(abs(row.error) > LIMIT for rows in found.values() for row in rows))
+
+
+def table(found: Mapping[str, Sequence[Row]]) -> str:
+    """Every configuration's phases, as Markdown."""
+    phases = list(dict.fromkeys(row.phase for rows in found.values() for row in rows))
+    return markdown(
+        ["configuration", *phases], [line(name, rows, phases) for name, rows in found.items()]
+    )
 
 
 def line(name: str, rows: Sequence[Row], phases: Sequence[str]) -> list[str]:
@@ -175,40 +190,69 @@ def measure(job: Job, world: int) -> list[dict[str, Any]]:
 
 def compared(job: Job, world: int, ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
     """Every phase of the last step, on the rank that held most."""
-    setting, model = described(job, world, ranks[0])
+    told = predicted(job, world)
 
-    def row(name: str, mark: str, moment: Moment, again: bool = False, kind: str = "peak") -> Row:
-        measured = max(rank["phases"][mark][kind] for rank in ranks)
-        return Row(name, measured, peak(setting, model, moment, accumulating=again))
+    def row(name: str, mark: str, kind: str = "peak") -> Row:
+        return Row(name, max(rank[mark][kind] for rank in ranks), told[name])
 
     last = job.steps - 1
-    if setting.stage.offload_optimizer is None:  # else device and host are not full at once
-        yield row("load", "load", "load")
-    yield row("forward", f"{last}/0/forward", "forward")
-    yield row("backward", f"{last}/0/backward", "backward")
-    if job.micro_batches > 1:
-        yield row("forward 2", f"{last}/1/forward", "forward", again=True)
-        yield row("backward 2", f"{last}/1/backward", "backward", again=True)
-    yield row("step", f"{last}/step", "step")
-    yield row("between", f"{last}/step", "between", kind="end")
+    if Zero(**job.zero).offload_optimizer is None:  # else device and host are not full at once
+        yield row("load", "load")
+    for turn in range(job.micro_batches):
+        again = f" {turn + 1}" if turn else ""
+        yield row(f"forward{again}", f"{last}/{turn}/forward")
+        yield row(f"backward{again}", f"{last}/{turn}/backward")
+    yield row("step", f"{last}/step")
+    yield row("between", f"{last}/step", "end")
 
 
-def described(job: Job, world: int, rank: dict[str, Any]) -> tuple[Setting, Weights]:
-    """What the forecast is told of a run."""
-    stage = Zero(**job.zero)
-    moments = 4 if job.master == "fp32" or stage.offload_optimizer is not None else 2
-    setting = Setting(
-        stage=stage, world=world, compute=job.compute, master=job.master, reduce=job.reduce,
-        moment_bytes=2 * moments, groups=rank["groups"],
-    )  # type: ignore[arg-type]  # fmt: skip
-    blocks: dict[int, list[Weight]] = {}
-    root = []
-    for name, elements, trained in rank["parameters"]:
-        number = re.search(r"\.layers\.(\d+)\.", name)
-        where = blocks.setdefault(int(number[1]), []) if number else root
-        where.append(Weight(elements, trained))
-    tied = bool(job.model["tie_word_embeddings"])
-    return setting, Weights(tuple(map(tuple, blocks.values())), tuple(root), tied)
+def predicted(job: Job, world: int) -> dict[str, int]:
+    """Phase -> bytes of device and host together, told by what `pipe plan` is told by."""
+    topology = Topology(ranks=world, local_ranks=world, device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        planned = Planned.of(drawn_up(job, world, Path(folder)), topology)
+        profiled = profile(planned)
+        told = ask(planned, profiled)
+    strategy = told.require(StrategyMemory, "nothing wraps the model")
+    found: dict[str, int] = {}
+    for turn in range(job.micro_batches):
+        again = f" {turn + 1}" if turn else ""
+        peaks = step_peaks(profiled, strategy, samples=1, microbatches=turn + 1)
+        held = {phase: one.bytes for phase, one in peaks.of("device", both=True).items()}
+        found |= {f"forward{again}": held[FORWARD], f"backward{again}": held[BACKWARD]}
+        found |= {"load": held[LOAD], "step": held[UPDATE], "between": held[SAVE]}
+    return found
+
+
+def drawn_up(job: Job, world: int, folder: Path) -> Plan:
+    """The job as a checked recipe."""
+    text, recipe = folder / "text.txt", folder / "recipe.yaml"
+    text.write_text("text\n", "utf-8")
+    stages: dict[str, Any] = {"model": {"use": "model.hf", "config": dict(job.model)}}
+    if job.lora is not None:
+        stages["adapter"] = {"use": "adapter.lora", **job.lora}
+    stages |= {
+        "precision": {
+            "use": "precision.policy",
+            "compute": job.compute,
+            "master": job.master,
+            "reduce": job.reduce,
+        },
+        "data": {"use": "data.text", "files": str(text), "sequence_length": TOKENS},
+        "optimizer": {"use": "optimizer.adamw", **job.optimizer},
+        "wrap": {"use": "wrap.zero", **asdict(Zero(**job.zero))},
+        "checkpoint": {"use": "checkpoint.sharded"},
+        "train": {
+            "use": "train.causal_lm",
+            "steps": 1,
+            "micro_batch_size": 1,
+            "global_batch_size": job.micro_batches * world,
+        },
+    }
+    launch = {"procs": world, "device": "cpu"}
+    whole = {"name": "zero", "launch": launch, "stages": stages}
+    recipe.write_text(yaml.safe_dump(whole, sort_keys=False), "utf-8")
+    return plan_file(recipe, forecast=True)
 
 
 if __name__ == "__main__":

@@ -180,14 +180,14 @@ def _allow_fp16() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
-def run_job(dist: Dist, folder: str, job: Job) -> dict[str, Any]:
-    """What this rank held, phase by phase, and of which model."""
+def run_job(dist: Dist, folder: str, job: Job) -> dict[str, dict[str, int]]:
+    """Phase -> bytes that this rank held at its end, and the most within it."""
     in_place()
     store(dist, folder, job)
     meter = Meter()
     with meter:
-        model = train(dist, folder, job)
-    return {"phases": meter.phases(), **model}
+        train(dist, folder, job)
+    return meter.phases()
 
 
 def store(dist: Dist, folder: str, job: Job) -> None:
@@ -201,9 +201,8 @@ def store(dist: Dist, folder: str, job: Job) -> None:
     dist.barrier()
 
 
-def train(dist: Dist, folder: str, job: Job) -> dict[str, Any]:
-    """Load and train for some steps, each phase marked; ends with everything freed. Returns the
-    parameters and the number of optimizer groups."""
+def train(dist: Dist, folder: str, job: Job) -> None:
+    """Load and train for some steps, each phase marked; ends with everything freed."""
     ctx = testing.context(folder, dist=dist)
     with contextlib.ExitStack() as stack:
         ctx.on_exit = stack.callback  # type: ignore[misc]
@@ -217,7 +216,6 @@ def train(dist: Dist, folder: str, job: Job) -> dict[str, Any]:
                 one_microbatch(engine, tokens, f"{step}/{turn}", last=turn == job.micro_batches - 1)
             with phase(f"{step}/step"):
                 engine.step(lr_scale=1.0)
-        return {"parameters": parameters(engine), "groups": len(engine.state().groups)}
 
 
 def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> None:
@@ -230,14 +228,6 @@ def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> Non
         with phase(f"{name}/backward"):
             engine.backward(loss)
             del loss
-
-
-def parameters(engine: Any) -> list[tuple[str, int, bool]]:
-    """Name, elements, and whether it is trained, of each in module order."""
-    return [
-        (name, getattr(one, "ds_numel", one.numel()), one.requires_grad)
-        for name, one in engine.deepspeed.module.named_parameters()
-    ]
 
 
 def source(ctx: Any, folder: str, job: Job) -> ModelSource:

@@ -1,161 +1,154 @@
-"""What ZeRO holds of a model, in closed form: weights, gradients, states, buffers, temporaries.
+"""What all stages of DeepSpeed ZeRO hold of a model on one rank (Rajbhandari et al. 2020).
 
-Activations and their gradients are not here. Formulas name DeepSpeed's file; N are trained and F
-frozen elements, n those of one parameter, W ranks, `bucket` is `reduce_bucket_size`, `filled` what
-a reduction finds in it. docs/zero-memory.md says how they were measured.
+In formulas, N are trained and F frozen elements, n those of one parameter, W ranks, `filled` what
+a reduction finds in the bucket; numbers are bytes of an element. docs/zero-memory.md says how they
+were measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from pipeline.planning.strategy import Gradients, Item
-from stages.wrap.zero.memory.gathering import gathers
-from stages.wrap.zero.memory.replicated import Accumulated, Replicated, in_part
-from stages.wrap.zero.memory.sharded import Sharded
-from stages.wrap.zero.memory.terms import (
-    ACCUMULATED,
-    BYTES,
-    Fill,
-    Moment,
-    Place,
-    Setting,
-    Weight,
-    Weights,
-    Where,
-)
+from pipeline.artifacts import Precision
+from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
+from pipeline.planning.strategy import OPTIMIZER, PARAMETERS, Item, Moment, StrategyMemory, Unit
+from pipeline.planning.timeline import Place
+from stages.wrap.zero.kernels import uses_deepspeed_kernel
+from stages.wrap.zero.stage import Zero
 
-__all__ = [
-    "ACCUMULATED",
-    "BYTES",
-    "Gradients",
-    "Item",
-    "Moment",
-    "Place",
-    "Setting",
-    "Weight",
-    "Weights",
-    "Where",
-    "gathers",
-    "gradients",
-    "held",
-    "in_part",
-    "peak",
-]
+SUMMED = 4
+"""Bytes of a gradient's element summed over micro-batches: `grad_accum_dtype` is always fp32."""
+NORM = 8
+"""Bytes of an element while its norm is taken, in fp64 (zero/utils.py, get_norm_dtype)."""
+KERNEL_BITS = 64
+"""Of an element's moments in DeepSpeed's kernels, which keep them in fp32."""
+IN_BACKWARD = ("regather", "backward", "reduce")
 
 
-def held(
-    setting: Setting,
-    weights: Weights,
-    moment: Moment,
-    *,
-    place: Place = "head",
-    accumulating: bool = False,
-) -> list[Item]:
-    """Bytes on one rank at a moment; of forward, backward and reduce at a place. `accumulating`:
-    gradients of an earlier micro-batch are there. Backward is without what the place's own
-    gradients leave behind: see `gradients`."""
-    strategy = _strategy(setting, weights)
-    if moment == "load":
-        return list(strategy.load())
-    return [*strategy.states(), *_more(strategy, moment, place, accumulating)]
+class Amounts(NamedTuple):
+    """Elements of a unit as backward comes to it: trained, of its largest trained and its largest
+    parameter; of gradients computed before, and of those the ones that are larger than the bucket;
+    of all parameters that backward still needs."""
+
+    trained: int
+    largest: int
+    widest: int
+    before: int
+    beyond: int
+    left: int
 
 
-def gradients(setting: Setting, weights: Weights) -> Gradients:
-    """What a weight's gradient leaves behind in backward."""
-    return _strategy(setting, weights).gradients()
+class ZeroMemory(StrategyMemory):
+    """Each rank updates its part of the master weights; all else is up to the stage."""
 
+    def __init__(
+        self, stage: Zero, model: ModelShape, precision: Precision, optimizer: OptimizerShape, *,
+        ranks: int,
+    ) -> None:  # fmt: skip
+        self.ranks, self.stage, self.model, self.optimizer = ranks, stage, model, optimizer
+        sizes, offload = Sizes.by(precision), stage.offload_optimizer
+        self.c, self.m, self.r = sizes.compute, sizes.master, sizes.reduce
+        self.low = self.c < SUMMED
+        self.scaled = precision.compute == "fp16"
+        self.offloaded = offload is not None
+        at: dict[str | None, Place] = {None: "device", "cpu": "host", "nvme": "disk"}
+        self.states_at = at[offload.device if offload else None]
+        in_kernel = uses_deepspeed_kernel(stage, optimizer.algorithm)
+        self.moments = (KERNEL_BITS if in_kernel else optimizer.bits) / 8
+        """Bytes of an element's moments."""
+        self.trained = model.trained
+        self.frozen = sum(self.size(w) * n for w, n in model.counted() if not w.trained)
+        self.part = self.share(self.trained)
+        self.units = self._units()
+        self.largest = max(unit.largest for unit in self.units.values())
 
-def peak(
-    setting: Setting,
-    weights: Weights,
-    moment: Moment,
-    *,
-    accumulating: bool = False,
-    where: Where | None = None,
-) -> int:
-    """The most bytes at a moment at any place, in backward with reductions and with the gradients
-    that are being computed. They are those on the device, the host or the disk, or all (None)."""
-    places: list[Place] = ["embeddings", *range(len(weights.blocks)), "head"]
-    moments: list[Moment] = ["backward", "reduce"] if moment == "backward" else [moment]
-    computed = where in ("device", None)
-    return max(
-        _bytes(held(setting, weights, one, place=place, accumulating=accumulating), where)
-        + (_own(setting, weights, place, accumulating) * computed if one == "backward" else 0)
-        for one in moments
-        for place in places
-    )
+    def share(self, elements: int) -> int:
+        """A rank's part of so many elements, padded."""
+        return -(-elements // self.ranks)
 
+    def size(self, weight: Weight) -> int:
+        """Elements of a weight: of a packed one, numbers of the compute dtype in as many bytes."""
+        return -(-weight.bytes(self.c) // self.c)
 
-def _bytes(items: list[Item], where: Where | None = None) -> int:
-    return sum(item.bytes for item in items if where in (item.where, None))
+    def _units(self) -> dict[Unit, Amounts]:
+        model, bucket = self.model, self.stage.reduce_bucket_size
+        head = [weight for weight in model.root if weight is not model.embedding]
+        forward: list[tuple[Unit, Sequence[Weight]]] = [("embeddings", [model.embedding])]
+        forward += [*enumerate(model.kinds[kind] for kind in model.blocks), ("head", head)]
+        found: dict[Unit, Amounts] = {}
+        large = sum(n * w.elements for w, n in model.counted() if w.trained and w.elements > bucket)
+        before, left = self.trained, 0
+        for unit, weights in forward:
+            trained = [weight.elements for weight in weights if weight.trained]
+            every = [self.size(weight) for weight in weights]
+            before -= sum(trained)
+            large -= sum(elements for elements in trained if elements > bucket)
+            if trained or unit != "embeddings":  # frozen ones have no backward
+                left += sum(every)
+            most = max(trained, default=0), max(every, default=0)
+            found[unit] = Amounts(sum(trained), *most, before, large, left)
+        return found
 
+    def held(self, moment: Moment) -> Iterator[Item]:
+        if moment.event == "load":  # the first update makes moments
+            born = [item for item in self.states() if item.name != OPTIMIZER]
+            there = sum(item.bytes for item in born if item.where == "device")
+            yield Item(PARAMETERS, "device", self.loading(there), "states, whole parameters")
+            yield from (item for item in born if item.where != "device")
+            return
+        yield from self.states()
+        if moment.event == "step":
+            yield from self.step()
+        elif moment.event in IN_BACKWARD:
+            yield from self.backward(moment)
+            yield from self._tied(moment)
 
-def _own(setting: Setting, weights: Weights, place: Place, accumulating: bool) -> int:
-    """Of a place's own gradients, when the last of them is computed."""
-    own = [elements for where, elements in weights.reversed if where == place]
-    if not own:
-        return 0
-    each = gradients(setting, weights)
-    if accumulating and setting.stage.stage == 1:
-        return (each.kept + each.passing) * max(own)
-    return each.kept * sum(own) + each.passing * max(own)
+    @abstractmethod
+    def states(self) -> Iterator[Item]:
+        """What is there from loading to the end."""
+        m, o = self.m, self.moments
+        yield Item("master weights", self.states_at, m * self.part, f"{m} N/W")
+        yield Item(OPTIMIZER, self.states_at, round(o * self.part), f"{o:.4g} N/W")
 
+    @abstractmethod
+    def loading(self, states: int) -> int:
+        """The most bytes of the device while states of so many bytes are loaded."""
 
-def _more(
-    strategy: Replicated | Sharded, moment: Moment, place: Place, accumulating: bool
-) -> Iterator[Item]:
-    """On top of the states."""
-    if moment == "step":
-        yield from strategy.step()
-    elif moment in ("backward", "reduce"):
-        yield from strategy.whole(place, forward=False)
-        yield from _gradients(strategy, place, moment == "reduce", accumulating)
-    else:
-        yield from strategy.summed() if accumulating else ()
-        if moment == "between":
-            yield from strategy.persistent()
-        else:
-            at = "head" if moment == "loss" else place
-            yield from strategy.whole(at, forward=moment != "begin")
+    @abstractmethod
+    def backward(self, moment: Moment) -> Iterator[Item]:
+        """Gradients and buffers, but those that a unit computes."""
 
+    @abstractmethod
+    def step(self) -> Iterator[Item]:
+        """What an update takes."""
 
-def _gradients(
-    strategy: Replicated | Sharded, place: Place, reducing: bool, accumulating: bool
-) -> list[Item]:
-    order, fills = strategy.weights.reversed, strategy.reductions()
-    began = next((number for number, (where, _) in enumerate(order) if where == place), 0)
-    before = sum(elements for _, elements in order[:began])
-    own = [fill for fill in fills if fill.place == place] if reducing else []
+    def taken(self, elements: int) -> int:
+        """Bytes of the device that the optimizer takes to update so many elements at a time."""
+        return 0 if self.offloaded else self.optimizer.update(elements, elements)
 
-    def beside(fill: Fill | None, *, reduced: bool) -> list[Item]:
-        items = list(strategy.backward(before, reduced=reduced, accumulating=accumulating))
-        more = () if fill is None else strategy.unreduced(fill)
-        return [*items, *_tied(strategy, fill), *more]
+    def fills(self, moment: Moment) -> Iterator[tuple[int, int]]:
+        """Elements that reductions of a unit's gradients find in the bucket, and those of the
+        gradient that does not fit any more. What is larger than the bucket is reduced alone."""
+        unit, bucket = self.units[moment.unit], self.stage.reduce_bucket_size
+        came = unit.before + unit.trained
+        if moment.event == "reduce" and unit.largest > bucket:
+            yield from [(min(unit.before, bucket), unit.largest), (unit.largest, 0)]
+        elif moment.event == "reduce" and (came > bucket or moment.unit == "embeddings"):
+            yield min(came, bucket), unit.largest * (came > bucket)
 
-    if not own:
-        return beside(None, reduced=any(fill.after < began for fill in fills))
-    ways = []
-    for fill in own:
-        reduced = strategy.sums_at_once or fill != fills[0]
-        ways.append([*beside(fill, reduced=reduced), *strategy.reduction(fill)])
-        ways.append(beside(fill, reduced=True))
-    return max(ways, key=_bytes)
+    def _tied(self, moment: Moment) -> Iterator[Item]:
+        """A tied head's gradient is kept by autograd until that of the embeddings is there."""
+        embedding, c = self.model.embedding, self.c
+        apart = (moment.event, moment.unit) in (("backward", "head"), ("reduce", "embeddings"))
+        if self.model.tied and embedding.trained and not apart:
+            yield Item("gradient of the tied head", "device", c * embedding.elements, f"{c} n")
 
+    @property
+    def masters(self) -> tuple[int, Place]:
+        return self.part, "host" if self.offloaded else "device"
 
-def _tied(strategy: Replicated | Sharded, fill: Fill | None = None) -> list[Item]:
-    """A tied head's gradient is kept by autograd until that of the embeddings is there."""
-    weights, c = strategy.weights, strategy.setting.compute_bytes
-    complete = fill is not None and fill.after == len(weights.reversed)
-    if complete or not weights.tied or not weights.root[0].trained:
-        return []
-    return [Item("the head's gradient", "device", c * weights.root[0].elements, f"{c} n")]
-
-
-def _strategy(setting: Setting, weights: Weights) -> Replicated | Sharded:
-    if setting.stage.stage == 3:
-        return Sharded(setting, weights)
-    offloaded = setting.stage.offload_optimizer is not None
-    if setting.stage.stage == 1 and setting.compute == "bf16" and not offloaded:
-        return Accumulated(setting, weights)
-    return Replicated(setting, weights)
+    @property
+    def updated(self) -> int:
+        return 0 if self.offloaded else self.optimizer.touched(self.part, self.m)

@@ -1,283 +1,174 @@
-"""Stages 1 and 2: every rank has the compute weights whole, and a part of masters and moments."""
+"""Stages 1 and 2: every rank has the compute weights whole, and its part of the states."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 
-from pipeline.planning.strategy import Gradients, Item
-from stages.wrap.zero.memory.terms import (
-    ACCUMULATED,
-    NORM,
-    Fill,
-    Place,
-    Setting,
-    Weights,
-    bucket_fills,
+from pipeline.planning.strategy import (
+    GRADIENTS,
+    PARAMETERS,
+    UPDATE_TEMPORARIES,
+    WHOLE_GRADIENTS,
+    Copies,
+    Gradients,
+    Item,
+    Moment,
+    Traffic,
 )
+from stages.wrap.zero.memory import IN_BACKWARD, NORM, SUMMED, ZeroMemory
 
 ENGINE_BUCKET = 500_000_000
 """Elements that stage 1 with bf16 reduces at a time, whatever the recipe says (engine.py,
 MEMORY_OPT_ALLREDUCE_SIZE)."""
 
 
-class Replicated:
-    """runtime/zero/stage_1_and_2.py (DeepSpeedZeroOptimizer)."""
-
-    def __init__(self, setting: Setting, weights: Weights) -> None:
-        self.setting, self.weights, self.stage = setting, weights, setting.stage
-        self.trained = sum(weights.trained)
-        self.part = setting.share(self.trained)
-        self.largest = max(weights.trained)
-        self.offloaded = setting.stage.offload_optimizer is not None
-        self.separate = setting.compute_bytes != ACCUMULATED
-        self.sums_at_once = self.separate
-        """Whether a reduction's result goes into the part's memory, which else is made after the
-        first reduction."""
-        self.first = setting.stage.stage == 1
-        self.staging = ACCUMULATED if self.separate and self.first else setting.compute_bytes
-
-    def states(self) -> Iterator[Item]:
-        """What is there from loading to the end."""
-        s = self.setting
-        c, m, o = s.compute_bytes, s.master_bytes, s.moment_bytes
-        yield Item("parameters", "device", c * self.trained, f"{c} N")
-        if self.weights.frozen:
-            yield Item("frozen parameters", "device", c * sum(self.weights.frozen), f"{c} F")
-        yield Item("masters", s.state_at, m * self.part, f"{m} N/W")
-        yield Item("optimizer state", s.state_at, o * self.part, f"{o} N/W")
-        if self.offloaded:
-            yield Item("masters' gradients", "host", m * self.part, f"{m} N/W")
-            yield Item("updated weights", "host", c * self.part, f"{c} N/W")
-            yield Item("gradient to copy", "host", c * self.largest, f"{c} max(n)")
-            yield Item("gradient to copy", "device", c * self.largest, f"{c} max(n)")
-            if not self.separate:
-                whole = c * self.in_part
-                yield Item("gradients of the part", "host", whole, f"{c} N/W, whole parameters")
-
-    def load(self) -> Iterator[Item]:
-        """While weights are made in the masters' dtype, cast, and copied into one buffer."""
-        s = self.setting
-        c, m, frozen = s.compute_bytes, s.master_bytes, sum(self.weights.frozen)
-        made = m * self.trained + c * self.largest * (c != m)
-        flat = 2 * c * self.trained
-        most = max(made + c * frozen, flat + c * frozen, self.loaded())
-        yield Item("parameters", "device", most, f"max({m} N, 2 {c} N, states but moments)")
-        yield from (i for i in self.states() if i.where != "device" and i.name != "optimizer state")
-
-    def loaded(self) -> int:
-        """Bytes on the device: for a moment gradients of the masters are there, no moments yet."""
-        s = self.setting
-        states = sum(item.bytes for item in self.states() if item.where == "device")
-        return states + (s.master_bytes - s.moment_bytes) * self.part * (not self.offloaded)
-
-    def summed(self) -> Iterator[Item]:
-        """Gradients of the micro-batches before, and the buffer for their reduction."""
-        if self.first:
-            each = self.gradients().kept
-            yield Item("gradients", "device", each * self.trained, f"{each} N")
-            yield from self.bucket()
-        elif self.separate:
-            yield Item("gradients of the part", "device", ACCUMULATED * self.part, "4 N/W")
-        elif not self.offloaded:
-            yield Item(
-                "gradients of the part", "device", 4 * self.in_part, "4 N/W, whole parameters"
-            )
-
-    def bucket(self) -> Iterator[Item]:
-        """Allocated whole, however small the model."""
-        if self.contiguous:
-            each = self.staging * (2 if self.overlaps else 1)
-            size = each * self.stage.reduce_bucket_size
-            yield Item("reduce bucket", "device", size, f"{each} bucket")
-
-    def whole(self, place: Place, *, forward: bool) -> Iterator[Item]:
-        """Nothing is gathered."""
-        return iter(())
-
-    def persistent(self) -> Iterator[Item]:
-        """Nor stays so."""
-        return iter(())
-
-    def backward(self, before: int, *, reduced: bool, accumulating: bool) -> Iterator[Item]:
-        """While gradients are computed; `before` elements of them were already."""
-        c = self.setting.compute_bytes
-        yield from self.bucket()
-        if self.first:
-            each = self.gradients().kept
-            before = self.trained if accumulating else before
-            yield Item("gradients so far", "device", each * before, f"{each} of each element")
-            return
-        if reduced or accumulating:
-            yield from self.summed()
-        if reduced and accumulating and not self.separate and not self.offloaded:
-            yield from self.summed()  # the new ones are added when all are there
-        if self.separate and self.contiguous:
-            own = c * min(self.beyond(before), self.in_part)
-            yield Item("gradients beyond a bucket, of the part", "device", own, f"{c} n > bucket")
-        if not self.contiguous:
-            part, filled = min(before, self.in_part), min(before, self.stage.reduce_bucket_size)
-            yield Item("gradients of the part, as computed", "device", c * part, f"{c} N/W")
-            yield Item("gradients in the bucket", "device", c * filled, f"{c} bucket")
-
-    def beyond(self, before: int) -> int:
-        """Elements of the first `before` gradients that were too large for the bucket: those of a
-        rank's part stay until the end of backward, although they were reduced."""
-        sizes = [elements for _, elements in self.weights.reversed]
-        known = itertools.takewhile(
-            lambda pair: pair[1] <= before, zip(sizes, itertools.accumulate(sizes), strict=True)
-        )
-        return sum(size for size, _ in known if size > self.stage.reduce_bucket_size)
-
-    def reductions(self) -> list[Fill]:
-        """Of a backward; stage 1 reduces in the step."""
-        if self.first:
-            return []
-        return bucket_fills(self.weights.reversed, self.stage.reduce_bucket_size)
-
-    def unreduced(self, fill: Fill) -> Iterator[Item]:
-        """Gradients beside the bucket from before its reduction until after it."""
-        c = self.setting.compute_bytes
-        if self.contiguous and fill.elements > self.stage.reduce_bucket_size:
-            yield Item("gradient beyond a bucket", "device", c * fill.elements, f"{c} n")
-        yield Item("gradient that waits", "device", c * fill.waiting, f"{c} n")
-
-    def reduction(self, fill: Fill) -> Iterator[Item]:
-        """While a bucket is reduced: allreduce_bucket flattens its slices, one by rank, and casts
-        them to the dtype they travel in."""
-        c, r, elements = self.setting.compute_bytes, self.setting.reduce_bytes, fill.elements
-        if self.sliced(fill):
-            yield Item("flattened bucket", "device", c * elements, f"{c} filled")
-        if r != c:
-            yield Item("bucket as sent", "device", r * elements, f"{r} filled")
-        if self.separate and r != ACCUMULATED:
-            size = ACCUMULATED * min(self.largest, self.part)
-            yield Item("a gradient in fp32", "device", size, "4 max(n)")
-
-    def sliced(self, fill: Fill) -> bool:
-        """Whether there are several slices: of several gradients, or of one of several ranks."""
-        begin = sum(elements for _, elements in self.weights.reversed[fill.after :])
-        return fill.tensors > 1 or self.setting.splits(begin, fill.elements, self.trained)
-
-    def step(self) -> Iterator[Item]:
-        """On top of the states: the reduction of stage 1, or what comes after it."""
-        reducing = list(self.reduced_in_step()) if self.first else []
-        yield from max(
-            reducing, list(self.updated()), key=lambda items: sum(i.bytes for i in items)
-        )
-
-    def updated(self) -> Iterator[Item]:
-        """From the norm to the update."""
-        m, c = self.setting.master_bytes, self.setting.compute_bytes
-        if self.separate:
-            yield Item("gradients of the part", "device", ACCUMULATED * self.part, "4 N/W")
-        elif self.offloaded:
-            yield Item("a gradient back from the host", "device", c * self.largest, f"{c} max(n)")
-        else:
-            yield Item("gradients of the part", "device", c * self.in_part, f"{c} N/W")
-        copied = not self.separate or m != ACCUMULATED
-        flat = m * self.part * (copied and not self.offloaded)
-        yield max(
-            Item("masters' gradients", "device", flat, f"{m} N/W"),
-            Item("a gradient's norm", "device", self.norm, "8 max(n)"),
-            key=lambda item: item.bytes,
-        )
-
-    def reduced_in_step(self) -> Iterator[Item]:
-        """Whole gradients go through the bucket into the part's memory."""
-        fills = bucket_fills(self.weights.reversed[::-1], self.stage.reduce_bucket_size)
-        each, first = self.gradients().kept, fills[0].elements if self.contiguous else 0
-        yield from self.bucket()
-        yield Item("gradients", "device", each * (self.trained - first), f"{each} (N - filled)")
-        part = ACCUMULATED * self.part if self.separate else each * self.in_part
-        yield Item("gradients of the part", "device", part, f"{each} N/W")
-        flat = Item("flattened bucket", "device", each * first * self.separate, f"{each} filled")
-        norm = Item("a gradient's norm", "device", self.norm * self.offloaded, "8 max(n)")
-        yield max(flat, norm, key=lambda item: item.bytes)
+class Replicated(ZeroMemory):
+    """zero/stage_1_and_2.py: gradients go through a bucket, each rank keeps its part of the sum;
+    stage 1 keeps them whole until the step."""
 
     @property
-    def norm(self) -> int:
-        """Of the largest piece of a gradient that a rank has."""
-        return NORM * min(self.largest, self.part)
-
-    def gradients(self) -> Gradients:
-        """Into the bucket at once, or whole until the step."""
-        c = self.setting.compute_bytes
-        if self.first:
-            return Gradients(self.staging, c if self.separate else 0)
-        return Gradients(0, c) if self.contiguous else Gradients(c, 0)
-
-    @property
-    def contiguous(self) -> bool:
+    def _contiguous(self) -> bool:
+        """Whether gradients are copied into a buffer as they come."""
         return self.stage.contiguous_gradients or self.offloaded
 
     @property
-    def overlaps(self) -> bool:
-        return bool(self.stage.overlap_comm)
+    def _sums(self) -> int:
+        """Bytes of a part's gradients. Those in fp32 are of whole parameters, be a part smaller."""
+        return SUMMED * (self.part if self.low else max(self.part, self.largest))
 
-    @property
-    def in_part(self) -> int:
-        """Elements of the parameters of which a rank has a part, of the rank that has most."""
-        return in_part(self.weights.trained, self.part)
+    def held(self, moment: Moment) -> Iterator[Item]:
+        yield from super().held(moment)
+        if moment.event not in ("load", "step", "between", *IN_BACKWARD) and not moment.first:
+            yield from self.summed()
 
+    def states(self) -> Iterator[Item]:
+        c, copied = self.c, self.c * self.largest
+        yield Item(PARAMETERS, "device", c * (self.trained + self.frozen), f"{c} (N + F)")
+        yield from super().states()
+        if self.offloaded:
+            on_host = (self.m + c) * self.part + copied + self._sums * (not self.low)
+            yield Item("gradients and updated weights", "host", on_host, f"{self.m + c} N/W")
+            yield Item("gradient to copy", "device", copied, f"{c} max(n)")
 
-@functools.cache
-def in_part(sizes: tuple[int, ...], part: int) -> int:
-    """Elements of the parameters of which a rank has a part of so many elements; of the rank that
-    has most."""
-    inside: Counter[int] = Counter()
-    begin = 0
-    for size in sizes:
-        for rank in range(begin // part, (begin + size - 1) // part + 1):
-            inside[rank] += size
-        begin += size
-    return max(inside.values())
+    def loading(self, states: int) -> int:
+        """Weights are made in the masters' dtype and cast, or copied into one buffer; then
+        gradients of masters are there for a moment."""
+        c, m = self.c, self.m
+        made = max(m * self.trained + c * self.largest * (c != m), 2 * c * self.trained)
+        return max(made + c * self.frozen, states + m * self.part * (not self.offloaded))
+
+    def summed(self) -> Iterator[Item]:
+        """Gradients of the micro-batches before."""
+        if self.stage.stage == 1:
+            yield Item(GRADIENTS, "device", SUMMED * self.trained, "4 N")
+            yield self._bucket()
+        elif self.low or not self.offloaded:
+            yield Item(GRADIENTS, "device", self._sums, "4 N/W")
+
+    def _bucket(self) -> Item:
+        """Allocated whole, however small the model."""
+        each = SUMMED if self.stage.stage == 1 else self.c
+        each *= self._contiguous * (2 if self.stage.overlap_comm else 1)
+        size = each * self.stage.reduce_bucket_size
+        return Item("reduce bucket", "device", size, f"{each} bucket")
+
+    def backward(self, moment: Moment) -> Iterator[Item]:
+        unit, bucket = self.units[moment.unit], self.stage.reduce_bucket_size
+        yield self._bucket()
+        if self.stage.stage == 1:
+            computed = unit.before if moment.first else self.trained
+            yield Item(GRADIENTS, "device", SUMMED * computed, "4 N so far")
+            return
+        times = (moment.event == "reduce" or unit.before > bucket) + (not moment.first)
+        # New fp32 ones are added to those of the micro-batches before when all are there.
+        for _ in range(min(times, 1) if self.low else times):
+            yield from self.summed()
+        kept = min(unit.beyond, self.part) * self.low
+        if not self._contiguous:
+            kept = min(unit.before, self.part) + min(unit.before, bucket)
+        yield Item(WHOLE_GRADIENTS, "device", self.c * kept, f"{self.c} n > bucket, of the part")
+        size = max((self._reduction(*fill) for fill in self.fills(moment)), default=0)
+        yield Item("reduction", "device", size, f"{self.c} (filled + n), {self.r} filled as sent")
+
+    def _reduction(self, filled: int, waiting: int) -> int:
+        """A bucket is flattened, unless it is one slice of one rank's, and cast to the dtype it
+        travels in (allreduce_bucket). Bytes."""
+        c, r = self.c, self.r
+        alone = self._contiguous and filled > self.stage.reduce_bucket_size
+        flat = c * filled * (not alone or filled > self.part)
+        sums = SUMMED * min(self.largest, self.part) * (self.low and r != SUMMED)
+        return c * (filled * alone + waiting) + flat + r * filled * (r != c) + sums
+
+    def step(self) -> Iterator[Item]:
+        """A part's norms and update; at stage 1, or first the reduction of whole gradients."""
+        norm = NORM * min(self.largest, self.part)
+        gradients = self.c * self.largest if self.offloaded and not self.low else self._sums
+        copied = not self.offloaded and not (self.low and self.m == SUMMED)
+        taken = max(norm, self.m * self.part * copied + self.taken(self.part))
+        if self.stage.stage == 1:
+            filled = min(self.stage.reduce_bucket_size, self.trained) * self._contiguous
+            flat = max(SUMMED * filled * self.low, norm * self.offloaded)
+            reduced = self._bucket().bytes + SUMMED * (self.trained - filled) + flat
+            gradients, taken = max((gradients, taken), (self._sums, reduced), key=sum)
+        yield Item(GRADIENTS, "device", gradients, "4 N/W")
+        formula = f"8 max(n) of norms, {self.m} N/W; stage 1 reduces 4 N and a bucket"
+        yield Item(UPDATE_TEMPORARIES, "device", taken, formula)
+
+    def gradients(self, moment: Moment) -> Gradients:
+        if self.stage.stage == 2:
+            return Gradients(0, self.c) if self._contiguous else Gradients(self.c, 0)
+        # A tied one is copied when it has been added to the head's.
+        added = self.model.tied and moment.unit == "embeddings"
+        passing = self.c * (self.low and not added)
+        return Gradients(SUMMED, passing) if moment.first else Gradients(0, SUMMED + passing)
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        sent = self.r * self.trained * (1 if self.stage.stage == 1 else microbatches)
+        w, whole = self.ranks, self.c * self.trained
+        if w > 1:
+            # All ranks are given all of it (use_multi_rank_bucket_allreduce).
+            yield Traffic(collective="all-reduce", bytes=sent, ranks=w, what="gradients")
+            yield Traffic(collective="all-gather", bytes=whole, ranks=w, what="parameters")
+
+    def copies(self, microbatches: int) -> Copies:
+        """Summed gradients go down once a step, updated weights up (copy_grads_in_partition); fp32
+        ones are summed in host memory, in each micro-batch but the first."""
+        if not self.offloaded:
+            return Copies()
+        reductions = 1 if self.stage.stage == 1 else microbatches
+        sums = self._sums * (not self.low and microbatches > 1)
+        up, down = sums * max(reductions - 1, 1), sums * reductions
+        return Copies(up=self.c * self.part + up, down=self.m * self.part + down)
 
 
 class Accumulated(Replicated):
-    """Stage 1 of bf16 weights, not offloaded: runtime/bf16_optimizer.py. Summed gradients are whole
-    and in fp32, all the time."""
+    """Stage 1 of bf16 weights, not offloaded (bf16_optimizer.py): gradients are whole and in bf16,
+    their sums whole and in fp32 all the time. There is no bucket."""
 
     def states(self) -> Iterator[Item]:
         yield from super().states()
-        yield Item("summed gradients", "device", ACCUMULATED * self.trained, "4 N")
+        yield Item("summed gradients", "device", SUMMED * self.trained, "4 N")
 
-    def loaded(self) -> int:
-        return sum(item.bytes for item in self.states() if item.name != "optimizer state")
+    def loading(self, states: int) -> int:
+        return states
 
     def summed(self) -> Iterator[Item]:
-        c = self.setting.compute_bytes
-        yield Item("gradients", "device", c * self.trained, f"{c} N")
+        yield Item(GRADIENTS, "device", self.c * self.trained, f"{self.c} N")
 
-    def backward(self, before: int, *, reduced: bool, accumulating: bool) -> Iterator[Item]:
-        c = self.setting.compute_bytes
-        before = self.trained if accumulating else before
-        yield Item("gradients so far", "device", c * before, f"{c} of each element")
-
-    def reductions(self) -> list[Fill]:
-        """After backward, gradients are added to those in fp32."""
-        count = len(self.weights.reversed)
-        return [Fill("embeddings", self.trained, 0, count, count)]
-
-    def unreduced(self, fill: Fill) -> Iterator[Item]:
-        return iter(())
-
-    def reduction(self, fill: Fill) -> Iterator[Item]:
-        c = self.setting.compute_bytes
-        last = c * self.weights.reversed[-1][1]
-        yield Item("the last gradient", "device", last, f"{c} n")
-        yield Item("a gradient in fp32", "device", ACCUMULATED * self.largest, "4 max(n)")
+    def backward(self, moment: Moment) -> Iterator[Item]:
+        """After it, gradients are added to those in fp32 one by one."""
+        each, ended = self.c + SUMMED, (moment.event, moment.unit) == ("reduce", "embeddings")
+        there = moment.first and not ended
+        computed = self.units[moment.unit].before if there else self.trained
+        yield Item(GRADIENTS, "device", self.c * computed, f"{self.c} N so far")
+        yield Item("gradient to add", "device", each * self.largest * ended, f"{each} max(n)")
 
     def step(self) -> Iterator[Item]:
         yield from self.summed()
-        flat = ACCUMULATED if self.setting.groups > 1 and self.trained <= ENGINE_BUCKET else 0
-        sent = self.setting.reduce_bytes
-        if flat:
-            yield Item("flattened gradients", "device", flat * self.trained, "4 N")
-        if sent != ACCUMULATED:
-            yield Item("gradients as sent", "device", sent * self.trained, f"{sent} N")
+        flat = SUMMED * self.trained * (self.trained <= ENGINE_BUCKET)
+        sent = self.r * self.trained * (self.r != SUMMED)
+        size = max(flat + sent, self.taken(self.part))
+        yield Item(UPDATE_TEMPORARIES, "device", size, f"4 N flattened, {self.r} N as sent")
 
-    def gradients(self) -> Gradients:
-        return Gradients(self.setting.compute_bytes, 0)
+    def gradients(self, moment: Moment) -> Gradients:
+        return Gradients(self.c, 0) if moment.first else Gradients(0, self.c)
