@@ -1,0 +1,35 @@
+"""Profiles of models' weights alone, without running them."""
+
+from __future__ import annotations
+
+from pipeline.artifacts import ModelSource
+from pipeline.planning.profile import NOTHING, Profile
+from pipeline.planning.shapes import ModelShape
+from pipeline.planning.trace.structure import kinds, structure
+
+
+def weights_alone(source: ModelSource, *, recomputed: bool = False) -> Profile:
+    """A profile that takes nothing beside its weights."""
+    whole = structure(source)
+    numbers = kinds(whole.signatures)
+    places = [numbers.index(kind) for kind in sorted(set(numbers))]
+    elements = sum(one.elements for one in whole.weights)
+    model = ModelShape(
+        root=tuple(whole.root),
+        kinds=tuple(tuple(whole.blocks[place]) for place in places),
+        blocks=tuple(numbers),
+        late=(),
+        tied=whole.tied,
+        vocabulary=source.vocab_size,
+        parameters=elements,
+        exported=elements,
+        proven=elements,
+    )
+    nothing = (NOTHING,) * len(places)
+    parts = dict.fromkeys(
+        ("start", "head", "loss", "loss_back", "head_back", "start_back"), NOTHING
+    )
+    return Profile(
+        model=model, length=1, blocks=nothing, blocks_back=nothing,
+        recomputed=(recomputed,) * len(places), **parts,
+    )  # fmt: skip
