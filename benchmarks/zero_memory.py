@@ -145,16 +145,22 @@ class Row(NamedTuple):
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
 def main(only: str, json_file: Path | None) -> None:
     """Measure every configuration, print a Markdown table."""
-    found = {}
-    for name, case in CASES.items():
-        if name.startswith(only):
-            click.echo(f"{name} ...", err=True)
-            found[name] = list(compared(case.job, case.world, measure(case.job, case.world)))
+    found = every_configuration(only)
     click.echo(table(found))
     if json_file:
         text = {n: [{**r._asdict(), "error": r.error} for r in rows] for n, rows in found.items()}
         json_file.write_text(json.dumps(text, indent=1) + "\n", "utf-8")
     sys.exit(any(abs(row.error) > LIMIT for rows in found.values() for row in rows))
+
+
+def every_configuration(only: str = "") -> dict[str, list[Row]]:
+    """The phases of all configurations whose names begin so, measured and told."""
+    found = {}
+    for name, case in CASES.items():
+        if name.startswith(only):
+            click.echo(f"{name} ...", err=True)
+            found[name] = list(compared(case.job, case.world, measure(case.job, case.world)))
+    return found
 
 
 def table(found: Mapping[str, Sequence[Row]]) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from memories.cases import Case
 
-from pipeline.planning.estimate import ask, assemble
+from pipeline.planning.estimate import Step, ask
 from pipeline.planning.job import Job
+from pipeline.planning.memory import step_peaks
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import STEP, Held
 from pipeline.planning.trace.profiling import profile
@@ -43,16 +44,22 @@ def job(case: Case, folder: Path, device: str) -> Job:
     return Job.of(case.plan(folder, device=device), case.topology(device))
 
 
-def profile_and_trace(case: Case, device: str = "cuda") -> Pair:
-    """What the model's profile and the strategy's share say, beside a trace. Raises UsageError for
-    a strategy that cannot be traced, and StageError for a model that needs values."""
+def profile_and_trace(case: Case) -> Pair:
+    """What the model's profile and the strategy's share say, beside a trace: of the GPU, or, where
+    the strategy offloads, of GPU and host together. Raises UsageError for a strategy that cannot be
+    traced, and StageError for a model that needs values."""
+    device = "cpu" if case.strategy.get("cpu_offload") else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), device)
-        told = ask(here, profile(here))
-        estimate = assemble(here.topology, told)
+        found = profile(here)
+        told = ask(here, found)
         strategy = told.require(StrategyMemory, "nothing wraps the model")
+        step = told.require(Step, "nothing is trained")
         traced = trace(here, strategy)
-    return Pair(case=case, told=step_peak(estimate.device), reference=step_peak(traced.peaks))
+    peaks = step_peaks(
+        found, strategy, samples=step.micro_batch, microbatches=step.microbatches
+    ).of("device", both=device == "cpu")
+    return Pair(case=case, told=step_peak(peaks), reference=step_peak(traced.peaks))
 
 
 def trace_and_tensors(case: Case) -> Pair:
