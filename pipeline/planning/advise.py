@@ -15,7 +15,7 @@ from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import gib
-from pipeline.planning.search import Base, Way, without
+from pipeline.planning.search import Base, Way
 from pipeline.planning.strategies import (
     MOST_NODES,
     Candidate,
@@ -60,20 +60,15 @@ def advise(
             notes += _more_nodes(task, base, topology, strategies)
         if not task.lora and not on_gpus:
             notes += _low_rank(replace(base, recipe=low_rank), known)
-        reasons = _reasons(base, chosen.way)
     rest = [*notes, *_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-    return _told(task, asked, chosen, reasons, rest) if fits else (None, rest)
+    return _told(task, asked, chosen, rest) if fits else (None, rest)
 
 
 def _told(
-    task: Task,
-    asked: Asked,
-    chosen: Candidate,
-    reasons: Mapping[str, str],
-    rest: Sequence[str],
+    task: Task, asked: Asked, chosen: Candidate, rest: Sequence[str]
 ) -> tuple[str, list[str]]:
     said = [f"chosen: {chosen.strategy.name} ({chosen.strategy.what})", f"  {chosen.numbers}"]
-    changes = chosen.way.changes
+    changes, reasons = chosen.way.changes, _reasons(chosen.way)
     why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
     what = "low-rank updates" if task.lora else "all weights"
     head = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", "", *said, *rest]
@@ -91,14 +86,13 @@ def _require_sound(base: Base) -> None:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
-def _reasons(base: Base, way: Way) -> Mapping[str, str]:
+def _reasons(way: Way) -> Mapping[str, str]:
     """Path -> what a change does, and what would be short without it."""
     found: dict[str, str] = {}
     for saving, changes in way.saved:
-        less = without(base, way, saving.order)
-        short = less.drawn.short if less is not None else ()
-        needed = [f"without it {gib(one.needed)} GiB of {one.what}" for one in short[:1]]
-        found |= dict.fromkeys(changes, "; ".join([saving.what, *needed]))
+        short = way.needed.get(saving.order)
+        needed = f"; without it {gib(short.needed)} GiB of {short.what}" if short else ""
+        found |= dict.fromkeys(changes, f"{saving.what}{needed}")
     return found
 
 

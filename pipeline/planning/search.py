@@ -17,7 +17,7 @@ from pipeline.errors import RecipeError, StageError
 from pipeline.plan import Plan, plan_file
 from pipeline.planning import planner
 from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins
+from pipeline.planning.margins import Margins, Shortage
 from pipeline.planning.memory_plan import MemoryPlan, draw_up_plan
 from pipeline.planning.planner import CHUNK, RECOMPUTE, REDUCE, SMALLER, Planners, Saving
 from pipeline.registry import Registry
@@ -27,9 +27,10 @@ NARROW = planner.NARROW_FROZEN, planner.NARROW_MASTERS, planner.NARROW_MOMENTS
 GIVEN_BACK = (RECOMPUTE, SMALLER, REDUCE, CHUNK), (SMALLER, REDUCE, RECOMPUTE, CHUNK)
 """Two sequences for those that cost time. Which is faster depends on the machines: computing again
 keeps GPUs busy, small micro-batches keep the network busy."""
-ROOMY = 0.9
-"""Share of a GPU's memory up to which larger micro-batches are taken: they gain little, and margins
-are no measurements."""
+LITTLE = SMALLER, CHUNK
+"""Orders of savings that cost little, and are given back only while ROOMY of a GPU is left."""
+ROOMY = 0.1
+"""Share of a GPU's memory; margins are no measurements."""
 TELLING = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within
 what estimates were off on real steps."""
@@ -82,6 +83,8 @@ class Way:
     start: Changes
     saved: Sequence[Saved]
     drawn: MemoryPlan
+    needed: Mapping[int, Shortage] = field(default_factory=dict)
+    """Order of savings -> what was short with one of them less."""
 
     @property
     def changes(self) -> Changes:
@@ -171,20 +174,15 @@ def _together(start: Changes, saved: Sequence[Saved]) -> Changes:
     return together
 
 
-def without(base: Base, way: Way, order: int) -> Way | None:
-    """The way without its latest saving of an order; None if it has none."""
-    latest = [one for one in way.saved if one.saving.order == order][-1:]
-    if not latest:
-        return None
-    rest = [one for one in way.saved if one is not latest[0]]
-    return replace(way, saved=rest, drawn=base.drawn(_together(way.start, rest)))
-
-
 def _given_back(base: Base, way: Way, orders: Sequence[int]) -> Way:
     """Without as many savings of each order as are not needed."""
     for order in orders:
-        while (less := without(base, way, order)) is not None and less.fits:
-            if order == SMALLER and not _roomy(less.drawn):
+        while latest := [one for one in way.saved if one.saving.order == order][-1:]:
+            rest = [one for one in way.saved if one is not latest[0]]
+            less = replace(way, saved=rest, drawn=base.drawn(_together(way.start, rest)))
+            if not less.fits:
+                way = replace(way, needed={**way.needed, order: less.drawn.short[0]})
+            if not less.fits or (order in LITTLE and not _roomy(less.drawn)):
                 break
             way = less
     return way
@@ -192,7 +190,7 @@ def _given_back(base: Base, way: Way, orders: Sequence[int]) -> Way:
 
 def _roomy(drawn: MemoryPlan) -> bool:
     there = drawn.hardware.device_memory
-    return there is None or drawn.margins.of(drawn.estimate.peak) <= ROOMY * there
+    return there is None or drawn.margins.of(drawn.estimate.peak) <= (1 - ROOMY) * there
 
 
 def best(found: Sequence[Way]) -> Way | None:

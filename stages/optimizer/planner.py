@@ -62,10 +62,12 @@ class AdamWPlanner(Planner[AdamW]):
                 fields={"moments": "8bit"},
             )
         if not stage.stochastic_rounding:
+            # Moments that followed masters into bf16 would lose small changes of theirs.
+            moments = "8bit" if stage.moments == "master" else stage.moments
             yield Saving(
                 order=NARROW_MASTERS,
                 what="master weights in bf16, updated with stochastic rounding",
-                fields={"stochastic_rounding": True},
+                fields={"moments": moments, "stochastic_rounding": True},
                 beside={Precision: {"master": "bf16"}},
             )
 
