@@ -7,6 +7,7 @@ as it still fits, so whatever is saved in the end is so for a reason.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,8 @@ class Base:
     asked: Asked
     margins: Margins
     registry: Registry
+    cannot: set[int] = field(default_factory=set)
+    """Orders of savings that the model turned out not to have."""
     _drawn: dict[tuple[str, ...], MemoryPlan] = field(default_factory=dict, init=False)
 
     def checked(self, changes: Changes) -> Plan:
@@ -107,7 +110,7 @@ def ways(base: Base, start: Changes, *, narrow: bool = True) -> list[Way]:
     """The ways that fit and from which nothing can be given back, or the one with everything saved
     if that does not fit; `narrow`: also by savings that change what is computed. Raises RecipeError
     where the recipe cannot be changed so, and StageError and UsageError as planning does."""
-    every = _savings(base, start)
+    every = [one for one in _savings(base, start) if one.saving.order not in base.cannot]
     for most in (SMALLER, *reversed(NARROW)) if narrow else (SMALLER,):
         least = _leanest(base, start, [one for one in every if one.saving.order <= most])
         if least.fits:
@@ -118,14 +121,16 @@ def ways(base: Base, start: Changes, *, narrow: bool = True) -> list[Way]:
 def _leanest(base: Base, start: Changes, saved: Sequence[Saved]) -> Way:
     """With all of these savings, or without those of one order that the model cannot have, which
     only building it tells."""
-    problems = []
-    for order in (None, *dict.fromkeys(one.saving.order for one in saved)):
-        rest = [one for one in saved if one.saving.order != order]
-        try:
-            return Way(start=start, saved=rest, drawn=base.drawn(_together(start, rest)))
-        except StageError as error:
-            problems.append(error)
-    raise problems[0]
+    try:
+        return Way(start=start, saved=saved, drawn=base.drawn(_together(start, saved)))
+    except StageError as error:
+        for order in dict.fromkeys(one.saving.order for one in reversed(saved)):
+            rest = [one for one in saved if one.saving.order != order]
+            with contextlib.suppress(StageError):
+                way = Way(start=start, saved=rest, drawn=base.drawn(_together(start, rest)))
+                base.cannot.add(order)
+                return way
+        raise error
 
 
 def _savings(base: Base, start: Changes) -> list[Saved]:

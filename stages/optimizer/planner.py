@@ -66,7 +66,7 @@ class AdamWPlanner(Planner[AdamW]):
             moments = "8bit" if stage.moments == "master" else stage.moments
             yield Saving(
                 order=NARROW_MASTERS,
-                what="master weights in bf16, updated with stochastic rounding",
+                what="bf16 masters with stochastic rounding, moments in blocks of 8 bits",
                 fields={"moments": moments, "stochastic_rounding": True},
                 beside={Precision: {"master": "bf16"}},
             )

@@ -60,7 +60,7 @@ class Fake(Base):
     """A recipe that needs so many GiB under each strategy, of all nodes together."""
 
     needs: Mapping[str, float]
-    cannot: Sequence[str] = ()
+    lacks: Sequence[str] = ()
     """Fields that the model cannot have."""
     refuses: Sequence[str] = ()
     """Fields, and strategies, that do not go with the recipe."""
@@ -77,7 +77,7 @@ class Fake(Base):
     def drawn(self, changes: Changes) -> Any:
         plan = self.checked(changes)
         fields = plan.steps[0].stage.set
-        if {*fields} & {*self.cannot}:
+        if {*fields} & {*self.lacks}:
             raise StageError("the model cannot have it")
         needed = self.needs[plan.wrap] / (self.asked.nodes or 1)
         needed -= sum(self.saves[name] for name in self.saves if name in fields)
@@ -168,7 +168,7 @@ def test_nothing_in_fewer_bits_where_it_may_not_be() -> None:
     assert saved(least) == "again chunk micro=1"
 
 
-@pytest.mark.parametrize("how", ["cannot", "refuses"])
+@pytest.mark.parametrize("how", ["lacks", "refuses"])
 def test_what_cannot_be_saved_is_left_out(how: str) -> None:
     base = fake(needs={"": 18}, **{how: ["chunk"]})
     assert [saved(way) for way in ways(base, {})] == 2 * ["again micro=1"]

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from pipeline.artifacts import Data, Precision, Sample, Samples
 from pipeline.dist import Dist
 from pipeline.engine import DataShard, Engine
 from pipeline.errors import StageError
+from pipeline.fake_tensors import without_values
 from stages.optimizer.adamw import AdamW
 from stages.train.batches import collate
 from stages.train.head import LossHead
@@ -284,6 +286,16 @@ def test_a_model_that_computes_with_its_logits_is_refused_at_any_loss(
         "loss_chunk_size: this model computes something with its logits (caps or scales them, "
         "say), so their loss cannot stand for them (leave out loss_chunk_size)"
     )
+
+
+def test_changed_logits_are_seen_without_values() -> None:
+    with without_values():
+        head = LossHead(nn.Linear(4, 8), chunk=2)
+        with head.taking(torch.zeros(1, 3, dtype=torch.long)):
+            given = head(torch.ones(1, 3, 4))
+            head.require_given(given)
+            with pytest.raises(StageError):
+                head.require_given(given * 2)
 
 
 def test_the_same_model_without_a_cap_trains_in_chunks(tmp_path: Path) -> None:
