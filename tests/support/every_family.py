@@ -1,0 +1,76 @@
+"""A small config of each causal language model of the installed transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "lru_width"), 128),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "encoder_ffn_dim",
+         "decoder_ffn_dim"), 256,
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers",
+         "decoder_layers"), 4,
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads",
+         "decoder_attention_heads"), 4,
+    ),
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 32, "n_group": 1, "topk_group": 1,
+    **dict.fromkeys(("state_size", "mamba_d_state"), 8),
+    "max_position_embeddings": 256, "sliding_window": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Name of a size in configs -> a small one."""
+NEEDED = (
+    "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "num_key_value_heads",
+    "num_attention_heads", "hidden_size",
+)  # fmt: skip
+"""Sizes that are set where the default is none, which no model can be built with."""
+
+OWN: dict[str, dict[str, Any]] = {"zaya": {"num_experts_per_tok": 1}}
+"""Type -> sizes that it wants otherwise."""
+
+
+def every() -> list[str]:
+    """The types of causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small(kind: str) -> dict[str, Any]:
+    """The default config of a type, with small sizes."""
+    from transformers import CONFIG_MAPPING
+
+    found = _small(CONFIG_MAPPING[kind]().to_dict())
+    return {"model_type": kind, **found, **OWN.get(kind, {})}
+
+
+def _small(default: dict[str, Any]) -> dict[str, Any]:
+    found = {
+        name: size
+        for name, size in SIZES.items()
+        if name in default and (default[name] is not None or name in NEEDED)
+    }
+    if "kv_lora_rank" in default:  # keys of every head, of which a part is rotated
+        found |= {"num_key_value_heads": 4} | ({"head_dim": 16} if "head_dim" in default else {})
+    count = default.get("num_hidden_layers")
+    found |= {
+        name: value[:4]
+        for name, value in default.items()
+        if isinstance(value, list) and count and len(value) == count
+    }
+    if isinstance(default.get("text_config"), dict):
+        found["text_config"] = _small(default["text_config"])
+    return found
