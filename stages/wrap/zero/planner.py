@@ -1,4 +1,4 @@
-"""What planning asks of `wrap.zero`."""
+"""The planner of `wrap.zero`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stages.wrap.zero.stage import Zero
 
 
 class ZeroPlanner(Planner[Zero]):
-    """Of `wrap.zero`."""
+    """Tells presets of DeepSpeed ZeRO, and what each rank holds under it."""
 
     @classmethod
     def presets(cls) -> Presets:

@@ -48,7 +48,7 @@ def share(
     optimizer: OptimizerShape = ADAMW,
     **policy: Any,
 ) -> StrategyMemory:
-    """What the planner tells of a stage on a model, by default in bf16 with fp32 masters."""
+    """The share of a stage on a model, by default in bf16 with fp32 masters."""
     given = {"compute": "bf16", "master": "fp32", "reduce": "fp32", **policy}
     precision = Precision(buffer=None, loss_scaling=None, **given)
     parts = dict.fromkeys(

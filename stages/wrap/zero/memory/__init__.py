@@ -1,4 +1,4 @@
-"""What all stages of DeepSpeed ZeRO hold of a model on one rank (Rajbhandari et al. 2020).
+"""Memory that every stage of DeepSpeed ZeRO takes on one rank (Rajbhandari et al. 2020).
 
 In formulas, N are trained and F frozen elements, n those of one parameter, W ranks, `filled` what
 a reduction finds in the bucket; numbers are bytes of an element. docs/zero-memory.md says how they
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeline.artifacts import Precision
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import OPTIMIZER, PARAMETERS, Item, Moment, StrategyMemory, Unit
+from pipeline.planning.strategy import OPTIMIZER, Item, Moment, StrategyMemory, Unit
 from pipeline.planning.timeline import Place
 from stages.wrap.zero.kernels import uses_deepspeed_kernel
 from stages.wrap.zero.stage import Zero
@@ -23,7 +23,7 @@ SUMMED = 4
 NORM = 8
 """Bytes of an element while its norm is taken, in fp64 (zero/utils.py, get_norm_dtype)."""
 KERNEL_BITS = 64
-"""Of an element's moments in DeepSpeed's kernels, which keep them in fp32."""
+"""Bits of an element's moments in DeepSpeed's kernels, which keep them in fp32."""
 IN_BACKWARD = ("regather", "backward", "reduce")
 
 
@@ -51,7 +51,9 @@ class ZeroMemory(StrategyMemory):
         sizes, offload = Sizes.by(precision), stage.offload_optimizer
         self.c, self.m, self.r = sizes.compute, sizes.master, sizes.reduce
         self.low = self.c < SUMMED
+        """Whether gradients are computed in fewer bits than they are summed in."""
         self.scaled = precision.compute == "fp16"
+        """Whether gradients are looked through for infinities."""
         self.offloaded = offload is not None
         at: dict[str | None, Place] = {None: "device", "cpu": "host", "nvme": "disk"}
         self.states_at = at[offload.device if offload else None]
@@ -95,7 +97,9 @@ class ZeroMemory(StrategyMemory):
         if moment.event == "load":  # the first update makes moments
             born = [item for item in self.states() if item.name != OPTIMIZER]
             there = sum(item.bytes for item in born if item.where == "device")
-            yield Item(PARAMETERS, "device", self.loading(there), "states, whole parameters")
+            yield Item(
+                "states as they are made", "device", self.loading(there), "and whole weights"
+            )
             yield from (item for item in born if item.where != "device")
             return
         yield from self.states()
@@ -107,7 +111,7 @@ class ZeroMemory(StrategyMemory):
 
     @abstractmethod
     def states(self) -> Iterator[Item]:
-        """What is there from loading to the end."""
+        """Everything that is there from loading to the end."""
         m, o = self.m, self.moments
         yield Item("master weights", self.states_at, m * self.part, f"{m} N/W")
         yield Item(OPTIMIZER, self.states_at, round(o * self.part), f"{o:.4g} N/W")
@@ -122,7 +126,7 @@ class ZeroMemory(StrategyMemory):
 
     @abstractmethod
     def step(self) -> Iterator[Item]:
-        """What an update takes."""
+        """Gradients and temporaries of an update."""
 
     def taken(self, elements: int) -> int:
         """Bytes of the device that the optimizer takes to update so many elements at a time."""
@@ -130,7 +134,7 @@ class ZeroMemory(StrategyMemory):
 
     def fills(self, moment: Moment) -> Iterator[tuple[int, int]]:
         """Elements that reductions of a unit's gradients find in the bucket, and those of the
-        gradient that does not fit any more. What is larger than the bucket is reduced alone."""
+        gradient that does not fit any more. One larger than the bucket is reduced alone."""
         unit, bucket = self.units[moment.unit], self.stage.reduce_bucket_size
         came = unit.before + unit.trained
         if moment.event == "reduce" and unit.largest > bucket:
