@@ -17,9 +17,9 @@ anywhere else (`ctx.on_exit`).
 `prove(self, result)`, also optional, raises StageError where a durable result of the stage is not
 as it was left. A resume asks it, in one process, before the slot counts as done.
 
-`shortened(self, trial)`, for `pipe bench`, gives the same stage for a few measured steps; the stage
-that trains needs it, others where they would leave something outside of the run's folder or do what
-no step needs.
+`shortened(self, trial)`, for `pipe bench`, gives the same stage for a few measured steps; the
+stage that trains needs it, others where they would leave something outside of the run's folder or
+do what no step needs.
 
 For `pipe plan` and `pipe advise` a stage has a planner (`pipeline.planning.planner`), a class of its
 own, so that no run imports it.

@@ -21,16 +21,25 @@ NO_BLOCKS = "has no transformer blocks; name their classes in `units`"
 UNBUILT = "random initialisation cannot be built"
 VALUES = "the model cannot be run on tensors without values"
 SENTENCES = {
-    **dict.fromkeys(
-        ("bert-generation", "big_bird", "biogpt", "blenderbot", "blenderbot-small", "cpmant", "ctrl",
-         "electra"), NO_BLOCKS,
-    ),
-    **dict.fromkeys(("cohere_compass_text", "dbrx", "gemma3n", "gemma3n_text", "qwen4_exp_text"), UNBUILT),
-    **dict.fromkeys(("bailing_hybrid", "codegen"), VALUES),
+    "bert-generation": NO_BLOCKS,
+    "big_bird": NO_BLOCKS,
+    "biogpt": NO_BLOCKS,
+    "blenderbot": NO_BLOCKS,
+    "blenderbot-small": NO_BLOCKS,
+    "cpmant": NO_BLOCKS,
+    "ctrl": NO_BLOCKS,
+    "electra": NO_BLOCKS,
+    "cohere_compass_text": UNBUILT,
+    "dbrx": UNBUILT,
+    "gemma3n": UNBUILT,
+    "gemma3n_text": UNBUILT,
+    "qwen4_exp_text": UNBUILT,
+    "bailing_hybrid": VALUES,
+    "codegen": VALUES,
     "blt": "its config has no num_hidden_layers",
     "dots3_note": "the model's config cannot be used",
     "gemma4_assistant": "the model's config cannot be used",
-}  # fmt: skip
+}
 """Types without a plan -> what is said of them, in part."""
 NAMED = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
