@@ -21,8 +21,8 @@ as it was left. A resume asks it, in one process, before the slot counts as done
 stage that trains needs it, others where they would leave something outside of the run's folder or
 do what no step needs.
 
-For `pipe plan` and `pipe advise` a stage has a planner (`pipeline.planning.planner`), a class of its
-own, so that no run imports it.
+For `pipe plan` and `pipe advise` a stage has a planner (`pipeline.planning.planner`), a class of
+its own, so that no run imports it.
 """
 
 from __future__ import annotations
