@@ -1,0 +1,222 @@
+"""What FSDP, DDP, accelerate and averages hold: by hand, beside traces, and which way it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memories.cases import DORA, EAGER, NARROW, Case, llama, own
+from memories.compare import profile_and_trace
+
+from pipeline.artifacts import Precision
+from pipeline.planning.memory import AVERAGE, step_peaks
+from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile
+from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
+from pipeline.planning.strategy import GRADIENTS, OPTIMIZER, PARAMETERS, Moment, StrategyMemory
+from pipeline.planning.timeline import SAVE, UPDATE, Held
+from pipeline.planning.topology import Topology
+from stages.average.ema import EmaAverage
+from stages.average.planner import EmaPlanner
+from stages.wrap.accelerate_planner import plainly_replicated
+from stages.wrap.ddp import Ddp
+from stages.wrap.ddp_planner import DdpPlanner
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.fsdp_planner import FsdpPlanner
+from tests.support.tier import examples, spread
+
+PLANNERS: Mapping[type, Any] = {Ddp: DdpPlanner, Fsdp: FsdpPlanner}
+ADAM = OptimizerShape(algorithm="adamw", bits=64, moments=2)
+WRAPS = [
+    Ddp(),
+    Ddp(gradient_as_bucket_view=False),
+    Fsdp(),
+    Fsdp(sharding="shard_grad_op"),
+    Fsdp(reduce_every_microbatch=False),
+    Fsdp(cpu_offload=True),
+]
+LATE = {"reduce_every_microbatch": False}
+AHEAD = {"forward_prefetch": 1, "backward_prefetch": 2}
+
+
+def policy(compute: str = "bf16", reduce: str = "fp32") -> Precision:
+    return Precision(
+        master="fp32", compute=compute, reduce=reduce, buffer=None, loss_scaling=None  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def model(blocks: int, rows: int, words: int, again: bool = False) -> Profile:
+    """Blocks of one matrix between two tables. A sample takes 1000 bytes of each part for backward,
+    or of each block while it runs."""
+    hidden = 64
+    head = Weight(name="head", shape=(words, hidden))
+    shape = ModelShape(
+        root=(Weight(name="table", shape=(words, hidden)), head),
+        kinds=((Weight(name="block", shape=(rows, hidden)),),),
+        blocks=(0,) * blocks,
+        late=("head",),
+        tied=False,
+        vocabulary=words,
+        parameters=(2 * words + rows * blocks) * hidden,
+        exported=0,
+        proven=0,
+    )
+    kept, taken = (100, 1000) if again else (1000, 1000)
+    forward = Part(kept=Line(0, kept), peaks=(Peak(Line(0, taken)),))
+    block = Part(kept=Line(0, -kept), peaks=(Peak(Line(0, taken), rows * hidden, rows * hidden),))
+    last = Part(kept=Line(0, -1000), peaks=(Peak(Line(0, 1000), words * hidden, words * hidden),))
+    return Profile(
+        model=shape, length=1, start=NOTHING, blocks=(forward,), head=NOTHING,
+        loss=Part(kept=Line(0, 1000)), loss_back=NOTHING, head_back=last, blocks_back=(block,),
+        start_back=Part(peaks=last.peaks), recomputed=(again,),
+    )  # fmt: skip
+
+
+def share(wrap: Any, profile: Profile, ranks: int, compute: str = "bf16") -> StrategyMemory:
+    topology = Topology(ranks=ranks, local_ranks=min(ranks, 8), device="cuda")
+    found: StrategyMemory = PLANNERS[type(wrap)](wrap).forecast(
+        topology, profile, policy(compute), ADAM
+    )
+    return found
+
+
+def peaks(profile: Profile, strategy: StrategyMemory, **how: int) -> dict[str, Held]:
+    return step_peaks(profile, strategy, **{"samples": 1, "microbatches": 1, **how}).of(
+        "device", both=True
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(
+    ("wrap", "sharded"), [(Ddp(), False), (Fsdp(), True), (Fsdp(sharding="shard_grad_op"), True)]
+)
+def test_states_are_those_of_the_zero_paper(wrap: Any, sharded: bool, ranks: int) -> None:
+    """Rajbhandari et al. 2020: 4 bytes of a weight, 4 of its gradient, 8 of Adam's moments; all of
+    it sharded is stage 3."""
+    profile = model(blocks=4, rows=512, words=1024)
+    each = (2 * 1024 + 4 * 512) * 64 // (ranks if sharded else 1)
+    held = peaks(profile, share(wrap, profile, ranks))[UPDATE].items
+    assert held == {PARAMETERS: 4 * each, GRADIENTS: 4 * each, OPTIMIZER: 8 * each}
+
+
+def test_a_block_in_backward_by_hand() -> None:
+    """FSDP in bf16 on 8 ranks, the second block of 4, as it is reduced: shards, and those of the
+    gradients of two blocks; the root, gathered; the first block, gathered ahead; gradients of the
+    head and the block; the buffer that is reduced, in fp32."""
+    profile = model(blocks=4, rows=4096, words=64)
+    root, head, block = 2 * 64 * 64, 64 * 64, 4096 * 64
+    shards = 12 * (root + 4 * block) // 8 + 4 * 2 * block // 8
+    held = share(Fsdp(), profile, 8).held(Moment("reduce", 1))
+    whole = 2 * root + 2 * block + 2 * (head + block) + 4 * block
+    assert sum(item.bytes for item in held) == shards + whole
+
+
+def test_accelerate_keeps_gradients_beside_buckets_between_processes() -> None:
+    profile = model(blocks=4, rows=512, words=1024)
+    elements = profile.model.trained
+    for ranks, each in ((1, 16), (2, 20)):
+        topology = Topology(ranks=ranks, local_ranks=ranks, device="cuda")
+        strategy = plainly_replicated(topology, profile, policy("fp32"), ADAM)
+        assert peaks(profile, strategy)[UPDATE].bytes == each * elements
+
+
+@pytest.mark.parametrize("wrap", [Fsdp(), Fsdp(cpu_offload=True), Ddp()])
+def test_an_average_is_four_bytes_of_what_a_rank_updates(wrap: Any) -> None:
+    profile = model(blocks=4, rows=512, words=1024)
+    plain = share(wrap, profile, 4)
+    topology = Topology(ranks=4, local_ranks=4, device="cuda")
+    averaged = EmaPlanner(EmaAverage()).forecast(topology, plain)
+    elements, place = averaged.masters
+    assert elements == profile.model.trained // (1 if isinstance(wrap, Ddp) else 4)
+    found = step_peaks(profile, averaged, samples=1, microbatches=1).of(place)
+    assert found[SAVE].items[AVERAGE] == 4 * elements
+    assert plain.averaged == 0
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulated": {"wrap": "ddp", "accumulation": 2},
+    "gradients of their own": {
+        "wrap": "ddp", "accumulation": 2, "reduce": "bf16",
+        "strategy": {"gradient_as_bucket_view": False},
+    },
+    "whole gradients": {"ranks": 16, "strategy": LATE, "accumulation": 3, "reduce": "bf16"},
+    "kept after forward": {"ranks": 4, "strategy": {"sharding": "shard_grad_op"}, "samples": 2},
+    "shards of replicas": {
+        "ranks": 16, "strategy": {"sharding": "hybrid_shard", "shard_size": 2}, "reduce": "bf16",
+    },
+    "ahead": {"ranks": 4, "strategy": AHEAD},
+    "offloaded": {"ranks": 4, "strategy": {"cpu_offload": True}},
+    "DoRA, FSDP": {"ranks": 4, "adapter": DORA},
+    "DoRA, DDP": {"wrap": "ddp", "ranks": 4, "adapter": DORA},
+    "8 bits": {"ranks": 2, "optimizer": NARROW, "master": "bf16"},
+    "4 bits": {"ranks": 2, "adapter": {"rank": 8, "quantize": "nf4"}},
+    "not compiled": {"ranks": 2, "optimizer": {"moments": "8bit", "kernel": "single"}},
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "experts": {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 344},
+    "windows": {"model_type": "mistral", "sliding_window": 64},
+}
+
+
+def off(**fields: Any) -> float:
+    config = llama(vocab_size=8000) | fields.pop("config", {})
+    sized = {"length": 128, "ranks": 2, **fields}
+    return profile_and_trace(Case(name="one", model=own(1, **config) | EAGER, **sized)).error
+
+
+@pytest.mark.parametrize("name", spread(list(CASES), 4))
+def test_what_is_told_is_what_a_trace_says(name: str) -> None:
+    assert abs(off(**CASES[name])) < 0.02
+
+
+@pytest.mark.parametrize("name", spread(list(FAMILIES), 1))
+def test_what_is_told_of_other_families_is_what_a_trace_says(name: str) -> None:
+    assert abs(off(config=FAMILIES[name])) < 0.02
+
+
+profiles = st.builds(
+    model,
+    blocks=st.integers(1, 8),
+    rows=st.integers(1, 64).map(lambda n: n * 64),
+    words=st.integers(1, 64).map(lambda n: n * 64),
+    again=st.booleans(),
+)
+dtypes = st.sampled_from(["bf16", "fp32"])
+ways = {"profile": profiles, "wrap": st.sampled_from(WRAPS), "compute": dtypes}
+
+
+@examples(60)
+@given(**ways, ranks=st.sampled_from([2, 4, 8]), turns=st.integers(1, 3))
+def test_more_ranks_never_need_more_of_each(
+    profile: Profile, wrap: Any, compute: str, ranks: int, turns: int
+) -> None:
+    few, many = (
+        peaks(profile, share(wrap, profile, number, compute), microbatches=turns)
+        for number in (ranks, 2 * ranks)
+    )
+    assert all(many[phase].bytes <= few[phase].bytes for phase in few)
+
+
+@examples(60)
+@given(**ways, samples=st.integers(1, 100), turns=st.integers(1, 2))
+def test_larger_batches_never_need_less(
+    profile: Profile, wrap: Any, compute: str, samples: int, turns: int
+) -> None:
+    strategy = share(wrap, profile, 4, compute)
+    plain = peaks(profile, strategy, samples=samples, microbatches=turns)
+    for more in ({"samples": samples + 1}, {"microbatches": turns + 1}):
+        larger = peaks(profile, strategy, **{"samples": samples, "microbatches": turns, **more})
+        assert all(larger[phase].bytes >= plain[phase].bytes for phase in plain)
+
+
+@examples(40)
+@given(**ways)
+def test_deeper_models_never_need_less(profile: Profile, wrap: Any, compute: str) -> None:
+    blocks = profile.model.blocks
+    deeper = replace(profile, model=replace(profile.model, blocks=(*blocks, 0)))
+    less, more = (peaks(one, share(wrap, one, 4, compute)) for one in (profile, deeper))
+    assert all(more[phase].bytes >= less[phase].bytes for phase in less)
