@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -187,15 +188,17 @@ def _given_back(base: Base, way: Way, orders: Sequence[int]) -> Way:
             less = replace(way, saved=rest, drawn=base.drawn(_together(way.start, rest)))
             if not less.fits:
                 way = replace(way, needed={**way.needed, order: less.drawn.short[0]})
-            if not less.fits or (order in LITTLE and not _roomy(less.drawn)):
+            if not less.fits or (order in LITTLE and _crowds(less.drawn, way.drawn)):
                 break
             way = less
     return way
 
 
-def _roomy(drawn: MemoryPlan) -> bool:
-    there = drawn.hardware.device_memory
-    return there is None or drawn.margins.of(drawn.estimate.peak) <= (1 - ROOMY) * there
+def _crowds(less: MemoryPlan, way: MemoryPlan) -> bool:
+    """Whether with a saving less more is needed, and too little room is left."""
+    there = less.hardware.device_memory or math.inf
+    needed = less.margins.of(less.estimate.peak)
+    return less.estimate.peak > way.estimate.peak and needed > (1 - ROOMY) * there
 
 
 def best(found: Sequence[Way]) -> Way | None:

@@ -60,7 +60,7 @@ def test_what_is_advised_fits_and_every_remedy_is_one(tmp_path: Path) -> None:
     large = ("--gpus", "2", "--memory", "8", *MACHINE)
     result, recipe = advise(tmp_path, *large)
     assert result.output.splitlines()[0].startswith("chosen: ddp ")
-    assert pipe("check", recipe).exit_code == pipe("plan", recipe, *large).exit_code == 0
+    assert pipe("plan", recipe, *large).exit_code == 0
     machine = ("--memory", "0.2", *MACHINE)
     record = json.loads(pipe("plan", "--json", recipe, "--gpus", "2", *machine).output)
     assert record["fits"] is False
