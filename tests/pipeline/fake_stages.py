@@ -12,6 +12,7 @@ from pydantic import Field
 from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
 from pipeline.engine import Engine
 from pipeline.errors import Problem
+from pipeline.planning.planner import Planner
 from pipeline.stage import Context, PlanView, Preset, Presets, Room, Trial
 
 
@@ -100,10 +101,6 @@ class Red:
     extra: dict[str, Any] | None = None
     """Raw settings."""
 
-    @classmethod
-    def presets(cls) -> Presets:
-        return {"red1": Preset(fields={"stage": 1}), "red2": Preset(fields={"stage": 2})}
-
     def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> RedEngine:
         raise AssertionError("never run")
 
@@ -114,10 +111,6 @@ class Blue:
 
     bucket: Annotated[float, Field(gt=0)] = 25.0
     """Size in MB."""
-
-    @classmethod
-    def presets(cls) -> Presets:
-        return {"blue": Preset()}
 
     def run(self, ctx: Context, model: ModelSource, optimizer: OptimizerPlan) -> BlueEngine:
         raise AssertionError("never run")
@@ -237,3 +230,19 @@ class UsesUse:
 
 
 NotAClass = 3
+
+
+class RedPlanner(Planner[Red]):
+    """Of `wrap.red`."""
+
+    @classmethod
+    def presets(cls) -> Presets:
+        return {"red1": Preset(fields={"stage": 1}), "red2": Preset(fields={"stage": 2})}
+
+
+class BluePlanner(Planner[Blue]):
+    """Of `wrap.blue`."""
+
+    @classmethod
+    def presets(cls) -> Presets:
+        return {"blue": Preset()}

@@ -168,22 +168,6 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
          "if self.size == 3:\n            yield Problem(key=\"inner.bottom\""),
         "check yields a problem whose key is no field: `inner.bottom`",
     ),
-    "presets that are not of strategies": (
-        (
-            "    def run(self",
-            "    @classmethod\n    def presets(cls):\n        return {}\n\n    def run(self",
-        ),
-        "has presets, which are for stages that give an Engine",
-    ),
-    "preset that is refused": (
-        (
-            "    def run(self",
-            "    @classmethod\n    def presets(cls):\n        from pipeline.stage import Preset\n\n"
-            "        return {'big': Preset(fields={'size': 0})}\n\n"
-            "    def run(self",
-        ),
-        "its preset `big` is refused: size: must be at least 1, not `0`",
-    ),
     "no docstring": (
         ('    """Do a thing."""\n', ""),
         "has no docstring",

@@ -14,6 +14,8 @@ from click.testing import Result
 from pipeline import jsonl
 from pipeline.bench import measure as measuring
 from pipeline.journal import Journal
+from pipeline.planning import planner
+from pipeline.registry import Entry
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.runs import TINY
 
@@ -27,6 +29,19 @@ stages:
   wrap: {use: wrap.red, stage: 3}
   train: {use: train.lm, steps: 4000}
 """
+
+
+@pytest.fixture(autouse=True)
+def planners(
+    request: pytest.FixtureRequest,
+    fake_entry: Callable[..., Entry],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planners of the fake stages that offer strategies, where fake stages stand for all."""
+    fakes = {"wrap.red": "RedPlanner", "wrap.blue": "BluePlanner", "wrap.navy": "BluePlanner"}
+    own = [fake_entry(name, attribute, "other") for name, attribute in fakes.items()]
+    if "real" not in request.fixturenames and "built_in" not in request.node.name:
+        monkeypatch.setattr(planner, "installed_entries", lambda group: iter(own))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.errors import PluginError, UsageError
+from pipeline.planning.planner import Planners
 from pipeline.presets import chosen, strategies
 from pipeline.registry import Entry, Registry
 from pipeline.stage import Preset
@@ -46,11 +47,10 @@ def test_presets_that_are_none(
     fake_entry: Callable[..., Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry([fake_entry("wrap.blue", "Blue", "other")])
-    monkeypatch.setattr(
-        registry.load("wrap.blue"), "presets", lambda: {"b": Preset(fields={"bukket": 1})}
-    )
+    planner = Planners.installed().find("wrap.blue")
+    monkeypatch.setattr(planner, "presets", lambda: {"b": Preset(fields={"bukket": 1})})
     with pytest.raises(PluginError) as caught:
         strategies(registry)
     assert str(caught.value) == (
-        "stage `wrap.blue` of other 1.0: its presets are wrong: `b` is no Preset with its fields"
+        "stage `wrap.blue` of other 1.0: its preset `b` has fields that it has not"
     )

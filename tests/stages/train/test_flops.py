@@ -97,7 +97,7 @@ def test_share_of_the_peak() -> None:
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L40", 181e12),
-        ("Tesla T4", None),
+        ("Tesla T40", None),
     ],
 )
 def test_peaks_go_by_whole_words(name: str, peak: float | None) -> None:
