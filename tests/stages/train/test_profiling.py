@@ -88,7 +88,7 @@ def train(dist: Dist, folder: str, wrap: str) -> list[dict[str, Any]]:
     return list(records(ctx.run_dir / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp full"])
 def test_a_profiled_step_of_two_ranks(wrap: str, tmp_path: Path) -> None:
     *steps, saved = run_ranks(train, 2, str(tmp_path), wrap)[0]
     assert [line["step"] for line in steps if line.get("profiled")] == [3]
