@@ -45,12 +45,12 @@ def kind_of(name: str) -> str:
 
 def installed_entries(group: str) -> Iterator[Entry]:
     """What the installed packages register in an entry-point group; nothing is imported."""
-    known: dict[int, tuple[str, str]] = {}  # metadata is read anew whenever it is asked for
+    known: dict[object, tuple[str, str]] = {}  # metadata is read anew whenever it is asked for
     for point in importlib.metadata.entry_points(group=group):
         dist = point.dist
-        if id(dist) not in known:
-            known[id(dist)] = (dist.name, dist.version) if dist else ("unknown", "")
-        distribution, version = known[id(dist)]
+        if dist not in known:
+            known[dist] = (dist.name, dist.version) if dist else ("unknown", "")
+        distribution, version = known[dist]
         yield Entry(name=point.name, value=point.value, distribution=distribution, version=version)
 
 

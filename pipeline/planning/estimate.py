@@ -11,7 +11,7 @@ from pipeline.planning.job import Job, forecasts
 from pipeline.planning.memory import step_peaks
 from pipeline.planning.planner import Results
 from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import ModelShape, OptimizerShape, SampleShape
+from pipeline.planning.shapes import ModelShape, SampleShape
 from pipeline.planning.strategy import Copies, StrategyMemory, Traffic
 from pipeline.planning.timeline import LOAD, Held
 from pipeline.planning.topology import Topology
@@ -223,5 +223,5 @@ def _caveats(told: Results) -> Iterator[str]:
             f"samples of {samples.length} tokens are longer than the {model.context} positions "
             "that the model's config states"
         )
-    tellers = [model, told.latest(OptimizerShape), *told.each(Extras)]
+    tellers = [model, *told.each(Extras)]
     yield from (caveat for teller in tellers if teller for caveat in teller.caveats)

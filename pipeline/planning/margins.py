@@ -52,7 +52,6 @@ def margins_for(
     the folder of runs, or else what is assumed; `overhead` GiB in place of what is beside tensors.
     Raises UsageError for a record of another kind, or of none."""
     found = Margins()
-    newest = newest_record(runs, lambda one: _tells(one, kind))
     if record is not None:
         named = read_record(record)
         if kind is not None and not _same(named.device, kind):
@@ -61,8 +60,9 @@ def margins_for(
                 hint="name a run on GPUs of the same kind",
             )
         found = replace(_measured(record.name, named), measured=named.allocated_bytes)
-    elif newest is not None:
-        found = _measured(*newest)
+    elif kind is not None:
+        newest = newest_record(runs, lambda one: _tells(one, kind))
+        found = found if newest is None else _measured(*newest)
     return found if overhead is None else replace(found, overhead=round(overhead * GIB))
 
 
@@ -73,9 +73,9 @@ def _measured(run: str, record: MemoryRecord) -> Margins:
     )
 
 
-def _tells(record: MemoryRecord, kind: str | None) -> bool:
+def _tells(record: MemoryRecord, kind: str) -> bool:
     full = record.allocated_bytes >= TELLING * record.device_bytes
-    return full and kind is not None and _same(record.device, kind)
+    return full and _same(record.device, kind)
 
 
 def _same(one: str, other: str) -> bool:

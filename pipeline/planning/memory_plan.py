@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ class MemoryPlan:
     profiled: Estimate | None = None
     """Beside a trace: what the model's profile says."""
 
-    @property
+    @functools.cached_property
     def short(self) -> Sequence[Shortage]:
         """What does not fit."""
         return list(shortages(self.estimate, self.topology, self.hardware, self.margins))
@@ -62,7 +63,7 @@ class MemoryPlan:
         step = self.estimate.step
         return max(self.topology.ranks - step.samples, 0)
 
-    @property
+    @functools.cached_property
     def time(self) -> StepTime:
         """Of a step."""
         return step_time(self.estimate, self.topology, self.hardware)
@@ -147,10 +148,16 @@ def draw_up(
 ) -> MemoryPlan:
     """Check the recipe, and plan it, or trace it too. Raises RecipeError, UsageError and
     StageError."""
+    return draw_up_plan(check(recipe, overrides, asked, registry), asked, margins, trace=trace)
+
+
+def check(
+    recipe: Path, overrides: Sequence[str], asked: Asked, registry: Registry | None = None
+) -> Plan:
+    """The recipe, checked for what is asked for. Raises RecipeError."""
     # The recipe's device gives way to options; one that is said beside them contradicts them.
     lines = [*asked.overrides, *overrides]
-    plan = plan_file(recipe, lines, registry=registry, forecast=True, procs=asked.procs)
-    return draw_up_plan(plan, asked, margins, trace=trace)
+    return plan_file(recipe, lines, registry=registry, forecast=True, procs=asked.procs)
 
 
 def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) -> MemoryPlan:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError, StageError
-from pipeline.plan import Plan, plan_file
+from pipeline.plan import Plan
 from pipeline.planning import planner
 from pipeline.planning.hardware import Asked
 from pipeline.planning.margins import Margins, Shortage
-from pipeline.planning.memory_plan import MemoryPlan, draw_up_plan
+from pipeline.planning.memory_plan import MemoryPlan, check, draw_up_plan
 from pipeline.planning.planner import CHUNK, RECOMPUTE, REDUCE, SMALLER, Planners, Saving
 from pipeline.registry import Registry
 
@@ -61,9 +61,8 @@ class Base:
 
     def checked(self, changes: Changes) -> Plan:
         """The recipe with changes, without what it needs. Raises RecipeError."""
-        lines = [*self.asked.overrides, *self.overrides, *overrides(changes)]
-        procs = self.asked.procs
-        return plan_file(self.recipe, lines, registry=self.registry, forecast=True, procs=procs)
+        changed = [*self.overrides, *overrides(changes)]
+        return check(self.recipe, changed, self.asked, self.registry)
 
     def drawn(self, changes: Changes) -> MemoryPlan:
         """The plan of the recipe with changes; each is drawn up once. Raises PipeError."""

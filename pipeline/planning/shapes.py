@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pipeline.artifacts import Precision
 
@@ -72,16 +72,6 @@ class ModelShape:
     context: int | None = None
     """Tokens of the samples that it is made for; None: its config does not say."""
     caveats: tuple[str, ...] = ()
-
-    def block(self, place: int) -> tuple[Weight, ...]:
-        """The weights of a block."""
-        return self.kinds[self.blocks[place]]
-
-    def weights(self) -> Iterator[Weight]:
-        """All weights, in module order by unit: the root's, then those of each block."""
-        yield from self.root
-        for kind in self.blocks:
-            yield from self.kinds[kind]
 
     def counted(self) -> Iterator[tuple[Weight, int]]:
         """Each weight of the root and of a kind, and how many there are of it."""
@@ -157,7 +147,6 @@ class OptimizerShape:
     """Bytes that an update takes for a moment, for each element of the largest parameter."""
     at_once: bool = False
     """Whether it takes them for each element of all parameters."""
-    caveats: Sequence[str] = field(default_factory=tuple)
 
     def state(self, elements: int) -> int:
         """Bytes of the moments of so many elements."""

@@ -18,7 +18,7 @@ OPTIMIZER = "optimizer state"
 BUFFERS = "communication buffers"
 UPDATE_TEMPORARIES = "temporaries of the update"
 
-Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 Unit = int | Literal["embeddings", "head"]
 """Number of a block; what runs before the first, and behind the last. The last two are the root's
 parts."""
@@ -27,6 +27,8 @@ Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backw
 """What happens: `gather` and `regather` when forward and backward come to a unit, `forward` and
 `backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
 are all there; `between` two steps."""
+IN_BACKWARD = ("regather", "backward", "reduce")
+"""Events that come to a unit in backward."""
 
 
 class Moment(NamedTuple):
@@ -72,8 +74,6 @@ class Traffic:
     apart: int = 1
     """How far their numbers are apart: 1 are neighbours."""
     what: str
-    exposed: bool = False
-    """Whether nothing is computed meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)

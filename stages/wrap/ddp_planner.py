@@ -10,11 +10,19 @@ from pipeline.engine import Engine
 from pipeline.planning.planner import Planner, Tier
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import BUFFERS, GATHERED, Gradients, Item, Moment, Traffic
+from pipeline.planning.strategy import (
+    BUFFERS,
+    GATHERED,
+    IN_BACKWARD,
+    Gradients,
+    Item,
+    Moment,
+    Traffic,
+)
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.ddp import Ddp
-from stages.wrap.torch_planner import BACKWARD, ROOT, TorchMemory, UnitAmounts
+from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 
 
 class Replicated(TorchMemory):
@@ -59,7 +67,7 @@ class Replicated(TorchMemory):
         self._behind = self._cast[ROOT] - table
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
-        backward = moment.event in BACKWARD
+        backward = moment.event in IN_BACKWARD
         copies = self._kept.between(0, place + 1)
         if moment.unit == "head":
             copies += self._behind
@@ -80,7 +88,7 @@ class Replicated(TorchMemory):
             return buckets + laid_out * self._settled
         if moment.event == "between":
             return buckets
-        backward = moment.event in BACKWARD and moment.unit != "head"
+        backward = moment.event in IN_BACKWARD and moment.unit != "head"
         waits = table.elements * (backward and self._model.tied and table.trained)
         if self._views:
             return buckets + waits

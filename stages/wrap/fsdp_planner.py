@@ -12,6 +12,7 @@ from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes
 from pipeline.planning.strategy import (
     BUFFERS,
     GATHERED,
+    IN_BACKWARD,
     WHOLE_GRADIENTS,
     Copies,
     Gradients,
@@ -23,7 +24,7 @@ from pipeline.planning.timeline import Place
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.torch_planner import BACKWARD, ROOT, TorchMemory, UnitAmounts
+from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 
 WHOLE = {"reduce_every_microbatch": False}
 """Gradients stay whole until a step's last micro-batch, and are sent once."""
@@ -96,7 +97,7 @@ class Sharded(TorchMemory):
         """Bytes of the buffers that units are gathered into: the one before's and those ahead."""
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
-        if moment.event not in BACKWARD:
+        if moment.event not in IN_BACKWARD:
             end = place + 1 + self._config.forward_prefetch
             if moment.event == "gather" or moment.unit == "head":
                 return self._whole.between(place - 1, max(place + 1, end - 1))
@@ -109,7 +110,7 @@ class Sharded(TorchMemory):
     def _reducing(self, moment: Moment, place: int) -> int:
         """Bytes of the gradients that were reduced last. Where those in the master dtype are
         others, shards that replicas have averaged stay as well."""
-        if moment.event not in BACKWARD or not self._reduces(moment):
+        if moment.event not in IN_BACKWARD or not self._reduces(moment):
             return 0
         m, c, r = self._sizes.master, self._sizes.compute, self._sizes.reduce
         others = m != r or self._home == "host" or not moment.first
@@ -126,7 +127,7 @@ class Sharded(TorchMemory):
         """Bytes of whole gradients but those of the unit in backward: of the head, and of units
         that wait for the last micro-batch."""
         c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
-        backward, through = moment.event in BACKWARD, moment.event == "reduce"
+        backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
         done = trained.after(place) if backward else 0
         several = self._late and not (moment.first and moment.last)
         waits = (done if moment.first else trained.all - done) if several else 0
@@ -141,7 +142,7 @@ class Sharded(TorchMemory):
     def _reduced(self, moment: Moment) -> int:
         if moment.event == "step" or not (moment.first or self._late):
             return self._own.all
-        done = moment.event in BACKWARD and self._reduces(moment)
+        done = moment.event in IN_BACKWARD and self._reduces(moment)
         return self._own.after(self._place(moment)) if done else 0
 
     def gradients(self, moment: Moment) -> Gradients:

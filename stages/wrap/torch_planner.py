@@ -20,7 +20,6 @@ from pipeline.planning.timeline import Place
 
 ROOT = -1
 """Place of what belongs to no block."""
-BACKWARD = ("regather", "backward", "reduce")
 
 
 class UnitAmounts:

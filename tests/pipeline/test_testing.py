@@ -58,6 +58,14 @@ GOOD = '''
 
         def run(self, ctx: Context, model: ModelSource | None) -> OptimizerPlan:
             raise AssertionError("never run")
+
+
+    class ThingPlanner:
+        """Offers strategies."""
+
+        @classmethod
+        def presets(cls) -> Mapping[str, Any]:
+            return {}
 '''
 VALID = {"size": 3, "inner": {"depth": 2}, "names": {"a": [1, 2]}}
 COUNT = itertools.count()
@@ -75,7 +83,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         assert not old or source.count(old) == 1
         module = f"made_{next(COUNT)}"  # a module is imported once, whatever its file says later
         points = dict.fromkeys(names, "Thing")
-        install(tmp_path, "acme", module, source.replace(old, new) if old else source, points)
+        planners = dict.fromkeys(names, "ThingPlanner")
+        changed = source.replace(old, new) if old else source
+        install(tmp_path, "acme", module, changed, points, planners)
         stage: type = importlib.import_module(module).Thing
         return stage
 
@@ -167,6 +177,17 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         ("if self.size == 13:\n            yield Problem(key=\"size\"",
          "if self.size == 3:\n            yield Problem(key=\"inner.bottom\""),
         "check yields a problem whose key is no field: `inner.bottom`",
+    ),
+    "presets that are not of strategies": (
+        ("return {}", "from pipeline.stage import Preset; return {'big': Preset()}"),
+        "has presets, which are for stages that give an Engine",
+    ),
+    "preset that is refused": (
+        (
+            "return {}",
+            "from pipeline.stage import Preset; return {'big': Preset(fields={'size': 0})}",
+        ),
+        "its preset `big` is refused: size: must be at least 1, not `0`",
     ),
     "no docstring": (
         ('    """Do a thing."""\n', ""),

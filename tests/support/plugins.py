@@ -11,20 +11,26 @@ FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.D
 
 
 def install(
-    folder: Path, distribution: str, module: str, source: str, points: Mapping[str, str]
+    folder: Path,
+    distribution: str,
+    module: str,
+    source: str,
+    points: Mapping[str, str],
+    planners: Mapping[str, str] | None = None,
 ) -> None:
     """Put a module and its metadata, as an installer would leave them, into `folder`, which is
-    to be on the path. `points` are stage names and the classes they lead to."""
+    to be on the path. `points` are stage names and the classes they lead to, `planners` those that
+    lead to the stages' planners."""
     (folder / f"{module}.py").write_text(textwrap.dedent(source), encoding="utf-8")
     info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n", encoding="utf-8"
     )
-    lines = [f"{name} = {module}:{attribute}" for name, attribute in points.items()]
-    (info / "entry_points.txt").write_text(
-        "\n".join(["[pipe.stages]", *lines, ""]), encoding="utf-8"
-    )
+    lines = []
+    for group, found in (("pipe.stages", points), ("pipe.planners", planners or {})):
+        lines += [f"[{group}]", *(f"{name} = {module}:{kind}" for name, kind in found.items())]
+    (info / "entry_points.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def files_in(document: Path) -> dict[str, str]:

@@ -77,8 +77,8 @@ class _Parts:
         root = {weight.name for weight in whole.root}
         early = [one for part in (HEAD, START) for one in self._pieces[0].get((BACKWARD, part), [])]
         names = (self._names.get(str(one.position.part)) for one in early)
-        self.given = {name for piece in self._pieces[0].values() for one in piece
-                      if (name := self._names.get(str(one.position.part)))}  # fmt: skip
+        every = [one for pieces in self._pieces[0].values() for one in pieces]
+        self.given = {self._names.get(str(one.position.part)) for one in every}
         """Names of the weights that get a gradient."""
         self.late = tuple(dict.fromkeys(name for name in names if name in root and name))
         """Names of the root's weights whose gradients come before those of any block."""
@@ -154,7 +154,7 @@ def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Leve
     return [(first[0], second[0]), (max(first), max(second)), (first[-1], second[-1])]
 
 
-def _idle(whole: Structure, first: Sequence[int], given: Collection[str]) -> Iterator[str]:
+def _idle(whole: Structure, first: Sequence[int], given: Collection[str | None]) -> Iterator[str]:
     """Says which trained weights get no gradient."""
     ran = [*whole.root, *(weight for place in first for weight in whole.blocks[place])]
     idle = [one.name for one in ran if one.trained and one.name not in given]

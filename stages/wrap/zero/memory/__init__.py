@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeline.artifacts import Precision
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import OPTIMIZER, Item, Moment, StrategyMemory, Unit
+from pipeline.planning.strategy import IN_BACKWARD, OPTIMIZER, Item, Moment, StrategyMemory, Unit
 from pipeline.planning.timeline import Place
 from stages.wrap.zero.kernels import uses_deepspeed_kernel
 from stages.wrap.zero.stage import Zero
@@ -24,7 +24,6 @@ NORM = 8
 """Bytes of an element while its norm is taken, in fp64 (zero/utils.py, get_norm_dtype)."""
 KERNEL_BITS = 64
 """Bits of an element's moments in DeepSpeed's kernels, which keep them in fp32."""
-IN_BACKWARD = ("regather", "backward", "reduce")
 
 
 class Amounts(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.planning.strategy import (
     GRADIENTS,
+    IN_BACKWARD,
     PARAMETERS,
     UPDATE_TEMPORARIES,
     WHOLE_GRADIENTS,
@@ -15,7 +16,7 @@ from pipeline.planning.strategy import (
     Moment,
     Traffic,
 )
-from stages.wrap.zero.memory import IN_BACKWARD, NORM, SUMMED, ZeroMemory
+from stages.wrap.zero.memory import NORM, SUMMED, ZeroMemory
 
 ENGINE_BUCKET = 500_000_000
 """Elements that stage 1 with bf16 reduces at a time, whatever the recipe says (engine.py,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pipeline.planning.strategy import (
     GATHERED,
     GRADIENTS,
+    IN_BACKWARD,
     PARAMETERS,
     UPDATE_TEMPORARIES,
     WHOLE_GRADIENTS,
@@ -17,7 +18,7 @@ from pipeline.planning.strategy import (
     Moment,
     Traffic,
 )
-from stages.wrap.zero.memory import IN_BACKWARD, NORM, SUMMED, ZeroMemory
+from stages.wrap.zero.memory import NORM, SUMMED, ZeroMemory
 
 DEFAULTS = {
     "prefetch_bucket_size": 50_000_000,
