@@ -1,4 +1,4 @@
-"""What a training took of a GPU's memory: `memory.json` in its run's folder.
+"""A record of the GPU memory that a training took: `memory.json` in its run's folder.
 
 A run writes it; plans read it, for what their tensors will take on GPUs of the same kind.
 """

@@ -131,7 +131,7 @@ def _more_nodes(
 
 
 def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
-    """What fits where low-rank updates are trained in place of all weights."""
+    """Say what fits where low-rank updates are trained in place of all weights."""
     on_gpus = [named for named in strategies if named.order < Tier.OFFLOADED]
     tried, _ = choose(base, on_gpus, WRAP)
     if tried and tried[0].way.fits:

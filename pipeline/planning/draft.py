@@ -28,12 +28,12 @@ SLOTS: Mapping[str, Mapping[str, Any]] = {
 BATCH = 64
 """Samples of a step, where nothing is said."""
 TOKENS = 32768
-"""Of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
+"""Tokens of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be trained."""
+    """A training that is asked for."""
 
     name: str
     model: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What a recipe will need at a place, put together from what its slots' planners tell."""
+"""Put together what a recipe will need at a place from what its slots' planners tell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Step:
     """An optimizer step, as the stage that trains cuts it."""
 
     microbatches: int
-    """Of each rank."""
+    """Micro-batches of each rank."""
     micro_batch: int
     """Samples of one."""
     of_rank: int
@@ -41,14 +41,14 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one rank computes in an optimizer step, in floating-point operations and bytes."""
+    """Work of one rank in an optimizer step, in floating-point operations and bytes."""
 
     products: float
     """Products of matrices, forward and backward."""
     attention: float
     """Attention kernels, between tokens that see each other."""
     again: float
-    """What is computed a second time."""
+    """Operations that are done a second time."""
     moved: float
     """Bytes that the device reads from and writes to its memory beside products: every tensor that
     is made, once each way, and what the optimizer updates."""
@@ -86,7 +86,7 @@ class HostNeed:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What a stage needs beside the step: of slots that save, export and the like. `Extras()` says
+    """Needs of a stage beside the step, as of one that saves or exports. `Extras()` says
     that it needs nothing to speak of."""
 
     storage: Sequence[Storage] = ()
@@ -94,7 +94,7 @@ class Extras:
     """Files of which a longer training leaves more."""
     host: Sequence[HostNeed] = ()
     caveats: Sequence[str] = ()
-    """What this leaves out of account."""
+    """Needs that this leaves out of account."""
 
     def files(self, length: Length) -> Iterator[Storage]:
         """All that is written in a training of that length."""
@@ -105,7 +105,7 @@ class Extras:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported(Extras):
-    """What a slot that exports needs."""
+    """Needs of a slot that exports."""
 
     loaded: int
     """Bytes of the model in memory, as others load it."""
@@ -113,7 +113,7 @@ class Exported(Extras):
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one recipe needs at one place. Bytes."""
+    """Needs of one recipe at one place, in bytes."""
 
     device: Mapping[str, Held]
     """Phase -> what the fullest rank's device holds at its peak."""
@@ -216,7 +216,7 @@ def _host(
 
 
 def _caveats(told: Results) -> Iterator[str]:
-    """What is left out of account."""
+    """Say what is left out of account."""
     model, samples = told.latest(ModelShape), told.latest(SampleShape)
     if model and samples and model.context is not None and samples.length > model.context:
         yield (

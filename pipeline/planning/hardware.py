@@ -48,22 +48,22 @@ class Hardware:
     peak: float | None = None
     """Operations a second in the compute dtype that the device's data sheet promises."""
     price: float | None = None
-    """Of one device for an hour, in whatever currency."""
+    """Price of one device for an hour, in whatever currency."""
     measured: tuple[str, ...] = ()
-    """Those of the fields above that are rates which programs reach, as `pipe doctor` measures
+    """Names of the fields above that are rates which programs reach, as `pipe doctor` measures
     them."""
     asked: tuple[str, ...] = ()
-    """Those that are what a person says; the others are what data sheets promise."""
+    """Names of the fields that a person has said; the others are what data sheets promise."""
     caveats: tuple[str, ...] = ()
-    """What the rates leave out of account."""
+    """Effects that the rates leave out of account."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the options of a command say. None: nothing."""
+    """Machines as the options of a command describe them. None: nothing was said."""
 
     gpus: int | None = None
-    """Of one node."""
+    """GPUs of one node."""
     nodes: int | None = None
     gpu: str | None = None
     memory: float | None = None
@@ -75,7 +75,7 @@ class Asked:
     disk: float | None = None
     """GB/s of the disk that state is offloaded to."""
     price: float | None = None
-    """Of one GPU for an hour."""
+    """Price of one GPU for an hour."""
     machine: Machine | None = None
     """One like those that are meant, as `pipe doctor` has found it."""
 
@@ -88,7 +88,7 @@ class Asked:
 
     @property
     def overrides(self) -> Sequence[str]:
-        """What it means for the recipe."""
+        """Changes of the recipe that follow from it."""
         measured = self.machine is not None and self.machine.device != "cpu"
         return ["launch.device=cuda"] if measured or self.of_gpus else []
 
@@ -128,9 +128,9 @@ def site_of(asked: Asked, ranks: int, device: str) -> Topology:
 
 
 def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
-    """What is known of the machines; on CPUs, of this one. What a measured machine says goes before
-    data sheets, what was asked for before both. Raises UsageError for a GPU that nobody knows, and
-    for a measured machine that is another than what was asked for."""
+    """The machines, as far as they are known; on CPUs, this one. A measured machine goes before
+    data sheets, a person's word before both. Raises UsageError for a GPU that nobody knows, and for
+    a measured machine that is another than what was asked for."""
     on_cpu = topology.device == "cpu"
     known = Hardware(host_memory=free_memory()) if on_cpu else _of_kind(asked, compute)
     if asked.machine is not None:
@@ -150,7 +150,7 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
 
 
 def narrow_dtype(asked: Asked) -> str:
-    """What to compute in: bf16, or fp16 where there are no units for that."""
+    """The dtype to compute in: bf16, or fp16 where there are no units for that."""
     gpu = _gpu(asked)
     return "bf16" if gpu is None or gpu.bf16 else "fp16"
 

@@ -16,7 +16,7 @@ FORECAST = "forecast"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is planned: a checked recipe, where it is to run, and its slots' planners."""
+    """A checked recipe, where it is to run, and its slots' planners."""
 
     plan: Plan
     topology: Topology
@@ -37,8 +37,8 @@ class Job:
 def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
 ) -> tuple[Results, list[str]]:
-    """What is known and what every slot's planner tells besides, by slot; and why the other slots
-    tell nothing. Raises what planners raise."""
+    """Ask every slot's planner, and add its answer, by slot, to what is known; and say why the
+    other slots tell nothing. Raises what planners raise."""
     told, mute = Results(known), []
     for step in plan.steps:
         planner = planners.get(step.slot)

@@ -1,4 +1,4 @@
-"""What a GPU needs beyond its tensors, and whether all of it is there."""
+"""Memory that a GPU needs beyond its tensors, and whether all of it is there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TELLING = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Margins:
-    """What a GPU loses between tensors and beside them."""
+    """Memory that a GPU loses between tensors and beside them."""
 
     overhead: int = BESIDE
     """Bytes beside them."""
@@ -48,7 +48,7 @@ class Margins:
 def margins_for(
     kind: str | None, *, record: Path | None, overhead: float | None, runs: Path = RUNS
 ) -> Margins:
-    """What is known of GPUs of a kind: by the record of a run that is named, by the newest one in
+    """Margins of GPUs of a kind: by the record of a run that is named, by the newest one in
     the folder of runs, or else what is assumed; `overhead` GiB in place of what is beside tensors.
     Raises UsageError for a record of another kind, or of none."""
     found = Margins()

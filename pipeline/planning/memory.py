@@ -22,8 +22,8 @@ KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits a
 AVERAGE = "average of weights"
 OFFLOADED, ARRIVED = "offloaded activations", "gradients before they are reduced"
 PASSES = ((True, True),), ((True, False), (False, True))
-"""Of a step of one micro-batch, and of several: whether no gradients are there, whether it is the
-last. What is between the first and the last needs no more than these."""
+"""Micro-batches that tell of a step of one, and of one of several: whether no gradients are there,
+whether it is the last. What is between the first and the last needs no more than these."""
 Happening = tuple[str, Event, Unit, Part | None]
 """Phase, event, and the part that runs; None between two parts."""
 
@@ -61,7 +61,7 @@ class Peaks:
 def step_peaks(
     profile: Profile, strategy: StrategyMemory, *, samples: int, microbatches: int
 ) -> Peaks:
-    """What loading, a step, saving and resuming take, with micro-batches of so many samples."""
+    """Peaks of loading, a step, saving and resuming, with micro-batches of so many samples."""
     peaks = Peaks()
     peaks.note(LOAD, _held(strategy, Moment("load")))
     for first, last in PASSES[min(microbatches, 2) - 1]:
@@ -73,7 +73,7 @@ def step_peaks(
 
 
 def _held(strategy: StrategyMemory, moment: Moment) -> Iterator[Item]:
-    """What a strategy holds at a moment, and averages of the weights that a rank updates."""
+    """Items that a strategy holds at a moment, and averages of the weights that a rank updates."""
     yield from strategy.held(moment)
     if moment.event != "load":
         elements, place = strategy.masters
@@ -138,7 +138,7 @@ def _note_pass(
 
 
 def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iterator[Item]:
-    """What is held beside that in the midst of a part."""
+    """Items that are held beside those in the midst of a part."""
     size = peak.bytes.at(samples)
     what = LOGITS if at_head else COMPUTED
     yield Item(what, "device", max(size, 0), "the fullest moment inside a part")

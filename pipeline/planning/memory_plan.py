@@ -45,7 +45,7 @@ class MemoryPlan:
 
     @functools.cached_property
     def short(self) -> Sequence[Shortage]:
-        """What does not fit."""
+        """Everything that does not fit."""
         return list(shortages(self.estimate, self.topology, self.hardware, self.margins))
 
     @property
@@ -65,12 +65,12 @@ class MemoryPlan:
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """Of a step."""
+        """Time of a step."""
         return step_time(self.estimate, self.topology, self.hardware)
 
     @property
     def speed(self) -> Speed | None:
-        """Of the training; None where the hardware's rates are not known."""
+        """Speed of the training; None where the hardware's rates are not known."""
         return speed(self.time, self.estimate, self.topology, self.hardware)
 
     def lines(self, *, explain: bool) -> Iterator[str]:
@@ -181,7 +181,7 @@ def draw_up_plan(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = Fa
 
 
 def estimated(plan: Plan, topology: Topology) -> Estimate:
-    """What a checked recipe needs at a place. Raises UsageError and StageError."""
+    """Needs of a checked recipe at a place. Raises UsageError and StageError."""
     job = Job.of(plan, topology)
     return assemble(topology, ask(job, profile_of(job)))
 

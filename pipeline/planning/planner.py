@@ -37,14 +37,14 @@ T = TypeVar("T")
 
 
 class Planner(Generic[S]):
-    """What planning asks of a stage; a base to derive from, of which nothing need be overridden."""
+    """Answers for a stage; a base to derive from, of which nothing need be overridden."""
 
     def __init__(self, stage: S) -> None:
         self.stage = stage
 
 
 class NeedsNothing(Planner[object]):
-    """Of stages that need nothing to speak of beside what a step needs."""
+    """Planner of stages that need nothing to speak of beside a step."""
 
     def forecast(self, topology: Topology) -> None:
         return None
@@ -65,7 +65,7 @@ class PhaseListener(ABC):
 
     @abstractmethod
     def phase(self, name: str) -> None:
-        """What comes now belongs to this phase."""
+        """Hear that a phase begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Planners:
 
     @classmethod
     def installed(cls) -> Planners:
-        """What the installed packages register under `pipe.planners`."""
+        """Planners that the installed packages register under `pipe.planners`."""
         return cls(installed_entries(GROUP))
 
     def names(self) -> list[str]:
@@ -162,10 +162,10 @@ class Planners:
 
 
 class Results(dict[str, Any]):
-    """What planners and stages have given, by slot; what is given by type is found again by it."""
+    """Results of planners and stages, by slot, which are found again by their type."""
 
     def latest(self, kind: type[T]) -> T | None:
-        """What the latest slot has given that gave something of this kind."""
+        """The result of the latest slot that gave something of this kind."""
         return next(reversed([*self.each(kind)]), None)
 
     def each(self, kind: type[T]) -> Iterator[T]:
@@ -193,7 +193,7 @@ class Results(dict[str, Any]):
 
 
 def needs_of(owner: Any, method: str) -> tuple[Need, ...]:
-    """What a method of an object takes."""
+    """Parameters that a method of an object needs."""
     kind: type = type(owner)
     return needs(kind, method)
 

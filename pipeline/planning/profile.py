@@ -1,4 +1,4 @@
-"""What the parts of a model take on one rank: measured once without memory, then arithmetic.
+"""A profile: what a model's parts take on one rank, measured once without memory.
 
 A part is what runs between two marks: what comes before the first block, a block of each kind, the
 head, the loss; each forward and backward. Bytes are functions of the samples of a micro-batch.
@@ -47,14 +47,14 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a part of the model takes in one direction."""
+    """Memory and work of a part of the model in one direction."""
 
     kept: Line = ZERO
     """Bytes of the device that are there when it ends, beyond those when it began."""
     offloaded: Line = ZERO
     """The same of the host, for activations that go there."""
     peaks: tuple[Peak, ...] = ()
-    """Those that are the fullest for some number of samples, under some strategy."""
+    """Moments that are the fullest for some number of samples, under some strategy."""
     products: Line = ZERO
     """Floating-point operations of matrix products, without what is computed again."""
     attention: Line = ZERO
@@ -77,11 +77,11 @@ class Profile:
     length: int
     """Tokens of a sample."""
     start: Part
-    """What runs before the first block."""
+    """The part before the first block."""
     blocks: tuple[Part, ...]
     """Forward of each kind of block."""
     head: Part
-    """What runs behind the last block, to what the model gives."""
+    """The part behind the last block, to what the model gives."""
     loss: Part
     loss_back: Part
     head_back: Part
@@ -120,8 +120,8 @@ def from_json(text: bytes) -> Profile:
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
-    """Those of which no other one is at least as full for every number of samples from one on and
-    at any bytes that a strategy keeps for an element."""
+    """The peaks of which no other one is at least as full for every number of samples from one on
+    and at any bytes that a strategy keeps for an element."""
     found: list[Peak] = []
     for peak in sorted(peaks, key=_fullness, reverse=True):
         if not any(_covers(other, peak) for other in found):

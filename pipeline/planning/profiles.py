@@ -59,7 +59,7 @@ def _key(job: Job) -> str:
 
 
 def _settings(stage: Any, planner: Any) -> Mapping[str, Any]:
-    """What a profile depends on of a stage's settings: all of them, unless its planner says."""
+    """The settings of a stage that a profile depends on: all, unless its planner says."""
     found: Mapping[str, Any] = (
         planner.depends() if hasattr(planner, "depends") else dataclasses.asdict(stage)
     )

@@ -1,4 +1,4 @@
-"""What would make a recipe fit."""
+"""Find changes that would make a recipe fit."""
 
 from __future__ import annotations
 

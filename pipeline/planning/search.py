@@ -38,7 +38,7 @@ TELLING = 1.1
 what estimates were off on real steps."""
 
 Changes = Mapping[str, Any]
-"""Of a recipe: `slot` or `slot.field` -> value."""
+"""Changes of a recipe: `slot` or `slot.field` -> value."""
 
 
 def overrides(changes: Changes) -> list[str]:
@@ -172,7 +172,7 @@ def _changes(plan: Plan, slot: str, saving: Saving) -> Changes:
 
 
 def _together(start: Changes, saved: Sequence[Saved]) -> Changes:
-    """Of two that set the same field, the later."""
+    """All changes; of two that set the same field, the later."""
     together = dict(start)
     for one in saved:
         together |= one.changes
@@ -201,8 +201,8 @@ def _crowds(less: MemoryPlan, way: MemoryPlan) -> bool:
 
 
 def best(found: Sequence[Way]) -> Way | None:
-    """Of those that fit, change what is computed the least, and whose step is not longer than the
-    shortest by what the estimate can tell, the first with the fewest savings. None if none fits."""
+    """The way with the fewest savings among those that fit, change what is computed the least, and
+    whose step is not longer than the shortest by what the estimate can tell. None if none fits."""
     able = [way for way in found if way.fits]
     able = [way for way in able if way.narrow == min(one.narrow for one in able)]
     if not any(way.drawn.time.unknown for way in able):
@@ -212,5 +212,5 @@ def best(found: Sequence[Way]) -> Way | None:
 
 
 def seconds(drawn: MemoryPlan) -> float:
-    """Of a step, as far as it is estimated."""
+    """Seconds of a step, as far as it is estimated."""
     return drawn.time.expected

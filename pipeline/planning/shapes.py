@@ -111,7 +111,7 @@ class Sizes:
 
     @classmethod
     def by(cls, precision: Precision) -> Sizes:
-        """Those of a policy."""
+        """The sizes of a policy's dtypes."""
         return cls(
             master=BYTES[precision.master],
             compute=BYTES[precision.compute],
@@ -135,7 +135,7 @@ class SampleShape:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShape:
-    """What an optimizer keeps, and takes while it updates."""
+    """Memory that an optimizer keeps, and takes while it updates."""
 
     algorithm: str
     """As `OptimizerPlan.algorithm`."""

@@ -90,7 +90,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What comes of the expected time of a step."""
+    """Rates and totals that follow from the expected time of a step."""
 
     tokens_per_second: float
     """Over all ranks, padding counted."""
@@ -99,9 +99,9 @@ class Speed:
     """Model FLOPs utilisation: the model's operations, nothing computed twice and attention only
     between tokens that see each other, against the data sheet's peak."""
     hours: float | None
-    """Of the whole training; None where its number of steps is not known."""
+    """Hours of the whole training; None where its number of steps is not known."""
     cost: float | None
-    """Of all ranks for that long."""
+    """Price of all ranks for that long."""
 
 
 def origin(part: str, hardware: Hardware) -> str:
@@ -118,9 +118,9 @@ class _Use(NamedTuple):
     amount: float
     """Operations or bytes."""
     rate: float | None
-    """Of them in a second; None: not known."""
+    """Operations or bytes a second; None: not known."""
     share: float
-    """Of the rate that programs reach."""
+    """Share of the rate that programs reach."""
 
 
 def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> StepTime:

@@ -100,7 +100,7 @@ def on_more_nodes(base: Base, topology: Topology, start: Changes) -> tuple[Asked
 
 
 def suited(strategies: Sequence[Strategy], topology: Topology) -> Iterator[Strategy]:
-    """Those that are not another one under a second name there."""
+    """The strategies that are not another one under a second name there."""
     several = 1 < topology.nodes < topology.ranks
     for strategy in strategies:
         if strategy.order >= Tier.OFFLOADED:

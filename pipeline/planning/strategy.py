@@ -24,7 +24,7 @@ Unit = int | Literal["embeddings", "head"]
 parts."""
 Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backward", "reduce",
                 "step", "between"]  # fmt: skip
-"""What happens: `gather` and `regather` when forward and backward come to a unit, `forward` and
+"""Events of a step: `gather` and `regather` when forward and backward come to a unit, `forward` and
 `backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
 are all there; `between` two steps."""
 IN_BACKWARD = ("regather", "backward", "reduce")
@@ -53,8 +53,8 @@ class Item(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a weight's gradient leaves behind in backward, in bytes of an element. Its own memory,
-    in the compute dtype, is the model's."""
+    """Bytes for each element that a weight's gradient leaves behind in backward. Its own memory, in
+    the compute dtype, is the model's."""
 
     kept: int
     """From when it is computed until the unit's are reduced."""
@@ -64,11 +64,11 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one rank's collectives move in an optimizer step."""
+    """Bytes that one rank's collectives move in an optimizer step."""
 
     collective: Collective
     bytes: int
-    """Of the whole tensors, over all calls: what each rank ends up with of an all-gather."""
+    """Bytes of the whole tensors, over all calls: those that a rank has after an all-gather."""
     ranks: int
     """That take part in one."""
     apart: int = 1
@@ -78,7 +78,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """What one rank moves between places in an optimizer step, in bytes."""
+    """Bytes that one rank moves between places in an optimizer step."""
 
     up: int = 0
     """From the machine's memory to the accelerator."""
@@ -108,7 +108,7 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def gradients(self, moment: Moment) -> Gradients:
-        """What those leave behind."""
+        """Bytes that those gradients leave behind."""
 
     @property
     @abstractmethod

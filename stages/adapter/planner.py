@@ -1,4 +1,4 @@
-"""What planning asks of `adapter.lora`."""
+"""Planner of `adapter.lora`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.adapter.lora import Lora
 
 
 class LoraPlanner(Planner[Lora]):
-    """Of `adapter.lora`."""
+    """Planner of `adapter.lora`."""
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.quantize is None:

@@ -1,4 +1,4 @@
-"""What planning asks of `average.ema`."""
+"""Planner of `average.ema`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.average.ema import ELEMENT, EmaAverage
 
 
 class EmaPlanner(Planner[EmaAverage]):
-    """Of `average.ema`: an average of each weight beside the strategy's share."""
+    """Planner of `average.ema`: an average of each weight beside the strategy's share."""
 
     def forecast(self, topology: Topology, strategy: StrategyMemory) -> StrategyMemory:
         averaged = copy.copy(strategy)

@@ -1,4 +1,4 @@
-"""What planning asks of the stages for canonical checkpoints."""
+"""Planner of the stages for canonical checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NARROWEST = 16
 
 
 class CheckpointPlanner(Planner[CheckpointSettings]):
-    """Of `checkpoint.sharded` and `checkpoint.full`."""
+    """Planner of `checkpoint.sharded` and `checkpoint.full`."""
 
     def forecast(
         self,

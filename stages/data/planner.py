@@ -1,4 +1,4 @@
-"""What planning asks of the stages that give samples."""
+"""Planners of the stages that give samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.data.text import TextData
 
 
 class DocumentsPlanner(Planner[TextData | StreamData]):
-    """Of `data.text` and `data.stream`: blocks of equal length."""
+    """Planner of `data.text` and `data.stream`: blocks of equal length."""
 
     def forecast(self, topology: Topology) -> SampleShape:
         stage = self.stage
@@ -19,7 +19,8 @@ class DocumentsPlanner(Planner[TextData | StreamData]):
 
 
 class ChatPlanner(Planner[ChatData]):
-    """Of `data.chat`: samples of at most that length, several in one where they are packed."""
+    """Planner of `data.chat`: samples of at most that length, several in one where they are
+    packed."""
 
     def forecast(self, topology: Topology) -> SampleShape:
         return SampleShape(length=self.stage.sequence_length, packed=self.stage.packing)

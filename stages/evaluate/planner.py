@@ -1,4 +1,4 @@
-"""What planning asks of `evaluate.lm`."""
+"""Planner of `evaluate.lm`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGIT = 3 * 4
 
 
 class EvaluatePlanner(Planner[EvaluateLm]):
-    """Of `evaluate.lm`."""
+    """Planner of `evaluate.lm`."""
 
     def forecast(self, topology: Topology, exported: Exported, model: ModelShape) -> Extras:
         """Host memory of rank 0's node for the exported model and logits; on GPUs nothing is told

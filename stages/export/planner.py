@@ -1,4 +1,4 @@
-"""What planning asks of the stages that export."""
+"""Planners of the stages that export."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WIDE = BYTES["fp32"]
 
 
 class ExportPlanner(Planner[ExportSafetensors]):
-    """Of `export.safetensors`: disk for the weight files; host memory of rank 0's node for the
-    proof, which holds what belongs to no block and one block at a time."""
+    """Planner of `export.safetensors`: disk for the weight files; host memory of rank 0's node for
+    the proof, which holds what belongs to no block and one block at a time."""
 
     def forecast(self, topology: Topology, model: ModelShape) -> Exported:
         size = BYTES.get(self.stage.dtype, WIDE)
@@ -31,8 +31,8 @@ class ExportPlanner(Planner[ExportSafetensors]):
 
 
 class AdapterPlanner(Planner[ExportAdapter]):
-    """Of `export.adapter`: an adapter is proven in fp32, and loaded with its model, at most in
-    fp32."""
+    """Planner of `export.adapter`: an adapter is proven in fp32, and loaded with its model, at most
+    in fp32."""
 
     def forecast(self, topology: Topology, model: ModelShape) -> Exported:
         number = BYTES[self.stage.dtype]

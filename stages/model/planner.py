@@ -1,4 +1,4 @@
-"""What planning asks of `model.hf`."""
+"""Planner of `model.hf`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEFT_OUT = {
 
 
 class HfPlanner(Planner[HfModel]):
-    """Of `model.hf`."""
+    """Planner of `model.hf`."""
 
     def depends(self) -> Mapping[str, Any]:
         stage = self.stage

@@ -1,4 +1,4 @@
-"""What planning asks of the stages that declare an optimizer."""
+"""Planners of the stages that declare an optimizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOISE = 4
 
 
 class AdamWPlanner(Planner[AdamW]):
-    """Of `optimizer.adamw`."""
+    """Planner of `optimizer.adamw`."""
 
     def forecast(self, topology: Topology, precision: Precision) -> OptimizerShape:
         stage = self.stage
@@ -96,7 +96,7 @@ def _taking(groups: list[dict[str, Any]], *, build: Callable[..., Any], size: fl
 
 
 class LionPlanner(Planner[Lion]):
-    """Of `optimizer.lion`."""
+    """Planner of `optimizer.lion`."""
 
     def forecast(self, topology: Topology, precision: Precision) -> OptimizerShape:
         bits = 8 * BYTES[precision.master]

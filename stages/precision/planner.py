@@ -1,4 +1,4 @@
-"""What planning asks of `precision.policy`."""
+"""Planner of `precision.policy`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.precision.policy import PrecisionPolicy
 
 
 class PolicyPlanner(Planner[PrecisionPolicy]):
-    """Of `precision.policy`, which declares what is planned with."""
+    """Planner of `precision.policy`, which declares what is planned with."""
 
     def depends(self) -> Mapping[str, Any]:
         return {"compute": self.stage.compute, "buffer": self.stage.buffer}

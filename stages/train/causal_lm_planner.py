@@ -1,4 +1,4 @@
-"""What planning asks of `train.causal_lm`."""
+"""Planner of `train.causal_lm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.train.causal_lm import TrainCausalLm
 
 
 class CausalLmPlanner(Planner[TrainCausalLm]):
-    """Of `train.causal_lm`."""
+    """Planner of `train.causal_lm`."""
 
     def depends(self) -> Mapping[str, Any]:
         return {"loss_chunk_size": self.stage.loss_chunk_size}

@@ -1,4 +1,4 @@
-"""What planning asks of `train.hf_trainer`: the common loop's batches under its own strategy."""
+"""Planner of `train.hf_trainer`: the common loop's batches under its own strategy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEWER = {
 
 
 class HfTrainerPlanner(Planner[HfTrainer]):
-    """Of `train.hf_trainer`, which wraps the model, trains it and keeps checkpoints."""
+    """Planner of `train.hf_trainer`, which wraps the model, trains it and keeps checkpoints."""
 
     def depends(self) -> Mapping[str, Any]:
         return {"recomputed": self._recomputes()}

@@ -1,4 +1,4 @@
-"""What planning asks of `wrap.accelerate`."""
+"""Planner of `wrap.accelerate`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def plainly_replicated(
 
 
 class AcceleratePlanner(Planner[Accelerate]):
-    """Of `wrap.accelerate`: what is sharded is as under the wrap stage which `pipe import` makes of
-    such a file; FSDP has whole models in host memory before."""
+    """Planner of `wrap.accelerate`: what is sharded is as under the wrap stage which `pipe import`
+    makes of such a file; FSDP has whole models in host memory before."""
 
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape

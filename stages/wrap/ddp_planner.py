@@ -1,4 +1,4 @@
-"""What wrap.ddp holds, and when: a replica on every rank (torch's DistributedDataParallel)."""
+"""The share of wrap.ddp: a replica on every rank (torch's DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Replicated(TorchMemory):
 
 
 class DdpPlanner(Planner[Ddp]):
-    """Of `wrap.ddp`."""
+    """Planner of `wrap.ddp`."""
 
     @classmethod
     def presets(cls) -> Presets:

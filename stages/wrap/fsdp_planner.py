@@ -1,4 +1,4 @@
-"""What wrap.fsdp holds, and when, by the source of torch.distributed.fsdp.fully_shard (2.13)."""
+"""The share of wrap.fsdp, by the source of torch.distributed.fsdp.fully_shard (2.13)."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Sharded(TorchMemory):
 
 
 class FsdpPlanner(Planner[Fsdp]):
-    """Of `wrap.fsdp`."""
+    """Planner of `wrap.fsdp`."""
 
     @classmethod
     def presets(cls) -> Presets:

@@ -1,4 +1,4 @@
-"""What every engine of plain torch holds: weights, gradients and optimizer state, by unit."""
+"""The share of every engine of plain torch: weights, gradients and optimizer state, by unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UnitAmounts:
     def __init__(self, model: ModelShape, amount: Callable[[Weight], int]) -> None:
         kinds = [[*map(amount, weights)] for weights in (model.root, *model.kinds)]
         self.largest = max(itertools.chain(*kinds), default=0)
-        """Of one weight."""
+        """The largest amount of one weight."""
         sums = [sum(weights) for weights in kinds]
         units = [sums[0], *(sums[kind + 1] for kind in model.blocks)]
         self._before = [0, *itertools.accumulate(units)]
@@ -77,8 +77,8 @@ class TorchMemory(StrategyMemory):
 
     @abstractmethod
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
-        """What else is there while the unit at this place runs: a block's number, ROOT for the
-        embeddings, the number of blocks for the head."""
+        """Items that are there besides while the unit at this place runs: a block's number, ROOT
+        for the embeddings, the number of blocks for the head."""
 
     def held(self, moment: Moment) -> Iterator[Item]:
         m, home = self._sizes.master, self._home

@@ -26,7 +26,7 @@ Pieces = dict[tuple[str, Any], list[Stretch]]
 
 
 def profile(job: Job) -> Profile:
-    """What the model's parts take. Raises StageError for a model that needs values."""
+    """Run the parts of a job's model. Raises StageError for a model that needs values."""
     whole = structure(declared(job))
     numbers = kinds(whole.signatures)
     # The last block that runs stands for none.
@@ -88,7 +88,7 @@ class _Parts:
         return any(one.repeats for one in self._pieces[0].get((BACKWARD, place), ()))
 
     def part(self, phase: str, where: Any) -> Part:
-        """What a part took; nothing for one that did not run."""
+        """Memory and work of a part; none for one that did not run."""
         first, second = (pieces.get((phase, where), []) for pieces in self._pieces)
         if not first or len(first) != len(second):
             return NOTHING

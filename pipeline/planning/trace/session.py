@@ -69,7 +69,7 @@ class Marks(PhaseListener):
         self.part(START)
 
     def part(self, part: Part) -> None:
-        """What comes now is of this part of the model."""
+        """Hear that a part of the model begins."""
         self._tracker.enter(Position(self._phase, self._entered[self._phase], part))
 
     @contextlib.contextmanager

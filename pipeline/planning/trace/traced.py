@@ -23,7 +23,7 @@ TENSORS = "tensors, as traced"
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a trace found."""
+    """Peaks that a trace found."""
 
     peaks: Mapping[str, Held]
     """Phase -> what the device holds at its peak."""
