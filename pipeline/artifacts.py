@@ -189,6 +189,11 @@ class ModelSource(ABC):
         """The model as others load it: the plain one, unless training has added to it."""
         return self.plain
 
+    @property
+    def skeleton(self) -> ModelSource:
+        """A model of which the same blocks are alike as of this one, quicker to build."""
+        return self
+
     def assemble(self, trained: Weights) -> Weights:
         """The tensors of `exported`, from what a checkpoint of this model holds."""
         return trained

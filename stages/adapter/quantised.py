@@ -58,6 +58,10 @@ class QuantisedSource(_FourBitSource):
     def exported(self) -> ModelSource:
         return RoundedSource(self.base.exported, self.kind)
 
+    @property
+    def skeleton(self) -> ModelSource:
+        return self.base.skeleton
+
     def build(self) -> nn.Module:
         model = self.base.build()
         pack_layers(model, self.kind)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from stages.adapter.artifact import FourBits
     from stages.adapter.lora import Lora
 
+NUMBERED = frozenset("0123456789?[")
+"""Characters of names and patterns that may tell one block from another."""
+
 
 class AdaptedSource(AdaptedModel):
     """`base` with updates of some of its linear layers."""
@@ -133,6 +136,11 @@ class AdaptedSource(AdaptedModel):
     @property
     def plain(self) -> ModelSource:
         return AdaptedSource(self.stage, self.base.plain, seed=self._seed)
+
+    @property
+    def skeleton(self) -> ModelSource:
+        named = (*self.stage.train_also, *self.stage.targets)
+        return self if any(NUMBERED & set(name) for name in named) else self.base.skeleton
 
     def weights(self) -> TensorReader:
         base = self.base.weights()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec, torch_dtype
-from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
+from pipeline.engine import Admit, DataShard, Engine, StepReport
 from pipeline.fake_tensors import with_values
 from pipeline.planning.topology import Topology
-from pipeline.planning.trace.session import Marks
+from pipeline.planning.trace.marks import Marks
 
 
 class BareEngine(Engine):
@@ -54,20 +54,11 @@ class BareEngine(Engine):
     def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
         return StepReport(grad_norm=1.0, applied=False)
 
-    def facts(self) -> Mapping[str, Any]:
-        return {}
-
-    def state(self) -> EngineState:
+    def _absent(self, *given: Any) -> Any:
+        """There are no masters and no state, and nobody asks for them."""
         raise NotImplementedError
 
-    def fragments(self) -> Iterator[Fragment]:
-        return iter(())
-
-    def restore(self, state: EngineState) -> Iterator[Fragment]:
-        return iter(())
-
-    def refresh(self) -> None:
-        """There are no masters."""
+    facts = state = fragments = restore = refresh = _absent  # type: ignore[assignment]
 
 
 def _names(model: nn.Module) -> dict[str, str]:

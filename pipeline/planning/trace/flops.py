@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+aten = torch.ops.aten
 ATTENTION, PRODUCTS = "attention", "products"
 KEPT = 4 / 5
 """Share of the products of an attention kernel's backward that are no repetition of forward."""
+CPU_KERNELS: dict[Any, tuple[Any, int, float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 1.0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, KEPT),
+}
+"""Kernel -> formula, the number of tensors whose shapes it takes, and the share that counts."""
 
 
 def operations(
@@ -20,25 +26,17 @@ def operations(
     """What kind of arithmetic an operation is, and how much: `attention` for fused kernels, half of
     it where they are causal; `products` of matrices; nothing for all else."""
     packet = function._overloadpacket
-    aten = torch.ops.aten
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        amount = sdpa_flop_count(*(one.shape for one in arguments[:3]))  # type: ignore[no-untyped-call]
-        return ATTENTION, amount * _seen(function, arguments, named)
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        amount = KEPT * sdpa_backward_flop_count(*(one.shape for one in arguments[:4]))  # type: ignore[no-untyped-call]
-        return ATTENTION, amount * _seen(function, arguments, named)
+    if packet in CPU_KERNELS:
+        formula, tensors, share = CPU_KERNELS[packet]
+        names = [argument.name for argument in function._schema.arguments]
+        causal = (dict(zip(names, arguments, strict=False)) | dict(named)).get("is_causal")
+        amount = formula(*(one.shape for one in arguments[:tensors]))
+        return ATTENTION, amount * share * (0.5 if causal else 1.0)
     if packet is aten._grouped_mm:
         # Rows of the first, each multiplied with a matrix of its group; or gradients of those.
         return PRODUCTS, 2.0 * math.prod(arguments[0].shape) * arguments[1].shape[-1]
-    formula = flop_registry.get(packet)
-    if formula is None:
+    counted = flop_registry.get(packet)
+    if counted is None:
         return PRODUCTS, 0.0
     kind = ATTENTION if "attention" in str(packet) else PRODUCTS
-    return kind, float(formula(*arguments, **named, out_val=out))
-
-
-def _seen(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> float:
-    """Share of the pairs of tokens that a kernel looks at."""
-    names = [argument.name for argument in function._schema.arguments]
-    given = dict(zip(names, arguments, strict=False)) | dict(named)
-    return 0.5 if given.get("is_causal") else 1.0
+    return kind, float(counted(*arguments, **named, out_val=out))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from pipeline.artifacts import ModelSource
 from pipeline.errors import StageError
 from pipeline.planning.job import Job
 from pipeline.planning.planner import Extent
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
-from pipeline.planning.shapes import ModelShape
+from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.timeline import BACKWARD, FORWARD
+from pipeline.planning.trace.marks import HEAD, INPUT, LOSS, START
 from pipeline.planning.trace.run import Traced, declared, run
-from pipeline.planning.trace.session import HEAD, INPUT, LOSS, START
-from pipeline.planning.trace.structure import Structure, kinds, prefix, structure
+from pipeline.planning.trace.structure import Structure, kinds, structure
 from pipeline.planning.trace.tracker import Level, Stretch
 
 SAMPLES = 1, 2
@@ -27,17 +25,18 @@ Pieces = dict[tuple[str, Any], list[Stretch]]
 
 def profile(job: Job) -> Profile:
     """Run the parts of a job's model. Raises StageError for a model that needs values."""
-    whole = structure(declared(job))
+    source = declared(job)
+    whole = structure(source.skeleton)
     numbers = kinds(whole.signatures)
-    # The last block that runs stands for none.
-    runs = _runs(job, whole, prefix(numbers) + 1)
-    parts = _Parts(runs, whole)
     first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
+    # The last block that runs stands for none.
+    runs = _runs(job, whole, max(first, default=-1) + 2)
+    parts, built = _Parts(runs), runs[0].built
+    # Nothing is added to a model that is trained as a whole.
+    bare = source.skeleton is not source or all(weight.trained for weight in whole.weights)
+    plain = whole if bare else structure(source.exported)
     return Profile(
-        model=replace(
-            _shape(runs[0].source, whole, numbers, first, parts.late),
-            caveats=tuple(_idle(whole, first, parts.given)),
-        ),
+        model=_shape(source.vocab_size, plain, built, numbers, parts),
         length=job.samples.length,
         start=parts.part(FORWARD, START),
         blocks=tuple(parts.part(FORWARD, place) for place in first),
@@ -55,14 +54,9 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
     """One micro-batch of each size through the first so many blocks, or through all where a
     shallower model has others. Raises StageError where even then the blocks are others."""
     for depth in dict.fromkeys([min(blocks, len(whole.names)), None]):
-        found = []
-        for samples in SAMPLES:
-            traced = run(job, extent=Extent(blocks=depth, samples=samples), bare=True)
-            count = len(traced.built.names)
-            if [*traced.built.signatures] != [*whole.signatures[:count]]:
-                break
-            found.append(traced)
-        else:
+        found = [run(job, Extent(blocks=depth, samples=size), bare=True) for size in SAMPLES]
+        here = structure(found[0].source.skeleton).signatures
+        if [*here] == [*whole.signatures[: len(here)]]:
             return found
     raise StageError("the model's blocks cannot be told apart")
 
@@ -70,18 +64,20 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
 class _Parts:
     """The parts of a model, as functions of samples."""
 
-    def __init__(self, runs: Sequence[Traced], whole: Structure) -> None:
+    def __init__(self, runs: Sequence[Traced]) -> None:
         self._names = runs[0].names
         self._pieces = [_pieces(one.stretches, self._names) for one in runs]
-        self._elements = {weight.name: weight.elements for weight in whole.weights}
-        root = {weight.name for weight in whole.root}
-        early = [one for part in (HEAD, START) for one in self._pieces[0].get((BACKWARD, part), [])]
-        names = (self._names.get(str(one.position.part)) for one in early)
-        every = [one for pieces in self._pieces[0].values() for one in pieces]
-        self.given = {self._names.get(str(one.position.part)) for one in every}
+        self._elements = {weight.name: weight.elements for weight in runs[0].built.weights}
+        pieces = self._pieces[0]
+        self.given = self._given(*pieces)
         """Names of the weights that get a gradient."""
-        self.late = tuple(dict.fromkeys(name for name in names if name in root and name))
-        """Names of the root's weights whose gradients come before those of any block."""
+        self.early = self._given((BACKWARD, START), (BACKWARD, HEAD))
+        """Those that get it before any block's."""
+
+    def _given(self, *parts: tuple[str, Any]) -> Collection[str]:
+        stretches = (one for part in parts for one in self._pieces[0].get(part, ()))
+        names = (self._names.get(str(one.position.part)) for one in stretches)
+        return dict.fromkeys(name for name in names if name)
 
     def repeats(self, place: int) -> bool:
         """Whether a block is computed again in backward."""
@@ -101,32 +97,20 @@ class _Parts:
             kept=_line(*(e.device - b.device for e, b in zip(end, base, strict=True))),
             offloaded=_line(*(e.host - b.host for e, b in zip(end, base, strict=True))),
             peaks=fullest(self._peaks(first, second, base)),
-            products=total("products"),
-            attention=total("attention"),
-            again=total("again"),
-            made=total("made"),
+            **{field: total(field) for field in ("products", "attention", "again", "made")},
         )
 
     def _peaks(
         self, first: Sequence[Stretch], second: Sequence[Stretch], base: Sequence[Level]
-    ) -> list[Peak]:
-        found: list[Peak] = []
+    ) -> Iterator[Peak]:
         arrived = 0
         for one, other in zip(first, second, strict=True):
-            newest = self._newest(one)
+            # Elements of the weight whose gradient begins the stretch.
+            newest = self._elements.get(self._names.get(str(one.position.part), ""), 0)
             arrived += newest
-            lines = [
-                _line(low.device - base[0].device, high.device - base[1].device)
-                for low, high in _aligned(one.levels, other.levels)
-            ]
-            found.append(Peak(lines[0], arrived, newest))
-            found += [Peak(line, arrived) for line in lines]
-        return found
-
-    def _newest(self, stretch: Stretch) -> int:
-        """Elements of the weight whose gradient begins a stretch."""
-        name = self._names.get(str(stretch.position.part))
-        return self._elements.get(name, 0) if name else 0
+            for number, (low, high) in enumerate(_aligned(one.levels, other.levels)):
+                line = _line(low.device - base[0].device, high.device - base[1].device)
+                yield Peak(line, arrived, newest if number == 0 else 0)
 
 
 def _pieces(stretches: Sequence[Stretch], names: Mapping[str, str]) -> Pieces:
@@ -154,38 +138,35 @@ def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Leve
     return [(first[0], second[0]), (max(first), max(second)), (first[-1], second[-1])]
 
 
-def _idle(whole: Structure, first: Sequence[int], given: Collection[str | None]) -> Iterator[str]:
-    """Says which trained weights get no gradient."""
-    ran = [*whole.root, *(weight for place in first for weight in whole.blocks[place])]
-    idle = [one.name for one in ran if one.trained and one.name not in given]
-    if idle:
-        shown = ", ".join(idle[:2]) + " and others" * (len(idle) > 2)
-        yield f"that some weights get no gradient, and so no state of the optimizer: {shown}"
-
-
 def _shape(
-    source: ModelSource,
-    whole: Structure,
-    numbers: Sequence[int],
-    first: Sequence[int],
-    late: Sequence[str],
+    vocabulary: int, plain: Structure, built: Structure, numbers: Sequence[int], parts: _Parts
 ) -> ModelShape:
-    exported = whole if source.exported is source else structure(source.exported)
-    known = {weight.name for weight in exported.weights}
-    root = sum(weight.elements for weight in exported.root)
-    blocks = [sum(one.elements for one in exported.blocks[place]) for place in first]
+    """The whole model: blocks that were built stand for all of their kind; `plain` has the numbers
+    that are exported."""
+    first = [numbers.index(kind) for kind in sorted(set(numbers))]
+    known = {weight.name for weight in plain.weights}
+    root, blocks = _elements(plain.root), [_elements(plain.blocks[place]) for place in first]
     added = [
-        sum(one.elements for one in whole.blocks[place] if one.trained and one.name not in known)
+        _elements(one for one in built.blocks[place] if one.trained and one.name not in known)
         for place in first
     ]
+    ran = [*built.root, *(weight for place in first for weight in built.blocks[place])]
+    idle = [one.name for one in ran if one.trained and one.name not in parts.given]
+    shown = ", ".join(idle[:2]) + " and others" * (len(idle) > 2)
+    told = f"that some weights get no gradient, and so no state of the optimizer: {shown}"
     return ModelShape(
-        root=tuple(whole.root),
-        kinds=tuple(tuple(whole.blocks[place]) for place in first),
+        root=tuple(built.root),
+        kinds=tuple(tuple(built.blocks[place]) for place in first),
         blocks=tuple(numbers),
-        late=tuple(late),
-        tied=whole.tied,
-        vocabulary=source.vocab_size,
+        late=tuple(one.name for one in built.root if one.name in parts.early),
+        tied=built.tied,
+        vocabulary=vocabulary,
         parameters=root + sum(blocks[kind] + added[kind] for kind in numbers),
         exported=root + sum(blocks[kind] for kind in numbers),
         proven=root + max(blocks, default=0),
+        caveats=(told,) if idle else (),
     )
+
+
+def _elements(weights: Iterator[Weight] | Sequence[Weight]) -> int:
+    return sum(weight.elements for weight in weights)

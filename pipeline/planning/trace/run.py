@@ -3,62 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, TrainedRun
+from pipeline.dist import Dist
 from pipeline.engine import Engine
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import told_apart, without_values
+from pipeline.metrics import Metrics
 from pipeline.plan import Step
 from pipeline.planning.job import Job
 from pipeline.planning.planner import Extent, PhaseListener, Results, needs_of
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
-from pipeline.planning.trace.session import Marks, context, process_group
+from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.structure import Structure, structure
+from pipeline.planning.trace.torch_compat import silent_group, single_group
 from pipeline.planning.trace.tracker import MemoryTracker, Stretch, offloading
 from pipeline.stage import Context
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 WHOLE = Extent()
 TRACE, PROFILE = "trace", "profile"
-"""Methods of planners. `profile` trains a model without a strategy, where `trace` is no method that
-does."""
-
-
-def trainers(job: Job, *, bare: bool) -> Sequence[tuple[Any, str]]:
-    """Planners of the slots that train, and their methods. Raises UsageError if there are none, or
-    if one of them has no trace: the memory of that one would be left out."""
-    methods = (PROFILE, TRACE) if bare else (TRACE,)
-    found = {
-        step.slot: (planner, method)
-        for step in job.plan.steps
-        for planner in [job.planners.get(step.slot)]
-        for method in methods
-        if _listens(planner, method)
-    }
-    mute = [
-        f"{step.slot}: {step.use}"
-        for step in job.plan.steps
-        if issubclass(step.gives or object, TrainedRun)
-        and any(need.type is Data for need in needs_of(step.stage, "run"))
-        and step.slot not in found
-    ]
-    if mute or not found:
-        raise UsageError(
-            f"this recipe cannot be traced: {', '.join(mute) or 'nothing is trained'}",
-            hint="what trains there has no trace" if mute else "give it a train slot",
-        )
-    return list(found.values())
-
-
-def _listens(planner: Any, method: str) -> bool:
-    if not hasattr(planner, method):
-        return False
-    return any(need.type is PhaseListener for need in needs_of(planner, method))
+"""Methods of planners. `profile` trains a model without a strategy, where `trace` does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +49,11 @@ class Traced:
 
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError where none is."""
-    with context(job.topology, job.plan.view.seed) as ctx:
-        return _Stages(job, Extent(), ctx).declare()
+    with _context(job) as ctx:
+        return _Stages(job, WHOLE, ctx).declare()
 
 
-def run(job: Job, *, extent: Extent = WHOLE, fake: bool = True, bare: bool = False) -> Traced:
+def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = False) -> Traced:
     """Training steps of rank 0. Without `fake`, on real tensors, by the engines that train; with
     `bare`, without a strategy. Raises UsageError where nothing is trained, and StageError where
     values are needed."""
@@ -87,9 +61,11 @@ def run(job: Job, *, extent: Extent = WHOLE, fake: bool = True, bare: bool = Fal
     marks = Marks(tracker)
     names: Mapping[str, str] = {}
     with contextlib.ExitStack() as stack:
-        ctx = stack.enter_context(context(job.topology, job.plan.view.seed))
+        ctx = stack.enter_context(_context(job))
         if not bare:
-            stack.enter_context(process_group(job.topology, fake=fake))
+            ranks = job.topology.ranks
+            alone = single_group() if not fake and ranks == 1 else silent_group(ranks)
+            stack.enter_context(alone)
         stages = _Stages(job, extent, ctx)
         stages.results["listener"] = marks
         source = stages.declare()
@@ -111,6 +87,26 @@ def run(job: Job, *, extent: Extent = WHOLE, fake: bool = True, bare: bool = Fal
 
 
 @contextlib.contextmanager
+def _context(job: Job) -> Iterator[Context]:
+    """Inside, stages can run as rank 0 of all ranks, silently, in a folder of their own."""
+    log = logging.getLogger("pipe.planning")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False
+    place = Dist(
+        rank=0,
+        world_size=job.topology.ranks,
+        local_rank=0,
+        local_world_size=job.topology.local_ranks,
+        device=torch.device("cpu"),
+    )
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        yield Context(
+            run_dir=Path(scratch), seed=job.plan.view.seed, dist=place, log=log,
+            metrics=Metrics(None), on_exit=stack.callback,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
 def _explained() -> Iterator[None]:
     """Inside, any error of a model's own code is a StageError."""
     try:
@@ -125,6 +121,34 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
+def trainers(job: Job, *, bare: bool) -> Sequence[tuple[Any, str]]:
+    """Planners of the slots that train, and their methods. Raises UsageError if there are none, or
+    if one of them has no trace: its memory would be left out."""
+    found = []
+    for step in job.plan.steps:
+        planner = job.planners.get(step.slot)
+        trains = issubclass(step.gives or object, TrainedRun) and any(
+            need.type is Data for need in needs_of(step.stage, "run")
+        )
+        methods = [one for one in ([PROFILE] if bare else []) + [TRACE] if _listens(planner, one)]
+        if methods:
+            found.append((planner, methods[0]))
+        elif trains:
+            raise UsageError(
+                f"this recipe cannot be traced: what trains in {step.slot}, {step.use}, has no "
+                "trace"
+            )
+    if not found:
+        raise UsageError("nothing is trained that could be traced", hint="give it a train slot")
+    return found
+
+
+def _listens(planner: Any, method: str) -> bool:
+    return hasattr(planner, method) and any(
+        need.type is PhaseListener for need in needs_of(planner, method)
+    )
+
+
 class _Stages:
     """A recipe's stages while they run."""
 
@@ -136,18 +160,14 @@ class _Stages:
     def declare(self) -> ModelSource:
         """Run the stages that give declarations, whose tensors are real. Raises UsageError where
         no model is declared."""
-        for step in self._job.plan.steps:
-            if issubclass(step.gives or object, DECLARATIONS):
-                self._run(step)
+        self._run(DECLARATIONS)
         why = "nothing can be traced: no slot of the recipe gives a model"
         source: ModelSource = self.results.require(ModelSource, why)
         return source
 
     def wrap(self, *, fake: bool) -> None:
         """Run the stages that give an engine. Raises UsageError where none can without values."""
-        for step in self._job.plan.steps:
-            if issubclass(step.gives or object, Engine):
-                self._run(step, real=not fake)
+        self._run((Engine,), real=not fake)
         why = "the strategy cannot be traced, but it is planned without --trace"
         self.results.require(Engine, why)
 
@@ -168,14 +188,18 @@ class _Stages:
             for planner, method in trainers(self._job, bare=bare):
                 self.results.call(planner, method, self._ctx)
 
-    def _run(self, step: Step, *, real: bool = False) -> None:
-        planner = self._job.planners.get(step.slot)
-        if hasattr(planner, TRACE) and not real:
-            owner, method = planner, TRACE
-        elif real or issubclass(step.gives or object, DECLARATIONS):
-            owner, method = step.stage, "run"
-        else:
-            return
+    def _run(self, gives: tuple[type, ...], *, real: bool = False) -> None:
+        """Run the stages that give one of these: `trace` of their planners, if that is there and
+        `real` is not asked for."""
+        for step in self._job.plan.steps:
+            if issubclass(step.gives or object, gives):
+                planner = self._job.planners.get(step.slot)
+                has_trace = hasattr(planner, TRACE) and not real
+                if has_trace or real or gives is DECLARATIONS:
+                    owner, method = (planner, TRACE) if has_trace else (step.stage, "run")
+                    self._call(step, owner, method)
+
+    def _call(self, step: Step, owner: Any, method: str) -> None:
         missing = [*self.results.missing(owner, method)]
         if missing:
             raise UsageError(f"slot `{step.slot}` cannot be traced without {missing[0]}")

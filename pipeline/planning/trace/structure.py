@@ -13,6 +13,7 @@ from pipeline.artifacts import ModelSource
 from pipeline.planning.shapes import Weight
 
 Signature = Any
+"""All that tells one block from another but its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,39 +43,26 @@ def structure(source: ModelSource) -> Structure:
     source.tie(model)
     borrowed = set(source.borrowed)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    modules = {module: name for name, module in model.named_modules()}
     blocks = source.blocks(model)
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-
-    def weight(parameter: nn.Parameter) -> Weight:
-        name = names[parameter]
-        return Weight(
+    left = {
+        parameter: Weight(
             name=name,
             shape=tuple(parameter.shape),
             trained=parameter.requires_grad,
             borrowed=name in borrowed,
             packed=not parameter.is_floating_point(),
         )
-
-    every = [one for _, one in model.named_parameters(remove_duplicate=False)]
-    modules = {module: name for name, module in model.named_modules()}
-    seen: set[nn.Parameter] = set()
-    own = []
-    for block in blocks:
-        fresh = [one for one in block.parameters() if one not in seen]
-        seen.update(fresh)
-        own.append([weight(one) for one in fresh])
+        for parameter, name in names.items()
+    }
     return Structure(
+        # What blocks share belongs to the first of them, what is left to none.
+        blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
+        root=[*left.values()],
         names=[modules[block] for block in blocks],
-        root=[weight(one) for one in names if one not in inside],
-        blocks=own,
-        signatures=[_signature(block) for block in blocks],
-        tied=len(every) > len(names),
+        signatures=[tuple((n, *_traits(one)) for n, one in b.named_modules()) for b in blocks],
+        tied=len([*model.named_parameters(remove_duplicate=False)]) > len(names),
     )
-
-
-def _signature(block: nn.Module) -> Signature:
-    """All that tells one block from another but its number."""
-    return tuple((name, *_traits(module)) for name, module in block.named_modules())
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
@@ -99,11 +87,6 @@ def kinds(signatures: Sequence[Signature]) -> list[int]:
     ]
 
 
-def prefix(numbers: Sequence[int]) -> int:
-    """How many of the first blocks have all kinds."""
-    return 1 + max((numbers.index(kind) for kind in set(numbers)), default=-1)
-
-
 def depths(signatures: Sequence[Signature], reach: int = 1) -> tuple[int, int] | None:
     """Two numbers of blocks, the larger less than all, between which a model grows as it does
     beyond: by whole periods of kinds of blocks. None where there are none.
@@ -112,17 +95,10 @@ def depths(signatures: Sequence[Signature], reach: int = 1) -> tuple[int, int] |
     """
     count = len(signatures)
     for period in range(1, count // 2):
-        first = _irregular(signatures, period)
+        pairs = zip(signatures, signatures[period:], strict=False)
+        first = 1 + max((at for at, (one, other) in enumerate(pairs) if one != other), default=-1)
         least = max(2 * (reach + period), 2 * (first + period) + 1)
         shallow = least + (count - least) % period
         if shallow + period < count:
             return shallow, shallow + period
     return None
-
-
-def _irregular(signatures: Sequence[Signature], period: int) -> int:
-    """How many blocks at the start do not fit in with the period of those behind."""
-    for place in reversed(range(len(signatures) - period)):
-        if signatures[place] != signatures[place + period]:
-            return place + 1
-    return 0

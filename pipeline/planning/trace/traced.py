@@ -35,9 +35,9 @@ def trace(job: Job, strategy: StrategyMemory) -> Trace:
     """The memory of two steps of rank 0. Raises UsageError for a strategy or training that cannot
     be traced, and StageError for a model that needs values."""
     trainers(job, bare=False)
-    blocks = structure(declared(job)).signatures
+    blocks = structure(declared(job).skeleton).signatures
     pair = depths(blocks, strategy.reach)
-    found = [run(job, extent=Extent(blocks=depth)) for depth in pair or (None,)]
+    found = [run(job, Extent(blocks=depth)) for depth in pair or (None,)]
     if pair and [len(one.built.names) for one in found] != list(pair):
         found = [run(job)]
     numbers = [len(one.built.names) for one in found]

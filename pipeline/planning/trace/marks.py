@@ -1,58 +1,23 @@
-"""The surroundings of a trace: what stages are given, and marks where a training step is."""
+"""Marks of where a training step is: its phase, and the part of the model that runs."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.dist import Dist
-from pipeline.metrics import Metrics
 from pipeline.planning.planner import PhaseListener
 from pipeline.planning.timeline import LOAD
-from pipeline.planning.topology import Topology
-from pipeline.planning.trace.torch_compat import silent_group, single_group, tensors_in
+from pipeline.planning.trace.torch_compat import tensors_in
 from pipeline.planning.trace.tracker import MemoryTracker, Part, Position
-from pipeline.stage import Context
 
 START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
 """Parts of a model that are no block. In forward: before the first block, behind the last, behind
 the model. In backward: before everything (START), behind the loss (HEAD), behind all blocks
 (INPUT)."""
-
-
-@contextlib.contextmanager
-def context(topology: Topology, seed: int) -> Iterator[Context]:
-    """Inside, stages can run as rank 0 of all ranks, silently, in a folder of their own."""
-    log = logging.getLogger("pipe.planning")
-    log.addHandler(logging.NullHandler())
-    log.propagate = False
-    place = Dist(
-        rank=0,
-        world_size=topology.ranks,
-        local_rank=0,
-        local_world_size=topology.local_ranks,
-        device=torch.device("cpu"),
-    )
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        yield Context(
-            run_dir=Path(scratch), seed=seed, dist=place, log=log, metrics=Metrics(None),
-            on_exit=stack.callback,
-        )  # fmt: skip
-
-
-def process_group(topology: Topology, *, fake: bool) -> AbstractContextManager[None]:
-    """A group of all ranks, of which this process is the first. Tensors may be real, but other
-    ranks never are."""
-    return silent_group(topology.ranks) if fake or topology.ranks > 1 else single_group()
 
 
 class Marks(PhaseListener):
