@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.artifacts import ModelSource
+from pipeline.errors import StageError
 from pipeline.planning.planner import RECOMPUTE, Extent, Planner, Saving
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context
 from stages.model.hf import HfModel
+from stages.model.paths import is_local
 from stages.model.positions import stated_context
 from stages.model.read import read_config
 
@@ -20,11 +22,11 @@ LEFT_OUT = {
     "fp8": "copies of weights and activations in 8 bits are not counted",
     "kernels": "fused kernels keep less for backward than is counted here",
 }
-"""Fields -> what they do that is not followed."""
+"""Fields that need values or a GPU -> what they do that is not followed."""
 
 
 class HfPlanner(Planner[HfModel]):
-    """Planner of `model.hf`."""
+    """Planner of `model.hf`: the model is made from its config alone."""
 
     def depends(self) -> Mapping[str, Any]:
         stage = self.stage
@@ -42,13 +44,32 @@ class HfPlanner(Planner[HfModel]):
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.activation_checkpointing is None:
-            yield Saving(
-                order=RECOMPUTE,
-                what="activations of blocks are computed again in backward",
-                fields={"activation_checkpointing": {}},
-            )
+            what = "activations of blocks are computed again in backward"
+            yield Saving(order=RECOMPUTE, what=what, fields={"activation_checkpointing": {}})
 
     def trace(self, ctx: Context, extent: Extent) -> ModelSource:
-        from stages.model.declared import declared_source
+        left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
+        stage = dataclasses.replace(self.stage, init="random", **left_out)
+        if stage.path is not None and not is_local(stage.path):
+            config = read_config(dataclasses.replace(stage, vocab_size=None))
+            stage = dataclasses.replace(stage, path=None, config=config)
+        source: Any = stage.run(ctx)
+        if extent.blocks is not None:
+            cut(source.config.get_text_config(), extent.blocks)
+        found: ModelSource = source
+        return found
 
-        return declared_source(self.stage, ctx, extent)
+
+def cut(config: Any, blocks: int) -> None:
+    """Leave the first so many blocks, and what the config lists of each block. Raises StageError
+    for one that does not count blocks."""
+    count = getattr(config, "num_hidden_layers", None)
+    if count is None:
+        raise StageError(
+            f"a {config.model_type} cannot be planned: its config has no num_hidden_layers",
+            hint="`pipe bench` measures what it takes",
+        )
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(config, name, value[:blocks])
+    config.num_hidden_layers = blocks

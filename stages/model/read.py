@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import StageError
 from stages.model.gguf_header import read_header
-from stages.model.known import known_config
 from stages.model.paths import is_gguf, is_local, local
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
+
+TUNED = ("-Instruct", "-instruct", "-chat-hf", "-Base", "-base", "-Chat", "-it", "-pt")
+"""Ends of hub ids that say how a model was tuned."""
+
+
+def known_config(repo: str) -> dict[str, Any] | None:
+    """The config of a well-known model of the hub, which needs no network and no accepted licence;
+    None for one that is not in `known_models.json`."""
+    base = repo
+    for ending in TUNED:
+        base = base.removesuffix(ending)
+    models = _known_models()
+    found = models.get(base) or models.get(f"{base}-hf") or models.get(repo)
+    return None if found is None else dict(found)
+
+
+@functools.cache
+def _known_models() -> dict[str, dict[str, Any]]:
+    return _json(Path(__file__).with_name("known_models.json"))
 
 
 def read_config(stage: HfModel) -> dict[str, Any]:

@@ -21,49 +21,39 @@ BITS: dict[Moments, float] = {
 """Bits of one moment, with the scale of its block."""
 TORCH: dict[Kernel, int] = {"fused": 0, "foreach": 1, "single": 2}
 """Copies of a parameter that torch's kernels take, foreach of all at once."""
-COMPILED: dict[Moments, float] = {"8bit": 8.0, "4bit": 24.1}
-"""Bytes for each element of a parameter that a compiled update takes where it does not do without:
-buffers of the code that torch 2.13 makes of it for CPUs, which a test counts."""
-UNCOMPILED: dict[Moments, float] = {
-    "master": 24, "fp32": 24, "bf16": 24, "fp8": 32, "8bit": 49, "4bit": 49,
+TAKEN: dict[Moments, tuple[float, float]] = {
+    "master": (0, 24), "fp32": (0, 24), "bf16": (0, 24), "fp8": (0, 32), "8bit": (8, 49),
+    "4bit": (24.1, 49),
 }  # fmt: skip
-"""The same of one that is not compiled, as traced; WIDE more with stochastic rounding."""
-WIDE = 8
-NOISE = 4
-"""Bytes of an element's random bits."""
+"""Bytes for each element of a parameter that an update takes where torch's kernels do not do:
+compiled (buffers of the code that torch 2.13 makes of it for CPUs, which a test counts), and not
+compiled, as traced."""
+ROUNDING = (4, 12)
+"""The same that stochastic rounding takes besides."""
 
 
 class AdamWPlanner(Planner[AdamW]):
     """Planner of `optimizer.adamw`."""
 
     def forecast(self, topology: Topology, precision: Precision) -> OptimizerShape:
-        stage = self.stage
-        bits = BITS.get(stage.moments, 8.0 * BYTES[precision.master])
-        taken = self._taken()
+        stage, master = self.stage, BYTES[precision.master]
+        eager = stage.kernel != "fused"
+        taken = TAKEN[stage.moments][eager] + ROUNDING[eager] * stage.stochastic_rounding
         if stage.algorithm == "adamw":
-            taken = BYTES[precision.master] * TORCH[stage.kernel]
+            taken = master * TORCH[stage.kernel]
         return OptimizerShape(
             algorithm=stage.algorithm,
-            bits=2 * bits,
+            bits=2 * BITS.get(stage.moments, 8.0 * master),
             moments=2,
-            taken=taken + NOISE * stage.stochastic_rounding,
+            taken=taken,
             at_once=stage.kernel == "foreach",
         )
-
-    def _taken(self) -> float:
-        stage = self.stage
-        if stage.kernel == "fused":
-            return COMPILED.get(stage.moments, 0.0)
-        return UNCOMPILED[stage.moments] + WIDE * stage.stochastic_rounding
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         stage = self.stage
         if stage.moments == "master":
-            yield Saving(
-                order=NARROW_MOMENTS,
-                what="moments in blocks of 8 bits",
-                fields={"moments": "8bit"},
-            )
+            what = "moments in blocks of 8 bits"
+            yield Saving(order=NARROW_MOMENTS, what=what, fields={"moments": "8bit"})
         if not stage.stochastic_rounding:
             # Moments that followed masters into bf16 would lose small changes of theirs.
             moments = "8bit" if stage.moments == "master" else stage.moments
@@ -78,20 +68,13 @@ class AdamWPlanner(Planner[AdamW]):
         plan = self.stage.run(ctx)
         if self.stage.algorithm == "adamw" or self.stage.kernel != "fused":
             return plan
-        # What is compiled cannot be watched.
-        build = functools.partial(_taking, build=plan.build, size=self._taken())
-        return replace(plan, build=build)
+        return replace(plan, build=functools.partial(_idle, plan.build))
 
 
-def _taking(groups: list[dict[str, Any]], *, build: Callable[..., Any], size: float) -> Any:
-    """An optimizer whose updates take so many bytes for each element, and change nothing."""
-    import torch
-
-    def update(weights: torch.Tensor, *given: Any, **more: Any) -> None:
-        torch.empty(round(size * weights.numel()), dtype=torch.uint8, device=weights.device)
-
+def _idle(build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:
+    """An optimizer whose compiled updates, which cannot be watched, change and take nothing."""
     optimizer = build(groups)
-    optimizer.compiled = update
+    optimizer.compiled = lambda *given, **named: None
     return optimizer
 
 

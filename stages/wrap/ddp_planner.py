@@ -128,6 +128,6 @@ class DdpPlanner(Planner[Ddp]):
     def trace(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:
-        from stages.wrap.ddp_trace import build
+        from stages.wrap.ddp_trace import TracedReplica
 
-        return build(self.stage, ctx, model, precision, optimizer)
+        return TracedReplica(self.stage, ctx, model, precision, optimizer)

@@ -1,6 +1,6 @@
-"""wrap.ddp for a trace: what DistributedDataParallel replicates, with its buckets.
+"""wrap.ddp for a trace: a replica, and what DistributedDataParallel holds beside it.
 
-Its reducer reads the addresses of gradients, which tensors without values do not have.
+Its own reducer reads the addresses of gradients, which tensors without values do not have.
 """
 
 from __future__ import annotations
@@ -25,70 +25,47 @@ if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
 
 
-def build(
-    config: Ddp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
-) -> TorchEngine:
-    """As the real engine is built, but for the weights' values."""
-    module = build_empty(model, precision)
-    materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
-    cast_buffers(module, precision)
-    if precision.compute != precision.master:
-        cast_on_use(module, torch_dtype(precision.compute))
-    return TracedReplica(module, config, ctx, precision, plan)
-
-
 class TracedReplica(TorchEngine):
-    """One replica, and the buckets beside it."""
+    """A replica with its buckets. Gradients are views of them, or beside them; a bucket is sent
+    when the gradient of its last weight has come, which is the last, or nearly."""
 
     def __init__(
         self,
-        module: nn.Module,
         config: Ddp,
         ctx: Context,
+        model: ModelSource,
         precision: Precision,
         plan: OptimizerPlan,
     ) -> None:
-        self.model = module
-        self.device = ctx.dist.device
+        self.device, self.plan = ctx.dist.device, plan
+        self.model = build_empty(model, precision)
+        materialise(self.model, self.device, buffer_device=self.device)
+        cast_buffers(self.model, precision)
+        if precision.compute != precision.master:
+            cast_on_use(self.model, torch_dtype(precision.compute))
         self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
-        self.optimizer = make_optimizer(plan, plan.groups(named_parameters(module)))
+        self.optimizer = make_optimizer(plan, plan.groups(named_parameters(self.model)))
         self.scaler = make_scaler(precision, self.device)
-        self.plan = plan
-        self.keeps_gradients = (
-            config.gradient_as_bucket_view
-            and not config.find_unused_parameters
-            and not config.static_graph
-        )
-        self._reduces = True
-        narrow = precision.reduce != precision.master
-        self._buckets = [
-            _Bucket(
-                parameters,
-                views=config.gradient_as_bucket_view,
-                reduce=torch_dtype(precision.reduce) if narrow else None,
-            )
-            for parameters in cut(
-                list(trained(module)), lambda one: one.nbytes, config.bucket_cap_mb << 20
-            )
-        ]
-        for bucket in self._buckets:
-            for parameter in bucket.views:
-                parameter.register_post_accumulate_grad_hook(self._came(bucket))  # type: ignore[no-untyped-call]
-        if not config.static_graph:
-            self._settle()
+        views, changes = config.gradient_as_bucket_view, config.find_unused_parameters
+        self.keeps_gradients = views and not changes and not config.static_graph
+        self._reduces, sent = True, torch_dtype(precision.reduce)
+        weights, cap = [*trained(self.model)], config.bucket_cap_mb << 20
+        for bucket in cut(weights, lambda weight: weight.nbytes, cap):
+            self._reduce_together(bucket, views, sent)
 
-    def _settle(self) -> None:
-        """What `settle_buckets` does."""
-        nothing: Any = sum(parameter.sum() * 0.0 for parameter in trained(self.model))
-        nothing.backward()
-        self.optimizer.zero_grad()
+    def _reduce_together(self, weights: list[nn.Parameter], views: bool, sent: torch.dtype) -> None:
+        sizes = [weight.numel() for weight in weights]
+        bucket = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=self.device)
+        parts = dict(zip(weights, bucket.split(sizes), strict=True))
 
-    def _came(self, bucket: _Bucket) -> Any:
-        def came(parameter: nn.Parameter) -> None:
-            if self._reduces:
-                bucket.take(parameter)
+        def came(weight: Tensor) -> None:
+            if self._reduces and views:
+                weight.grad = parts[weight].view_as(weight)  # type: ignore[index]
+            if self._reduces and weight is weights[-1]:
+                bucket.to(sent)
 
-        return came
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
 
     @property
     def module(self) -> nn.Module:
@@ -100,38 +77,4 @@ class TracedReplica(TorchEngine):
         yield
 
     def facts(self) -> Mapping[str, Any]:
-        return {"engine": type(self).__name__, **self.common_facts()}
-
-
-class _Bucket:
-    """Gradients that are reduced together."""
-
-    def __init__(
-        self, parameters: list[nn.Parameter], *, views: bool, reduce: torch.dtype | None
-    ) -> None:
-        first = parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
-        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = torch.split(self._buffer, sizes)
-        self.views = {
-            parameter: part.view_as(parameter)
-            for parameter, part in zip(parameters, parts, strict=True)
-        }
-        self._keep_views = views
-        self._reduce = reduce
-        self._missing = set(parameters)
-
-    def take(self, parameter: nn.Parameter) -> None:
-        """A gradient is there; the last one sends the bucket off."""
-        view = self.views[parameter]
-        if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(parameter.grad)
-            if self._keep_views:
-                parameter.grad = view
-        self._missing.discard(parameter)
-        if not self._missing:
-            self._missing = set(self.views)
-            self._send()
-
-    def _send(self) -> Tensor:
-        return self._buffer if self._reduce is None else self._buffer.to(self._reduce)
+        return self.common_facts()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.model.config import config_of_recipe
-from stages.model.known import known_config
+from stages.model.read import known_config
 from tests.support.tier import spread
 
 KNOWN = {

@@ -25,7 +25,7 @@ from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.hf_trainer import HfTrainer
-from stages.train.hf_trainer_planner import HfTrainerPlanner
+from stages.train.planner import HfTrainerPlanner
 from tests.support.processes import run_ranks
 from tests.support.runs import ListedSamples, context
 

@@ -20,7 +20,7 @@ from pipeline.planning.strategy import GRADIENTS, OPTIMIZER, PARAMETERS, Moment,
 from pipeline.planning.timeline import SAVE, UPDATE, Held
 from pipeline.planning.topology import Topology
 from stages.average.ema import EmaAverage
-from stages.average.planner import EmaPlanner
+from stages.planners import EmaPlanner
 from stages.wrap.accelerate_planner import plainly_replicated
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_planner import DdpPlanner

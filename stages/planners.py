@@ -1,0 +1,146 @@
+"""Planners of a few lines each: of samples, precision, adapters, averages, checkpoints, exports."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pipeline.artifacts import ModelSource, Precision
+from pipeline.engine import Engine
+from pipeline.length import Length
+from pipeline.planning.estimate import Extras, HostNeed, Storage
+from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving
+from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape
+from pipeline.planning.strategy import StrategyMemory
+from pipeline.planning.timeline import EXPORT
+from pipeline.planning.topology import Topology
+from pipeline.stage import Context
+from pipeline.state.count import count
+from pipeline.state.retention import Retention
+from pipeline.state.staging import PASSAGE
+from pipeline.throughput import human
+from stages.adapter.lora import Lora
+from stages.average.ema import ELEMENT, EmaAverage
+from stages.checkpoint.settings import CheckpointSettings
+from stages.data.chat import ChatData
+from stages.data.stream import StreamData
+from stages.data.text import TextData
+from stages.export.adapter import ExportAdapter
+from stages.export.safetensors import ExportSafetensors
+from stages.precision.policy import PrecisionPolicy
+
+NARROWEST = 16
+"""Bits of a moment that is saved as it is kept; of fewer, its values are saved in fp32."""
+BUFFERS = 64 << 20
+"""Bytes that a proof takes for what is on its way, and for activations of a short prompt."""
+
+
+class DataPlanner(Planner[TextData | StreamData | ChatData]):
+    """Planner of the stages that give samples, all of at most one length."""
+
+    def forecast(self, topology: Topology) -> SampleShape:
+        stage = self.stage
+        packed = stage.packing if isinstance(stage, ChatData) else stage.documents_apart
+        return SampleShape(length=stage.sequence_length, packed=packed)
+
+
+class PolicyPlanner(Planner[PrecisionPolicy]):
+    """Planner of `precision.policy`, which declares what is planned with."""
+
+    def depends(self) -> Mapping[str, Any]:
+        return {"compute": self.stage.compute, "buffer": self.stage.buffer}
+
+    def forecast(self, topology: Topology) -> Precision:
+        return self.stage.declared()
+
+
+class LoraPlanner(Planner[Lora]):
+    """Planner of `adapter.lora`."""
+
+    def savings(self, ranks: int) -> Iterator[Saving]:
+        if self.stage.quantize is None:
+            what = "frozen weights in 4 bits (QLoRA)"
+            yield Saving(order=NARROW_FROZEN, what=what, fields={"quantize": "nf4"})
+
+    def trace(self, ctx: Context, model: ModelSource) -> ModelSource:
+        source: ModelSource = self.stage.declared(model, seed=ctx.seed)
+        return source
+
+
+class EmaPlanner(Planner[EmaAverage]):
+    """Planner of `average.ema`: an average of each weight beside the strategy's share."""
+
+    def forecast(self, topology: Topology, strategy: StrategyMemory) -> StrategyMemory:
+        averaged = copy.copy(strategy)
+        averaged.averaged += ELEMENT
+        return averaged
+
+    def trace(self, ctx: Context, engine: Engine) -> Engine:
+        return self.stage.run(ctx, engine)
+
+
+class CheckpointPlanner(Planner[CheckpointSettings]):
+    """Planner of `checkpoint.sharded` and `checkpoint.full`: disk, and host memory for what is
+    copied to be written, of each rank its share. State in host memory passes a little at a time."""
+
+    def forecast(
+        self,
+        topology: Topology,
+        model: ModelShape,
+        precision: Precision,
+        optimizer: OptimizerShape,
+        strategy: StrategyMemory,
+    ) -> Extras:
+        master = BYTES[precision.master]
+        narrow = optimizer.bits < NARROWEST * optimizer.moments
+        bits = 32 * optimizer.moments if narrow else optimizer.bits
+        trained = round(model.trained * (master + bits / 8 + strategy.averaged))
+        size = trained + (model.stored - model.trained) * master
+        waits = topology.device == "cpu" or not self.stage.asynchronous
+        on_host = strategy.masters[1] != "device"
+        copied = 0 if waits else size - trained * on_host
+        share, passing = (-(-part // topology.ranks) for part in (copied, size - copied))
+        need = HostNeed(
+            phase="",
+            what="copy for checkpoints",
+            bytes=(share + min(passing, PASSAGE)) * topology.on_node,
+            formula=f"({human(share)} + at most {human(PASSAGE)} of {human(passing)} that passes) "
+            f"x {topology.on_node} ranks of a node",
+        )
+        saved = checkpoints(self.stage.retention, self.stage.every, size)
+        return Extras(host=[need], saved=saved)
+
+
+def checkpoints(retention: Retention, every: int | None, size: int) -> Callable[[Length], Storage]:
+    """The files of a training by its length: as many checkpoints as there will be at once."""
+
+    def saved(length: Length) -> Storage:
+        found = count(retention, every, length)
+        formula = f"{found.number} x {human(size)}"
+        return Storage(what=str(found), bytes=found.number * size, formula=formula)
+
+    return saved
+
+
+class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
+    """Planner of the stages that export: disk for the files; host memory of rank 0's node for the
+    proof, which holds one block at a time, in fp32 where an adapter is exported alone."""
+
+    def forecast(self, topology: Topology, model: ModelShape) -> Extras:
+        each = wide = BYTES.get(self.stage.dtype, BYTES["fp32"])
+        elements, adapter = model.exported, 0
+        if isinstance(self.stage, ExportAdapter):
+            elements, wide = model.trained, BYTES["fp32"]
+            adapter = each * elements
+        proof = HostNeed(
+            phase=EXPORT,
+            what="proof of the export",
+            bytes=wide * model.proven + adapter + BUFFERS,
+            formula=f"{wide} bytes x (what is outside of blocks + one block) + any adapter alone "
+            "+ 64 MiB",
+        )
+        files = Storage(
+            what="export", bytes=each * elements, formula=f"{each} bytes x what is exported"
+        )
+        return Extras(host=[proof], storage=[files])
