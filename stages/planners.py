@@ -30,8 +30,6 @@ from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.precision.policy import PrecisionPolicy
 
-NARROWEST = 16
-"""Bits of a moment that is saved as it is kept; of fewer, its values are saved in fp32."""
 BUFFERS = 64 << 20
 """Bytes that a proof takes for what is on its way, and for activations of a short prompt."""
 
@@ -93,7 +91,7 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         strategy: StrategyMemory,
     ) -> Extras:
         master = BYTES[precision.master]
-        narrow = optimizer.bits < NARROWEST * optimizer.moments
+        narrow = optimizer.bits < 16 * optimizer.moments  # whose values are saved in fp32
         bits = 32 * optimizer.moments if narrow else optimizer.bits
         trained = round(model.trained * (master + bits / 8 + strategy.averaged))
         size = trained + (model.stored - model.trained) * master
@@ -105,8 +103,7 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
             phase="",
             what="copy for checkpoints",
             bytes=(share + min(passing, PASSAGE)) * topology.on_node,
-            formula=f"({human(share)} + at most {human(PASSAGE)} of {human(passing)} that passes) "
-            f"x {topology.on_node} ranks of a node",
+            formula=f"{topology.on_node} ranks x (their share + {human(PASSAGE)} of what passes)",
         )
         saved = checkpoints(self.stage.retention, self.stage.every, size)
         return Extras(host=[need], saved=saved)
@@ -137,8 +134,7 @@ class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
             phase=EXPORT,
             what="proof of the export",
             bytes=wide * model.proven + adapter + BUFFERS,
-            formula=f"{wide} bytes x (what is outside of blocks + one block) + any adapter alone "
-            "+ 64 MiB",
+            formula=f"{wide} bytes x (what is in no block + one block), an adapter, 64 MiB",
         )
         files = Storage(
             what="export", bytes=each * elements, formula=f"{each} bytes x what is exported"

@@ -29,12 +29,10 @@ class HfPlanner(Planner[HfModel]):
     """Planner of `model.hf`: the model is made from its config alone."""
 
     def depends(self) -> Mapping[str, Any]:
-        stage = self.stage
-        again = stage.activation_checkpointing
         return {
-            "config": read_config(stage),
-            "attention": stage.attention,
-            "recomputed": None if again is None else dataclasses.asdict(again),
+            "config": read_config(self.stage),
+            "attention": self.stage.attention,
+            "recomputed": self.stage.activation_checkpointing,
         }
 
     def forecast(self, topology: Topology, model: ModelShape) -> ModelShape:
@@ -48,16 +46,17 @@ class HfPlanner(Planner[HfModel]):
             yield Saving(order=RECOMPUTE, what=what, fields={"activation_checkpointing": {}})
 
     def trace(self, ctx: Context, extent: Extent) -> ModelSource:
+        from stages.model.open import open_source
+
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
         stage = dataclasses.replace(self.stage, init="random", **left_out)
         if stage.path is not None and not is_local(stage.path):
             config = read_config(dataclasses.replace(stage, vocab_size=None))
             stage = dataclasses.replace(stage, path=None, config=config)
-        source: Any = stage.run(ctx)
+        source = open_source(stage, ctx)
         if extent.blocks is not None:
             cut(source.config.get_text_config(), extent.blocks)
-        found: ModelSource = source
-        return found
+        return source
 
 
 def cut(config: Any, blocks: int) -> None:

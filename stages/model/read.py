@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,14 +24,8 @@ def known_config(repo: str) -> dict[str, Any] | None:
     base = repo
     for ending in TUNED:
         base = base.removesuffix(ending)
-    models = _known_models()
-    found = models.get(base) or models.get(f"{base}-hf") or models.get(repo)
-    return None if found is None else dict(found)
-
-
-@functools.cache
-def _known_models() -> dict[str, dict[str, Any]]:
-    return _json(Path(__file__).with_name("known_models.json"))
+    models = _json(Path(__file__).with_name("known_models.json"))
+    return models.get(base) or models.get(f"{base}-hf") or models.get(repo)
 
 
 def read_config(stage: HfModel) -> dict[str, Any]:

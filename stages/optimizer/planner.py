@@ -15,19 +15,15 @@ from pipeline.stage import Context
 from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.lion import Lion
 
-BITS: dict[Moments, float] = {
-    "fp32": 32.0, "bf16": 16.0, "fp8": 8 + 1 / 8, "8bit": 8 + 1 / 8, "4bit": 4 + 1 / 4,
-}  # fmt: skip
-"""Bits of one moment, with the scale of its block."""
 TORCH: dict[Kernel, int] = {"fused": 0, "foreach": 1, "single": 2}
 """Copies of a parameter that torch's kernels take, foreach of all at once."""
-TAKEN: dict[Moments, tuple[float, float]] = {
-    "master": (0, 24), "fp32": (0, 24), "bf16": (0, 24), "fp8": (0, 32), "8bit": (8, 49),
-    "4bit": (24.1, 49),
+LOW_BIT: dict[Moments, tuple[float, float, float]] = {
+    "master": (0, 0, 24), "fp32": (32, 0, 24), "bf16": (16, 0, 24), "fp8": (8 + 1 / 8, 0, 32),
+    "8bit": (8 + 1 / 8, 8, 49), "4bit": (4 + 1 / 4, 24.1, 49),
 }  # fmt: skip
-"""Bytes for each element of a parameter that an update takes where torch's kernels do not do:
-compiled (buffers of the code that torch 2.13 makes of it for CPUs, which a test counts), and not
-compiled, as traced."""
+"""Bits of one moment, with the scale of its block (0: those of a weight); bytes for each element of
+a parameter that an update takes where torch's kernels do not do: compiled (buffers of the code that
+torch 2.13 makes of it for CPUs, which a test counts), and not compiled, as traced."""
 ROUNDING = (4, 12)
 """The same that stochastic rounding takes besides."""
 
@@ -37,15 +33,14 @@ class AdamWPlanner(Planner[AdamW]):
 
     def forecast(self, topology: Topology, precision: Precision) -> OptimizerShape:
         stage, master = self.stage, BYTES[precision.master]
+        bits, *low_bit = LOW_BIT[stage.moments]
         eager = stage.kernel != "fused"
-        taken = TAKEN[stage.moments][eager] + ROUNDING[eager] * stage.stochastic_rounding
-        if stage.algorithm == "adamw":
-            taken = master * TORCH[stage.kernel]
+        taken = low_bit[eager] + ROUNDING[eager] * stage.stochastic_rounding
         return OptimizerShape(
             algorithm=stage.algorithm,
-            bits=2 * BITS.get(stage.moments, 8.0 * master),
+            bits=2 * (bits or 8 * master),
             moments=2,
-            taken=taken,
+            taken=master * TORCH[stage.kernel] if stage.algorithm == "adamw" else taken,
             at_once=stage.kernel == "foreach",
         )
 
@@ -68,13 +63,19 @@ class AdamWPlanner(Planner[AdamW]):
         plan = self.stage.run(ctx)
         if self.stage.algorithm == "adamw" or self.stage.kernel != "fused":
             return plan
-        return replace(plan, build=functools.partial(_idle, plan.build))
+        taken = LOW_BIT[self.stage.moments][1]
+        return replace(plan, build=functools.partial(_taking, taken, plan.build))
 
 
-def _idle(build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:
-    """An optimizer whose compiled updates, which cannot be watched, change and take nothing."""
+def _taking(size: float, build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:
+    """An optimizer whose compiled updates, which cannot be watched, take so many bytes for each
+    element of a parameter, and change nothing."""
+    import torch
+
     optimizer = build(groups)
-    optimizer.compiled = lambda *given, **named: None
+    optimizer.compiled = lambda weights, *given, **named: torch.empty(
+        round(size * weights.numel()), dtype=torch.uint8
+    )
     return optimizer
 
 

@@ -10,7 +10,7 @@ from pipeline.engine import Engine
 from pipeline.planning.estimate import Extras, Step
 from pipeline.planning.planner import CHUNK, SMALLER, Extent, PhaseListener, Planner, Saving
 from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import OptimizerShape, SampleShape, Sizes
+from pipeline.planning.shapes import BYTES, OptimizerShape, SampleShape
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.timeline import BACKWARD, FORWARD, RESUME, SAVE, UPDATE
 from pipeline.planning.topology import Topology
@@ -25,11 +25,8 @@ MICROBATCHES = 3
 """Further ones are like the last but one."""
 RECOMPUTED = ("activation_checkpointing", "gradient_checkpointing")
 """Arguments with which transformers computes every block again."""
-LEFT_OUT = {
-    "torch_compile": "compiled models, which keep less",
-    "use_liger_kernel": "liger's kernels, which keep less",
-}
-"""Arguments -> what they do that is not followed."""
+LEFT_OUT = ("torch_compile", "use_liger_kernel")
+"""Arguments with which a model keeps less, which is not followed."""
 
 
 class CausalLmPlanner(Planner[TrainCausalLm]):
@@ -74,8 +71,9 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         from stages.model.masks_compat import masks_of_values
         from stages.train.loss import SummedLoss
 
-        step = self.forecast(topology, samples)
+        step = CausalLmPlanner.forecast(self, topology, samples)
         batch = _batch(extent.samples or step.micro_batch, samples, engine.device)
+        self.prepare(engine.model)
         loss = SummedLoss(engine.model, self.stage.loss_chunk_size)
         counts = (1, min(step.microbatches, MICROBATCHES))
         with masks_of_values(packed=samples.packed):
@@ -93,6 +91,9 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         for phase in (SAVE, RESUME):  # which hold what there is between two steps
             listener.phase(phase)
 
+    def prepare(self, model: Any) -> None:
+        """Change a model as the stage itself does."""
+
 
 def _batch(size: int, samples: SampleShape, device: Any) -> Any:
     """A micro-batch; in packed samples are documents of half the length."""
@@ -101,19 +102,17 @@ def _batch(size: int, samples: SampleShape, device: Any) -> Any:
     from stages.train.batches import MicroBatch
 
     ids = torch.zeros(size, samples.length, dtype=torch.int64, device=device)
-    positions = None
-    if samples.packed:
-        half = torch.arange(samples.length, device=device) % (samples.length // 2)
-        positions = half.expand(size, -1).contiguous()
+    half = torch.arange(samples.length, device=device) % max(samples.length // 2, 1)
+    positions = half.expand(size, -1).contiguous() if samples.packed else None
     return MicroBatch(input_ids=ids, labels=ids.clone(), positions=positions)
 
 
-class HfTrainerPlanner(Planner[HfTrainer]):
+class HfTrainerPlanner(CausalLmPlanner):
     """Planner of `train.hf_trainer`: the common loop's batches, replicated as accelerate does."""
 
     def __init__(self, stage: HfTrainer) -> None:
-        super().__init__(stage)
-        self._common = CausalLmPlanner(stage.batches())
+        super().__init__(stage.batches())
+        self._own = stage
         self._recomputes = any(stage.arguments.get(name) for name in RECOMPUTED)
 
     def depends(self) -> Mapping[str, Any]:
@@ -121,36 +120,26 @@ class HfTrainerPlanner(Planner[HfTrainer]):
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         # Its loss is over all logits.
-        yield from (one for one in self._common.savings(ranks) if one.order == SMALLER)
+        yield from (one for one in super().savings(ranks) if one.order == SMALLER)
 
-    def profile(
-        self,
-        ctx: Context,
-        engine: Engine,
-        topology: Topology,
-        samples: SampleShape,
-        extent: Extent,
-        listener: PhaseListener,
-    ) -> None:
+    def prepare(self, model: Any) -> None:
+        from stages.model.compat import compute_again
+
         if self._recomputes:
-            from stages.model.compat import compute_again
+            compute_again(model)
 
-            compute_again(engine.model)
-        self._common.trace(ctx, engine, topology, samples, extent, listener)
-
-    def forecast(
+    def forecast(  # type: ignore[override]
         self,
         topology: Topology,
-        profile: Profile,
         samples: SampleShape,
+        profile: Profile,
         precision: Precision,
         optimizer: OptimizerShape,
     ) -> tuple[StrategyMemory, Step, Extras]:
         strategy = plainly_replicated(topology, profile, precision, optimizer)
-        model, config = profile.model, self.stage
-        size = model.stored * Sizes.by(precision).master + optimizer.state(model.trained)
-        saved = checkpoints(Retention(last=config.keep), config.save_every, size)
+        model, own = profile.model, self._own
+        size = model.stored * BYTES[precision.master] + optimizer.state(model.trained)
+        saved = checkpoints(Retention(last=own.keep), own.save_every, size)
         caveats = ["host memory that is taken while checkpoints are written and read"]
-        caveats += [what for name, what in LEFT_OUT.items() if config.arguments.get(name)]
-        step = self._common.forecast(topology, samples)
-        return strategy, step, Extras(saved=saved, caveats=caveats)
+        caveats += [f"{name}, with which less is kept" for name in LEFT_OUT if own.arguments.get(name)]
+        return strategy, super().forecast(topology, samples), Extras(saved=saved, caveats=caveats)

@@ -25,8 +25,7 @@ def plainly_replicated(
 ) -> StrategyMemory:
     """A replica on every rank as accelerate makes it: gradients are tensors of their own, reduced
     as they are, and with several processes the buckets stay beside them."""
-    sizes, ranks = Sizes.by(precision), topology.ranks
-    sizes = replace(sizes, reduce=sizes.master)
+    ranks, sizes = topology.ranks, Sizes.by(replace(precision, reduce=precision.master))
     return Replicated(
         ranks, profile, optimizer, sizes, views=False, buckets=ranks > 1, settled=False
     )

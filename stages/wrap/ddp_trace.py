@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,10 @@ from pipeline.engine import DataShard
 from pipeline.stage import Context
 from stages.wrap.birth import build_empty, cast_buffers, materialise, named_parameters, trained
 from stages.wrap.compute_cast import cast_on_use
+from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_buckets import cut
 from stages.wrap.gradients import make_optimizer, make_scaler
 from stages.wrap.torch_engine import TorchEngine
-
-if TYPE_CHECKING:
-    from stages.wrap.ddp import Ddp
 
 
 class TracedReplica(TorchEngine):
@@ -30,12 +28,7 @@ class TracedReplica(TorchEngine):
     when the gradient of its last weight has come, which is the last, or nearly."""
 
     def __init__(
-        self,
-        config: Ddp,
-        ctx: Context,
-        model: ModelSource,
-        precision: Precision,
-        plan: OptimizerPlan,
+        self, ddp: Ddp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
     ) -> None:
         self.device, self.plan = ctx.dist.device, plan
         self.model = build_empty(model, precision)
@@ -46,17 +39,17 @@ class TracedReplica(TorchEngine):
         self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
         self.optimizer = make_optimizer(plan, plan.groups(named_parameters(self.model)))
         self.scaler = make_scaler(precision, self.device)
-        views, changes = config.gradient_as_bucket_view, config.find_unused_parameters
-        self.keeps_gradients = views and not changes and not config.static_graph
+        views, changes = ddp.gradient_as_bucket_view, ddp.find_unused_parameters
+        self.keeps_gradients = views and not changes and not ddp.static_graph
         self._reduces, sent = True, torch_dtype(precision.reduce)
-        weights, cap = [*trained(self.model)], config.bucket_cap_mb << 20
+        weights, cap = [*trained(self.model)], ddp.bucket_cap_mb << 20
         for bucket in cut(weights, lambda weight: weight.nbytes, cap):
             self._reduce_together(bucket, views, sent)
 
     def _reduce_together(self, weights: list[nn.Parameter], views: bool, sent: torch.dtype) -> None:
         sizes = [weight.numel() for weight in weights]
         bucket = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=self.device)
-        parts = dict(zip(weights, bucket.split(sizes), strict=True))
+        parts = dict(zip(weights, torch.split(bucket, sizes), strict=True))
 
         def came(weight: Tensor) -> None:
             if self._reduces and views:
