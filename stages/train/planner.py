@@ -140,6 +140,6 @@ class HfTrainerPlanner(CausalLmPlanner):
         model, own = profile.model, self._own
         size = model.stored * BYTES[precision.master] + optimizer.state(model.trained)
         saved = checkpoints(Retention(last=own.keep), own.save_every, size)
-        caveats = ["host memory that is taken while checkpoints are written and read"]
-        caveats += [f"{name}, with which less is kept" for name in LEFT_OUT if own.arguments.get(name)]
+        saves = (f"what {name} saves" for name in LEFT_OUT if own.arguments.get(name))
+        caveats = ["host memory that checkpoints pass through", *saves]
         return strategy, super().forecast(topology, samples), Extras(saved=saved, caveats=caveats)
