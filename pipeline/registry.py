@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.annotations import init_fields, name_of
 from pipeline.errors import PluginError
@@ -110,16 +111,22 @@ class Registry:
         return " ".join(parts) or "`pipe stages` lists what is installed"
 
 
-def _load(entry: Entry) -> type:
-    point = importlib.metadata.EntryPoint(entry.name, entry.value, GROUP)
+def load_entry(entry: Entry, group: str, what: str) -> Any:
+    """The object of an entry point, which is called `what`. Raises PluginError naming the package
+    that is at fault."""
+    point = importlib.metadata.EntryPoint(entry.name, entry.value, group)
     try:
-        stage = point.load()
+        return point.load()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise PluginError(
-            f"stage `{entry.name}` of {entry} cannot be loaded: {reason}",
+            f"{what} `{entry.name}` of {entry} cannot be loaded: {reason}",
             hint=f"repair or uninstall {entry.distribution}",
         ) from error
+
+
+def _load(entry: Entry) -> type:
+    stage = load_entry(entry, GROUP, "stage")
     fault = _fault(stage)
     if fault:
         raise PluginError(f"stage `{entry.name}` of {entry} ({entry.value}) {fault}")

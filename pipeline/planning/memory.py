@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from pipeline.planning.profile import Part, Peak, Profile
-from pipeline.planning.strategy import Event, Gradients, Item, Moment, StrategyMemory, Unit
-from pipeline.planning.timeline import (
+from pipeline.planning.strategy import (
     BACKWARD,
     FORWARD,
     LOAD,
     RESUME,
     SAVE,
     UPDATE,
+    Event,
+    Gradients,
     Held,
+    Item,
+    Moment,
     Place,
+    StrategyMemory,
+    Unit,
 )
 
 KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
@@ -28,34 +33,31 @@ Happening = tuple[str, Event, Unit, Part | None]
 """Phase, event, and the part that runs; None between two parts."""
 
 
-@dataclass(kw_only=True)
 class Peaks:
     """The fullest moment of each phase, of each place and of device and host together."""
 
-    formulas: dict[str, str] = field(default_factory=dict)
-    _tops: dict[tuple[str, str], tuple[int, dict[str, int]]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.formulas: dict[str, str] = {}
+        """Item -> how it comes about."""
+        self._tops: dict[str, dict[str, Held]] = {}
 
     def note(self, phase: str, items: Iterable[Item]) -> None:
         """Note what is held at a moment."""
-        held: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}, "both": {}}
+        held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "disk": Counter()}
         for item in items:
+            held[item.where][item.name] += item.bytes
             if item.bytes:
                 self.formulas.setdefault(item.name, item.formula)
-                for place in (item.where, *(["both"] if item.where != "disk" else [])):
-                    held[place][item.name] = held[place].get(item.name, 0) + item.bytes
+        held["both"] = Counter(held["device"])
+        held["both"].update(held["host"])
         for place, sizes in held.items():
-            total = sum(sizes.values())
-            if total > self._tops.get((phase, place), (-1, {}))[0]:
-                self._tops[phase, place] = total, sizes
+            tops = self._tops.setdefault(place, {})
+            if phase not in tops or sizes.total() > tops[phase].bytes:
+                tops[phase] = Held.of(sizes)
 
     def of(self, place: Place, *, both: bool = False) -> dict[str, Held]:
         """Phase -> what a place holds at most, `both`: with the host's memory as one."""
-        wanted = "both" if both else place
-        return {
-            phase: Held.of(items)
-            for (phase, where), (_, items) in self._tops.items()
-            if where == wanted
-        }
+        return self._tops["both" if both else place]
 
 
 def step_peaks(

@@ -16,15 +16,13 @@ need of the slots before: that is how they are found. Importing a planner import
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.errors import PluginError, UsageError
-from pipeline.planning.topology import Topology
-from pipeline.registry import Entry, installed_entries
+from pipeline.registry import Entry, installed_entries, load_entry
 from pipeline.signature import Need, needs
 
 if TYPE_CHECKING:
@@ -34,6 +32,28 @@ if TYPE_CHECKING:
 GROUP = "pipe.planners"
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Where a run is to happen."""
+
+    ranks: int
+    """Processes over all nodes, one a device."""
+    local_ranks: int
+    """Processes of one node."""
+    device: str
+    """`cpu` or `cuda`."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return -(-self.ranks // self.local_ranks)
+
+    @property
+    def on_node(self) -> int:
+        """Processes of the fullest node."""
+        return min(self.local_ranks, self.ranks)
 
 
 class Planner(Generic[S]):
@@ -106,7 +126,7 @@ class Tier:
 class Planners:
     """Planner classes by stage, loaded when they are asked for."""
 
-    def __init__(self, entries: Iterator[Entry] | list[Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries = {entry.name: entry for entry in entries}
         self._loaded: dict[str, Any] = {}
 
@@ -115,10 +135,6 @@ class Planners:
         """Planners that the installed packages register under `pipe.planners`."""
         return cls(installed_entries(GROUP))
 
-    def names(self) -> list[str]:
-        """Stages that have a planner."""
-        return sorted(self._entries)
-
     def find(self, use: str) -> Any | None:
         """The planner's class of a stage; None for one without. Raises PluginError naming the
         package that is at fault."""
@@ -126,15 +142,7 @@ class Planners:
         if entry is None:
             return None
         if use not in self._loaded:
-            point = importlib.metadata.EntryPoint(entry.name, entry.value, GROUP)
-            try:
-                self._loaded[use] = point.load()
-            except Exception as error:
-                raise PluginError(
-                    f"the planner of stage `{use}` of {entry} cannot be loaded: "
-                    f"{type(error).__name__}: {error}",
-                    hint=f"repair or uninstall {entry.distribution}",
-                ) from error
+            self._loaded[use] = load_entry(entry, GROUP, "the planner of stage")
         return self._loaded[use]
 
     def of(self, plan: Plan) -> dict[str, Any]:
@@ -146,18 +154,17 @@ class Planners:
         """Strategies that a stage offers by name. Raises PluginError for what is no preset."""
         from pipeline.stage import Preset
 
-        kind = self.find(use)
-        if not hasattr(kind, "presets"):
-            return {}
-        at_fault = f"stage `{use}` of {self._entries[use]}: its presets "
-        try:
-            told: Mapping[str, Preset] = kind.presets()  # type: ignore[union-attr]
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise PluginError(f"{at_fault}cannot be told: {reason}") from error
-        wrong = [name for name, preset in told.items() if not isinstance(preset, Preset)]
-        if wrong:
-            raise PluginError(f"{at_fault}are wrong: `{wrong[0]}` is no Preset")
+        kind: Any = self.find(use)
+        told: Mapping[str, Preset] = {}
+        if hasattr(kind, "presets"):
+            try:
+                told = kind.presets()
+                wrong = [name for name, preset in told.items() if not isinstance(preset, Preset)]
+                fault = f"`{wrong[0]}` is no Preset" if wrong else ""
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            if fault:
+                raise PluginError(f"presets of stage `{use}` of {self._entries[use]}: {fault}")
         return told
 
 
@@ -171,7 +178,8 @@ class Results(dict[str, Any]):
     def each(self, kind: type[T]) -> Iterator[T]:
         """Everything of this kind, in the order of slots."""
         for given in self.values():
-            yield from (one for one in _parts(given) if isinstance(one, kind))
+            every = given if isinstance(given, tuple) else (given,)
+            yield from (one for one in every if isinstance(one, kind))
 
     def require(self, kind: type[T], why: str) -> T:
         """The same as `latest`. Raises UsageError, `why` it cannot go on, where there is none."""
@@ -196,7 +204,3 @@ def needs_of(owner: Any, method: str) -> tuple[Need, ...]:
     """Parameters that a method of an object needs."""
     kind: type = type(owner)
     return needs(kind, method)
-
-
-def _parts(given: Any) -> tuple[Any, ...]:
-    return given if isinstance(given, tuple) else (given,)

@@ -6,10 +6,9 @@ head, the loss; each forward and backward. Bytes are functions of the samples of
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from pydantic import TypeAdapter
 
 from pipeline.planning.shapes import ModelShape
 
@@ -25,9 +24,6 @@ class Line:
     def at(self, samples: int) -> int:
         """The amount of so many samples."""
         return round(self.fixed + self.each * samples)
-
-    def __add__(self, other: Line) -> Line:
-        return Line(self.fixed + other.fixed, self.each + other.each)
 
 
 ZERO = Line(0, 0)
@@ -58,8 +54,7 @@ class Part:
     products: Line = ZERO
     """Floating-point operations of matrix products, without what is computed again."""
     attention: Line = ZERO
-    """The same of attention kernels; one that is causal counts only pairs of tokens that see each
-    other."""
+    """The same of attention kernels, between tokens that see each other."""
     again: Line = ZERO
     """The same of what is computed a second time."""
     made: Line = ZERO
@@ -90,53 +85,27 @@ class Profile:
     recomputed: tuple[bool, ...]
     """Which kinds of blocks run again in backward, and so use their weights twice."""
 
-    def parts(self) -> Iterable[tuple[Part, int]]:
-        """Every part, and how often it runs in a micro-batch."""
-        counts = [self.model.blocks.count(kind) for kind in range(len(self.blocks))]
-        yield from zip(self.blocks, counts, strict=True)
-        yield from zip(self.blocks_back, counts, strict=True)
-        for part in (self.start, self.head, self.loss):
-            yield part, 1
-        for part in (self.loss_back, self.head_back, self.start_back):
-            yield part, 1
-
     def total(self, field: str) -> Line:
         """An amount of a whole micro-batch."""
-        total = ZERO
-        for part, count in self.parts():
-            one: Line = getattr(part, field)
-            total += Line(one.fixed * count, one.each * count)
-        return total
-
-
-def to_json(profile: Profile) -> bytes:
-    """The profile, to be kept."""
-    return TypeAdapter(Profile).dump_json(profile)
-
-
-def from_json(text: bytes) -> Profile:
-    """The profile that `to_json` has written. Raises ValueError for anything else."""
-    return TypeAdapter(Profile).validate_json(text)
+        once = self.start, self.head, self.loss, self.loss_back, self.head_back, self.start_back
+        counts = [self.model.blocks.count(kind) for kind in range(len(self.blocks))]
+        lines = [(getattr(part, field), 1) for part in once]
+        for parts in (self.blocks, self.blocks_back):
+            lines += [(getattr(part, field), n) for part, n in zip(parts, counts, strict=True)]
+        return Line(sum(one.fixed * n for one, n in lines), sum(one.each * n for one, n in lines))
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
     """The peaks of which no other one is at least as full for every number of samples from one on
     and at any bytes that a strategy keeps for an element."""
-    found: list[Peak] = []
-    for peak in sorted(peaks, key=_fullness, reverse=True):
-        if not any(_covers(other, peak) for other in found):
-            found.append(peak)
+    found: dict[Peak, tuple[float, ...]] = {}
+    for peak in sorted(peaks, key=_sizes, reverse=True):
+        sizes = _sizes(peak)
+        if not any(all(map(operator.ge, other, sizes)) for other in found.values()):
+            found[peak] = sizes
     return tuple(found)
 
 
-def _fullness(peak: Peak) -> tuple[float, ...]:
-    return peak.bytes.each, peak.bytes.fixed, peak.arrived, peak.newest
-
-
-def _covers(one: Peak, other: Peak) -> bool:
-    return (
-        one.bytes.each >= other.bytes.each
-        and one.bytes.fixed + one.bytes.each >= other.bytes.fixed + other.bytes.each
-        and one.arrived >= other.arrived
-        and one.newest >= other.newest
-    )
+def _sizes(peak: Peak) -> tuple[float, ...]:
+    line = peak.bytes
+    return line.each, line.fixed + line.each, peak.arrived, peak.newest

@@ -9,14 +9,16 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from pipeline.artifacts import ModelSource, Precision, TrainedRun
 from pipeline.files import private_folder, replace_text
 from pipeline.planning.job import Job
-from pipeline.planning.profile import Profile, from_json, to_json
+from pipeline.planning.profile import Profile
 from pipeline.rundir import versions
 
 DECIDE = (ModelSource, Precision, TrainedRun)
@@ -24,6 +26,8 @@ DECIDE = (ModelSource, Precision, TrainedRun)
 CODE = ("pipeline", "stages")
 """Packages whose files are part of a key: a change of any may change profiles."""
 FOLDER = Path("~/.cache/pipetrain/profiles")
+
+PROFILE = TypeAdapter(Profile)
 
 _made: dict[str, Profile] = {}
 
@@ -58,30 +62,18 @@ def _key(job: Job) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _settings(stage: Any, planner: Any) -> Mapping[str, Any]:
+def _settings(stage: Any, planner: Any) -> Any:
     """The settings of a stage that a profile depends on: all, unless its planner says."""
-    found: Mapping[str, Any] = (
-        planner.depends() if hasattr(planner, "depends") else dataclasses.asdict(stage)
-    )
-    return found
+    return planner.depends() if hasattr(planner, "depends") else dataclasses.asdict(stage)
 
 
 @functools.cache
-def _code() -> str:
-    """A digest of the code that makes profiles, by the sizes and times of its files."""
-    found = [
-        (str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns)
-        for root in _folders()
-        for path in sorted(root.rglob("*.py"))
-    ]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-def _folders() -> Iterator[Path]:
-    for package in CODE:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.origin is not None:
-            yield Path(spec.origin).parent
+def _code() -> Sequence[Any]:
+    """Sizes and times of the files that make profiles."""
+    specs = [importlib.util.find_spec(package) for package in CODE]
+    roots = [Path(str(spec.origin)).parent for spec in specs if spec is not None]
+    files = [(path, path.stat()) for root in roots for path in sorted(root.rglob("*.py"))]
+    return [(path.name, about.st_size, about.st_mtime_ns) for path, about in files]
 
 
 def _file(key: str) -> Path:
@@ -92,7 +84,7 @@ def _file(key: str) -> Path:
 def _read(key: str) -> Profile | None:
     """The profile that is kept; None for one that is not there, or cannot be read as one."""
     try:
-        return from_json(_file(key).read_bytes())
+        return PROFILE.validate_json(_file(key).read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -102,4 +94,4 @@ def _write(key: str, profile: Profile) -> None:
     file = _file(key)
     with contextlib.suppress(OSError):
         private_folder(file.parent)
-        replace_text(file, to_json(profile).decode() + "\n")
+        replace_text(file, PROFILE.dump_json(profile).decode() + "\n")

@@ -4,12 +4,18 @@ step, and what goes over which link."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeline.planning.timeline import Place
+LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
+UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
+EXPORT, EVALUATION = "export", "evaluation"
+STEP = (FORWARD, BACKWARD, UPDATE)
+"""Phases of a training step."""
 
+Place = Literal["device", "host", "disk"]
+"""Memory of the accelerator, of its machine, or files of offloaded state."""
 PARAMETERS = "parameters"
 GATHERED = "parameters in use"
 GRADIENTS = "gradients"
@@ -50,6 +56,21 @@ class Item(NamedTuple):
     bytes: int
     formula: str = ""
     """How they come about, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one place holds at a time."""
+
+    bytes: int
+    items: Mapping[str, int]
+    """Item -> bytes, of those that are not zero."""
+
+    @classmethod
+    def of(cls, items: Mapping[str, int]) -> Held:
+        """The sum of some items."""
+        held = {item: size for item, size in items.items() if size}
+        return cls(bytes=sum(held.values()), items=held)
 
 
 class Gradients(NamedTuple):
@@ -101,6 +122,10 @@ class StrategyMemory(ABC):
     averaged: int = 0
     """Bytes of averages of each trained element, which are saved beside moments."""
 
+    reach: int = 1
+    """For how many units ahead something may be held. A trace needs a model that is deeper by them,
+    because the last units have none ahead."""
+
     @abstractmethod
     def held(self, moment: Moment) -> Iterator[Item]:
         """Everything that is there at a moment but activations, and but the gradients of the unit
@@ -127,9 +152,3 @@ class StrategyMemory(ABC):
     def copies(self, microbatches: int) -> Copies:
         """Copies between places in an optimizer step of so many micro-batches."""
         return Copies()
-
-    @property
-    def reach(self) -> int:
-        """For how many units ahead something may be held. A trace needs a model that is deeper by
-        them, because the last units have none ahead."""
-        return 1

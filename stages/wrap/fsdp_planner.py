@@ -71,12 +71,14 @@ class Sharded(TorchMemory):
         home: Place = "host" if config.cpu_offload else "device"
         super().__init__(topology.ranks, model, optimizer, sizes, shards=shards, home=home)
         self._config = config
+        self.reach = max(1, config.forward_prefetch, config.backward_prefetch)
         self._stays = config.sharding not in ("full_shard", "hybrid_shard")
         """Whether what forward has gathered is there until backward."""
         self._late = not config.reduce_every_microbatch
         self._whole = UnitAmounts(model, lambda w: w.shard(shards, sizes.compute) * shards)
         """Bytes of gathered units."""
         self._trained = UnitAmounts(model, lambda w: w.elements if w.trained else 0)
+        self._last = next((w.elements for w in reversed(model.root) if w.trained), 0)
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         buffers = self._gathering(moment, place) + self._reducing(moment, place)
@@ -119,7 +121,7 @@ class Sharded(TorchMemory):
         if moment.event != "reduce":
             return stays + r * self._own[place + 1] * self._shards
         # The whole gradients but the last are given up before there is a shard.
-        given_up = c * (self._head if place == ROOT else self._trained[place])
+        given_up = c * (self._trained[place] - self._last * (place == ROOT))
         shard = (r if r == m else r + m) * self._own[place] - given_up
         return stays + r * self._own[place] * self._shards + max(shard, 0)
 
@@ -151,10 +153,6 @@ class Sharded(TorchMemory):
         # The second gradient of a tied weight is added to the first, which gives a third tensor.
         sums = self._model.tied and moment.unit == "embeddings"
         return Gradients(0 if added else c, c if sums else 0)
-
-    @property
-    def reach(self) -> int:
-        return max(1, self._config.forward_prefetch, self._config.backward_prefetch)
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         shards, what, replicas = self._shards, "gradients", self.ranks // self._shards

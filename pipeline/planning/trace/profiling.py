@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import StageError
@@ -52,11 +53,11 @@ def profile(job: Job) -> Profile:
 
 def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
     """One micro-batch of each size through the first so many blocks, or through all where a
-    shallower model has others. Raises StageError where even then the blocks are others."""
+    shallower model is another one. Raises StageError where even then it is."""
     for depth in dict.fromkeys([min(blocks, len(whole.names)), None]):
         found = [run(job, Extent(blocks=depth, samples=size), bare=True) for size in SAMPLES]
-        here = structure(found[0].source.skeleton).signatures
-        if [*here] == [*whole.signatures[: len(here)]]:
+        here = structure(found[0].source.skeleton)
+        if here.root == whole.root and here.signatures == whole.signatures[: len(here.names)]:
             return found
     raise StageError("the model's blocks cannot be told apart")
 
@@ -68,8 +69,13 @@ class _Parts:
         self._names = runs[0].names
         self._pieces = [_pieces(one.stretches, self._names) for one in runs]
         self._elements = {weight.name: weight.elements for weight in runs[0].built.weights}
-        pieces = self._pieces[0]
-        self.given = self._given(*pieces)
+        blocks = range(len(runs[0].built.names))
+        if any(len(self._pieces[0].get((FORWARD, place), ())) != 1 for place in blocks):
+            raise StageError(
+                "the model does not run each of its blocks once, one after another",
+                hint="`pipe bench` measures what it takes",
+            )
+        self.given = self._given(*self._pieces[0])
         """Names of the weights that get a gradient."""
         self.early = self._given((BACKWARD, START), (BACKWARD, HEAD))
         """Those that get it before any block's."""
@@ -150,13 +156,14 @@ def _shape(
         _elements(one for one in built.blocks[place] if one.trained and one.name not in known)
         for place in first
     ]
-    ran = [*built.root, *(weight for place in first for weight in built.blocks[place])]
-    idle = [one.name for one in ran if one.trained and one.name not in parts.given]
-    shown = ", ".join(idle[:2]) + " and others" * (len(idle) > 2)
-    told = f"that some weights get no gradient, and so no state of the optimizer: {shown}"
+    idle = [w.name for w in built.weights if w.trained and w.name not in parts.given]
+
+    def shaped(weights: Sequence[Weight]) -> tuple[Weight, ...]:
+        return tuple(replace(w, trained=w.trained and w.name not in idle) for w in weights)
+
     return ModelShape(
-        root=tuple(built.root),
-        kinds=tuple(tuple(built.blocks[place]) for place in first),
+        root=shaped(built.root),
+        kinds=tuple(shaped(built.blocks[place]) for place in first),
         blocks=tuple(numbers),
         late=tuple(one.name for one in built.root if one.name in parts.early),
         tied=built.tied,
@@ -164,7 +171,7 @@ def _shape(
         parameters=root + sum(blocks[kind] + added[kind] for kind in numbers),
         exported=root + sum(blocks[kind] for kind in numbers),
         proven=root + max(blocks, default=0),
-        caveats=(told,) if idle else (),
+        caveats=tuple(f"what {name}, which gets no gradient, might take" for name in idle[:1]),
     )
 
 
