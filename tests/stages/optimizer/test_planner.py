@@ -1,54 +1,44 @@
-"""What updates take for a moment, as compiled code says and as a trace sees it."""
+"""What updates take for a moment, as compiled code says."""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from pipeline import testing
 from pipeline.artifacts import Precision
 from pipeline.planning.topology import Topology
-from stages.optimizer.adamw import AdamW, Moments
-from stages.optimizer.lowbit import LowBitAdamW
-from stages.optimizer.packings import packing
+from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.planner import AdamWPlanner
 
-ALLOCATED = re.compile(r"(buf\d+) = empty_strided_\w+\(\(([\d, ]*)\), .*?, torch\.(\w+)\)")
-ELEMENTS = 1 << 16
+ALLOCATED = re.compile(r"buf\d+ = empty_strided_\w+\(\(([\d, ]*)\), .*?, torch\.(\w+)\)")
 HERE = Topology(ranks=1, local_ranks=1, device="cpu")
 POLICY = Precision(master="fp32", compute="bf16", reduce="fp32", buffer=None, loss_scaling=None)
 
 
-def compiled(moments: Moments) -> str:
-    """The code that an update is compiled to."""
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_buffers_of_compiled_updates(moments: Moments, tmp_path: Path) -> None:
     from torch._inductor.utils import run_and_get_code
 
-    weight = torch.nn.Parameter(torch.randn(ELEMENTS))
-    weight.grad = torch.randn(ELEMENTS)
-    build = functools.partial(
-        LowBitAdamW, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, rounding_seed=None
-    )
-    optimizer = build([{"params": [weight]}], packing=packing(moments), compiled=True)
+    weight = torch.nn.Parameter(torch.randn(1 << 16))
+    weight.grad = torch.randn_like(weight)
+    stage = AdamW(moments=moments)
+    optimizer = stage.run(testing.context(tmp_path)).build([{"params": [weight]}])
     _, (code,) = run_and_get_code(optimizer.step)
-    return str(code)
-
-
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
-def test_buffers_of_compiled_updates(moments: Moments) -> None:
     held = [
-        math.prod(int(size) for size in shape.split(",") if size.strip())
-        * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-        for _, shape, dtype in ALLOCATED.findall(compiled(moments))
+        math.prod(map(int, re.findall(r"\d+", shape))) * getattr(torch, dtype).itemsize
+        for shape, dtype in ALLOCATED.findall(code)
     ]
-    told = AdamWPlanner(AdamW(moments=moments)).forecast(HERE, POLICY)
-    assert told.update(ELEMENTS, ELEMENTS) == pytest.approx(sum(held), rel=0.01)
+    told = AdamWPlanner(stage).forecast(HERE, POLICY)
+    assert told.update(weight.numel(), weight.numel()) == pytest.approx(sum(held), rel=0.01)
 
 
 @pytest.mark.parametrize(("kernel", "each"), [("fused", 0), ("foreach", 40), ("single", 32)])
-def test_what_torchs_kernels_take(kernel: str, each: int) -> None:
+def test_what_torchs_kernels_take(kernel: Kernel, each: int) -> None:
     """Of ten elements in parameters of at most four: copies in fp32."""
-    told = AdamWPlanner(AdamW(kernel=kernel)).forecast(HERE, POLICY)  # type: ignore[arg-type]
+    told = AdamWPlanner(AdamW(kernel=kernel)).forecast(HERE, POLICY)
     assert told.update(4, 10) == each
