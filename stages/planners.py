@@ -12,8 +12,7 @@ from pipeline.length import Length
 from pipeline.planning.estimate import Extras, HostNeed, Storage
 from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving
 from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape
-from pipeline.planning.strategy import StrategyMemory
-from pipeline.planning.timeline import EXPORT
+from pipeline.planning.strategy import EXPORT, StrategyMemory
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context
 from pipeline.state.count import count

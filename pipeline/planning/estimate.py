@@ -104,14 +104,6 @@ class Extras:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported(Extras):
-    """Needs of a slot that exports."""
-
-    loaded: int
-    """Bytes of the model in memory, as others load it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Needs of one recipe at one place, in bytes."""
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
 UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
-EXPORT, EVALUATION = "export", "evaluation"
+EXPORT = "export"
 STEP = (FORWARD, BACKWARD, UPDATE)
 """Phases of a training step."""
 

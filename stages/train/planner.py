@@ -11,8 +11,7 @@ from pipeline.planning.estimate import Extras, Step
 from pipeline.planning.planner import CHUNK, SMALLER, Extent, PhaseListener, Planner, Saving
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import BYTES, OptimizerShape, SampleShape
-from pipeline.planning.strategy import StrategyMemory
-from pipeline.planning.timeline import BACKWARD, FORWARD, RESUME, SAVE, UPDATE
+from pipeline.planning.strategy import BACKWARD, FORWARD, RESUME, SAVE, UPDATE, StrategyMemory
 from pipeline.planning.topology import Topology
 from pipeline.stage import Context
 from pipeline.state.retention import Retention

@@ -11,8 +11,7 @@ from pipeline.planning.estimate import Extras, HostNeed
 from pipeline.planning.planner import Planner, Planners
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes
-from pipeline.planning.strategy import StrategyMemory
-from pipeline.planning.timeline import LOAD
+from pipeline.planning.strategy import LOAD, StrategyMemory
 from pipeline.planning.topology import Topology
 from stages.wrap.accelerate import Accelerate
 from stages.wrap.accelerate_checks import KEY, is_handed_on, is_sharded

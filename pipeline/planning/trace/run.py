@@ -31,8 +31,8 @@ from pipeline.stage import Context
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 WHOLE = Extent()
-TRACE, PROFILE = "trace", "profile"
-"""Methods of planners. `profile` trains a model without a strategy, where `trace` does not."""
+TRACE = "trace"
+"""The method of planners that stands for a stage's `run`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
             names = stages.leave_bare(marks)
         else:
             stages.wrap(fake=fake)
-        stages.train(built.names, marks, bare=bare)
+        stages.train(built.names, marks)
     return Traced(source=source, built=built, stretches=tracker.stretches, names=names)
 
 
@@ -121,18 +121,17 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def trainers(job: Job, *, bare: bool) -> Sequence[tuple[Any, str]]:
-    """Planners of the slots that train, and their methods. Raises UsageError if there are none, or
-    if one of them has no trace: its memory would be left out."""
+def trainers(job: Job) -> Sequence[Any]:
+    """Planners of the slots that train. Raises UsageError if there are none, or if one of them has
+    no trace: its memory would be left out."""
     found = []
     for step in job.plan.steps:
         planner = job.planners.get(step.slot)
         trains = issubclass(step.gives or object, TrainedRun) and any(
             need.type is Data for need in needs_of(step.stage, "run")
         )
-        methods = [one for one in ([PROFILE] if bare else []) + [TRACE] if _listens(planner, one)]
-        if methods:
-            found.append((planner, methods[0]))
+        if _listens(planner):
+            found.append(planner)
         elif trains:
             raise UsageError(
                 f"this recipe cannot be traced: what trains in {step.slot}, {step.use}, has no "
@@ -143,9 +142,9 @@ def trainers(job: Job, *, bare: bool) -> Sequence[tuple[Any, str]]:
     return found
 
 
-def _listens(planner: Any, method: str) -> bool:
-    return hasattr(planner, method) and any(
-        need.type is PhaseListener for need in needs_of(planner, method)
+def _listens(planner: Any) -> bool:
+    return hasattr(planner, TRACE) and any(
+        need.type is PhaseListener for need in needs_of(planner, TRACE)
     )
 
 
@@ -180,13 +179,13 @@ class _Stages:
         self.results["bare"] = engine
         return engine.names
 
-    def train(self, names: Sequence[str], marks: Marks, *, bare: bool) -> None:
+    def train(self, names: Sequence[str], marks: Marks) -> None:
         """Run the stages that train; these modules are the model's blocks."""
         engine: Engine = self.results.require(Engine, "")
         blocks = [_within(engine.model, name) for name in names]
         with marks.watching(engine.model, blocks):
-            for planner, method in trainers(self._job, bare=bare):
-                self.results.call(planner, method, self._ctx)
+            for planner in trainers(self._job):
+                self.results.call(planner, TRACE, self._ctx)
 
     def _run(self, gives: tuple[type, ...], *, real: bool = False) -> None:
         """Run the stages that give one of these: `trace` of their planners, if that is there and

@@ -34,7 +34,7 @@ class Trace:
 def trace(job: Job, strategy: StrategyMemory) -> Trace:
     """The memory of two steps of rank 0. Raises UsageError for a strategy or training that cannot
     be traced, and StageError for a model that needs values."""
-    trainers(job, bare=False)
+    trainers(job)
     blocks = structure(declared(job).skeleton).signatures
     pair = depths(blocks, strategy.reach)
     found = [run(job, Extent(blocks=depth)) for depth in pair or (None,)]
