@@ -24,15 +24,6 @@ autograd engine has them."""
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `operation` stands for every operation on tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> Any:
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -72,7 +72,7 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, fake: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stretches: list[Stretch] = []
         self._fake = fake
         self._sizes: dict[int, int] = {}
@@ -95,11 +95,11 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
     def __enter__(self) -> MemoryTracker:
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
