@@ -106,8 +106,8 @@ class HfSource(ModelSource):
         config = copy.deepcopy(self.config)
         # Training never reads a key-value cache; `self.config` keeps the value to be exported.
         config.use_cache = False
-        config.get_text_config().use_cache = False
         try:
+            config.get_text_config().use_cache = False
             with compat.quiet(), compat.without_init():
                 model = AutoModelForCausalLM.from_config(
                     config,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.errors import StageError
+
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "lru_width"), 128),
@@ -38,7 +40,11 @@ NEEDED = (
 )  # fmt: skip
 """Sizes that are set where the default is none, which no model can be built with."""
 
-OWN: dict[str, dict[str, Any]] = {"zaya": {"num_experts_per_tok": 1}}
+OWN: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts_per_tok": 1},
+    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 16}),
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+}
 """Type -> sizes that it wants otherwise."""
 
 
@@ -53,7 +59,10 @@ def small(kind: str) -> dict[str, Any]:
     """The default config of a type, with small sizes."""
     from transformers import CONFIG_MAPPING
 
-    found = _small(CONFIG_MAPPING[kind]().to_dict())
+    try:
+        found = _small(CONFIG_MAPPING[kind]().to_dict())
+    except Exception as error:  # of a type whose default config it does not take itself
+        raise StageError(f"the default config cannot be made: {error}") from error
     return {"model_type": kind, **found, **OWN.get(kind, {})}
 
 

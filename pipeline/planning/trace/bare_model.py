@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec, torch_dtype
 from pipeline.engine import Admit, DataShard, Engine, StepReport
@@ -39,6 +40,8 @@ class BareEngine(Engine):
                     if buffer.is_floating_point():
                         buffer.data = buffer.data.to(torch_dtype(precision.buffer))
         self.model = model.to_empty(device="cpu").train()
+        for block in source.blocks(self.model):
+            block.register_forward_pre_hook(_cast(torch_dtype(precision.compute)), with_kwargs=True)
         self.device = torch.device("cpu")
         self.shard = DataShard(index=0, count=topology.ranks)
         for name, parameter in self.model.named_parameters():
@@ -65,6 +68,15 @@ def _names(model: nn.Module) -> dict[str, str]:
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[parameter] for name, parameter in every}
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    """A hook that casts what a block is given, as strategies that gather blocks do."""
+
+    def cast(one: Any) -> Any:
+        return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
+
+    return lambda module, inputs, named: tree_map(cast, (inputs, named))
 
 
 def _drop(name: str, marks: Marks) -> Callable[[Tensor], None]:

@@ -159,7 +159,8 @@ class _Stages:
     def declare(self) -> ModelSource:
         """Run the stages that give declarations, whose tensors are real. Raises UsageError where
         no model is declared."""
-        self._run(DECLARATIONS)
+        with _explained():
+            self._run(DECLARATIONS)
         why = "nothing can be traced: no slot of the recipe gives a model"
         source: ModelSource = self.results.require(ModelSource, why)
         return source

@@ -17,35 +17,29 @@ from tests.support.every_family import every, small
 from tests.support.tier import spread
 
 EAGER = "does not support an attention implementation"
-NO_BLOCKS = "has no transformer blocks; name their classes in `units`"
-UNBUILT = "random initialisation cannot be built"
-VALUES = "the model cannot be run on tensors without values"
 SENTENCES = {
-    "bert-generation": NO_BLOCKS,
-    "big_bird": NO_BLOCKS,
-    "biogpt": NO_BLOCKS,
-    "blenderbot": NO_BLOCKS,
-    "blenderbot-small": NO_BLOCKS,
-    "cpmant": NO_BLOCKS,
-    "ctrl": NO_BLOCKS,
-    "electra": NO_BLOCKS,
-    "cohere_compass_text": UNBUILT,
-    "dbrx": UNBUILT,
-    "gemma3n": UNBUILT,
-    "gemma3n_text": UNBUILT,
-    "qwen4_exp_text": UNBUILT,
-    "bailing_hybrid": VALUES,
-    "codegen": VALUES,
-    "blt": "its config has no num_hidden_layers",
-    "dots3_note": "the model's config cannot be used",
-    "gemma4_assistant": "the model's config cannot be used",
+    "has no transformer blocks; name their classes in `units`": """bert-generation big_bird biogpt
+        blenderbot blenderbot-small cpmant ctrl electra git marian megatron-bert mvp openai-gpt
+        pegasus rembert roberta-prelayernorm roc_bert roformer xlm xlnet""",
+    "random initialisation cannot be built": """cohere_compass_text dbrx gemma3 gemma3n gemma3n_text
+        gemma4_unified_assistant hunyuan_v1_dense hunyuan_v1_moe lfm2_moe ministral
+        moss_transcribe_diarize musicgen musicgen_melody qwen4_exp qwen4_exp_text reformer zamba""",
+    "the model cannot be run on tensors without values": """bailing_hybrid jetmoe kimi_linear
+        longcat_flash minimax prophetnet rwkv xlstm xmod""",
+    "the model does not run each of its blocks once": "hrm_text",
+    "its config has no num_hidden_layers": "blt",
+    "the model's config cannot be used": "dots3_note mamba2",
+    "the default config cannot be made": "gemma4_assistant",
 }
-"""Types without a plan -> what is said of them, in part."""
+"""Part of what is said -> types without a plan."""
+MUTE = {kind for kinds in SENTENCES.values() for kind in kinds.split()}
+SLOW = {"rwkv"}
+"""Types whose loops over tokens take minutes before they come to what cannot be run."""
 NAMED = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
-def apart(kind: str, folder: Path) -> tuple[float, tuple[str, ...]]:
-    """How far the profile is from the trace, and what is said not to be counted."""
+def apart(kind: str, folder: Path) -> float:
+    """How far the profile is from the trace."""
     try:
         return _apart({"config": small(kind)}, folder)
     except PipeError as error:
@@ -54,28 +48,29 @@ def apart(kind: str, folder: Path) -> tuple[float, tuple[str, ...]]:
         return _apart({"config": small(kind), "attention": "eager"}, folder)
 
 
-def _apart(model: dict[str, object], folder: Path) -> tuple[float, tuple[str, ...]]:
+def _apart(model: dict[str, object], folder: Path) -> float:
     case = Case(name="", model=model, ranks=2, length=96, samples=2)
     here = job(case, folder, "cuda")
     told = ask(here, profile(here))
-    estimate = assemble(here.topology, told)
     strategy: StrategyMemory = told.require(StrategyMemory, "")
     reference = step_peak(trace(here, strategy).peaks)
-    return step_peak(estimate.device) / reference - 1, tuple(estimate.caveats)
+    return step_peak(assemble(here.topology, told).device) / reference - 1
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys([*NAMED, *spread(every(), 8)]))
 def test_a_type_has_a_plan_or_a_sentence(kind: str, tmp_path: Path) -> None:
-    if kind in SENTENCES:
-        with pytest.raises(PipeError, match=SENTENCES[kind]):
-            apart(kind, tmp_path)
+    if kind in SLOW:
         return
-    error, caveats = apart(kind, tmp_path)
-    assert abs(error) < 0.03 or any("get no gradient" in caveat for caveat in caveats)
+    if kind not in MUTE:
+        assert abs(apart(kind, tmp_path)) < 0.03
+        return
+    (said,) = (said for said, kinds in SENTENCES.items() if kind in kinds.split())
+    with pytest.raises(PipeError, match=said):
+        apart(kind, tmp_path)
 
 
 def test_most_types_have_a_plan() -> None:
     kinds = set(every())
-    assert set(SENTENCES) <= kinds
-    assert len(kinds - set(SENTENCES)) >= 60
-    assert not set(NAMED) & set(SENTENCES)
+    assert kinds >= MUTE
+    assert len(kinds - MUTE) >= 60
+    assert not set(NAMED) & MUTE
