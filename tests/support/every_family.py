@@ -42,7 +42,8 @@ NEEDED = (
 
 OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
-    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 16}),
+    "codegen": {"rotary_dim": 16},
+    "gptj": {"rotary_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
 }
 """Type -> sizes that it wants otherwise."""
