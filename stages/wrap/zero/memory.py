@@ -1,0 +1,232 @@
+"""Memory, traffic and copies of DeepSpeed ZeRO on one rank (Rajbhandari et al. 2020).
+
+docs/zero-memory.md has the formulas, says what their letters are, and how they were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeline.artifacts import Precision
+from pipeline.planning import strategy
+from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
+from pipeline.planning.strategy import (
+    Copies,
+    Gradients,
+    Item,
+    Moment,
+    StrategyMemory,
+    Traffic,
+    Unit,
+)
+from pipeline.planning.timeline import Place
+from stages.wrap.zero.kernels import uses_deepspeed_kernel
+from stages.wrap.zero.stage import Zero
+
+SUMMED = 4
+"""Bytes of a gradient's element summed over micro-batches: `grad_accum_dtype` is always fp32."""
+
+
+class Amounts(NamedTuple):
+    """A unit as backward comes to it: trained elements, those of its largest trained parameter, and
+    those whose gradients were computed before; bytes of its largest parameter, and of all that
+    backward still needs."""
+
+    trained: int
+    largest: int
+    before: int
+    widest: int
+    left: int
+
+
+class ZeroMemory(StrategyMemory):
+    """Stages 1 and 2 (zero/stage_1_and_2.py): compute weights are whole, gradients go through a
+    bucket, each rank keeps its part of their sum and of the states. Stage 1 keeps gradients whole
+    until the step."""
+
+    def __init__(
+        self, stage: Zero, model: ModelShape, precision: Precision, optimizer: OptimizerShape, *,
+        ranks: int,
+    ) -> None:  # fmt: skip
+        self.ranks, self.stage, self.model, self.optimizer = ranks, stage, model, optimizer
+        sizes, offload = Sizes.by(precision), stage.offload_optimizer
+        self.c, self.m, self.r = sizes.compute, sizes.master, sizes.reduce
+        self.compute, self.bucket = precision.compute, stage.reduce_bucket_size
+        self.low = self.c < SUMMED
+        """Whether gradients are computed in fewer bits than they are summed in."""
+        self.offloaded = offload is not None
+        self.contiguous = stage.contiguous_gradients or self.offloaded
+        """Whether gradients are copied into a buffer as they come."""
+        self.accumulates = stage.stage == 1 and self.compute == "bf16" and not self.offloaded
+        """Whether it is bf16_optimizer.py: gradients are whole and in bf16, their sums whole and
+        in fp32 all the time, and there is no bucket."""
+        self.whole = (stage.stage == 1) * (self.c if self.accumulates else SUMMED)
+        """Bytes of an element of gradients that are whole until the step."""
+        buffers = (2 if stage.overlap_comm else 1) * self.contiguous * (not self.accumulates)
+        self.buffer = (self.whole or self.c) * buffers * self.bucket
+        """Bytes of the bucket of stages 1 and 2, allocated whole, however small the model."""
+        at: dict[str | None, Place] = {None: "device", "cpu": "host", "nvme": "disk"}
+        self.states_at = at[offload.device if offload else None]
+        in_kernel = uses_deepspeed_kernel(stage, optimizer.algorithm)
+        self.moments = 8 if in_kernel else optimizer.bits / 8
+        """Bytes of an element's moments, which DeepSpeed's kernels keep in fp32."""
+        self.trained = model.trained
+        self.every = sum(weight.bytes(self.c) * count for weight, count in model.counted())
+        """Bytes of all weights in the compute dtype."""
+        self.part = self.share(self.trained)
+        self.units = self._units()
+        self.largest = max(unit.largest for unit in self.units.values())
+
+    def share(self, elements: int) -> int:
+        """A rank's part of so many elements, padded."""
+        return -(-elements // self.ranks)
+
+    def _units(self) -> dict[Unit, Amounts]:
+        model, before, left = self.model, self.trained, 0
+        weights: dict[Unit, tuple[Weight, ...]] = {"embeddings": (model.embedding,)}
+        weights |= {place: model.kinds[kind] for place, kind in enumerate(model.blocks)}
+        weights["head"] = tuple(one for one in model.root if one is not model.embedding)
+        found: dict[Unit, Amounts] = {}
+        for unit, own in weights.items():
+            trained = [weight.elements for weight in own if weight.trained]
+            every = [weight.bytes(self.c) for weight in own]
+            before -= sum(trained)
+            left += sum(every) if trained or unit != "embeddings" else 0  # frozen: no backward
+            most = max(trained, default=0), before, max(every, default=0)
+            found[unit] = Amounts(sum(trained), *most, left)
+        return found
+
+    def held(self, moment: Moment) -> Iterator[Item]:
+        if moment.event == "load":  # the first update makes moments
+            yield from (item for item in self.states() if item.name != strategy.OPTIMIZER)
+            yield Item("weights as they are made", "device", self.loading(), "whole weights")
+            return
+        yield from self.states()
+        yield from self.passing(moment)
+        if moment.event == "step":
+            yield Item(strategy.UPDATE_TEMPORARIES, "device", self.step(), "norms and copies")
+        elif moment.event in strategy.IN_BACKWARD:
+            yield from self._backward(moment)
+
+    def _backward(self, moment: Moment) -> Iterator[Item]:
+        """Gradients beside those that a unit computes. A full bucket is reduced while the next
+        gradient waits, one that is larger than it alone, the rest at the end."""
+        unit, c, embedding, size = self.units[moment.unit], self.c, self.model.embedding, 0
+        came = unit.before + unit.trained
+        if moment.event == "reduce" and (came > self.bucket or moment.unit == "embeddings"):
+            size = self.flattened(unit) * min(came, max(self.bucket, unit.largest))
+            size += c * unit.largest * (came > self.bucket)
+        if not self.whole:
+            yield Item("reduction", "device", size, f"{self.r} filled as sent, {c} n")
+            yield Item(strategy.WHOLE_GRADIENTS, "device", c * self.kept(moment), f"{c} n")
+        # Autograd keeps a tied head's until that of the embeddings is there.
+        apart = (moment.event, moment.unit) in (("backward", "head"), ("reduce", "embeddings"))
+        size = c * embedding.elements * (self.model.tied and embedding.trained and not apart)
+        yield Item("gradient of the tied head", "device", size, f"{c} n")
+
+    def states(self) -> Iterator[Item]:
+        """Everything that is there from loading to the end."""
+        m, o = self.m, self.moments
+        yield Item("master weights", self.states_at, m * self.part, f"{m} N/W")
+        yield Item(strategy.OPTIMIZER, self.states_at, round(o * self.part), f"{o:.4g} N/W")
+        yield from self.beside()
+
+    def beside(self) -> Iterator[Item]:
+        """Compute weights, and whatever else is always there."""
+        c, m, copied = self.c, self.m, self.c * self.largest
+        yield Item(strategy.PARAMETERS, "device", self.every, f"{c} (N + F)")
+        if self.accumulates:
+            yield Item("summed gradients", "device", SUMMED * self.trained, "4 N")
+        if self.offloaded:
+            size = (m + c + SUMMED * (not self.low)) * self.part + copied
+            yield Item("gradients and updated weights", "host", size, f"{m + c} N/W")
+            yield Item("gradient to copy", "device", copied, f"{c} max(n)")
+
+    def loading(self) -> int:
+        """Bytes of the device beside states as these are loaded: weights are made in the masters'
+        dtype and cast, or copied into one buffer; then gradients of masters are there."""
+        masters = self.m * self.part * (not self.offloaded)
+        made = max(self.m - self.c, self.c) * self.trained
+        return 0 if self.accumulates else max(made - masters, masters)
+
+    def passing(self, moment: Moment) -> Iterator[Item]:
+        """Summed gradients and buffers that are there at times."""
+        unit, event, later = self.units[moment.unit], moment.event, not moment.first
+        backward, step = event in strategy.IN_BACKWARD, event == "step"
+        if backward or (self.whole and later):
+            yield Item("reduce bucket", "device", self.buffer, "bucket")
+        if self.whole and (self.accumulates or not step):
+            computed = (unit.before + unit.trained * (event == "reduce")) * backward
+            size = self.whole * (self.trained if later or step else computed)
+            yield Item(strategy.GRADIENTS, "device", size, f"{self.whole} N so far")
+            return
+        # New fp32 ones are added to those of the micro-batches before when all are there.
+        parts = later + (backward and unit.before > self.bucket) + step
+        if self.low:
+            parts = min(parts + (event == "reduce"), 1)
+        size = parts * SUMMED * self.part * (self.low or not self.offloaded)
+        yield Item(strategy.GRADIENTS, "device", size, "4 N/W")
+
+    def flattened(self, unit: Amounts) -> int:
+        """Bytes of an element of a bucket that is reduced: flattened, if it is not one gradient,
+        and cast to the dtype that it travels in (allreduce_bucket)."""
+        return self.c * (unit.largest <= self.bucket) + self.r * (self.r != self.c)
+
+    def kept(self, moment: Moment) -> int:
+        """Elements of gradients that are neither in the bucket nor summed. In a rank's own part
+        one larger than the bucket stays until the end of backward."""
+        unit = self.units[moment.unit]
+        alone = self.low and unit.largest > self.bucket and isinstance(moment.unit, int)
+        most = self.part * alone if self.contiguous else self.part + self.bucket
+        return min(unit.before, most)
+
+    def step(self) -> int:
+        """Bytes for norms, taken in fp64, and the update; at stage 1, or for the reduction."""
+        taken = 8 * min(self.largest, self.part)
+        if not self.offloaded:
+            copied = self.m * self.part * (not self.low or self.m != SUMMED)
+            taken = max(taken, copied + self.optimizer.update(self.part, self.part))
+        filled = min(self.trained, self.bucket)
+        if self.accumulates:
+            return max(taken, SUMMED * filled + self.r * self.trained * (self.r != SUMMED))
+        rest = self.trained - filled * (not self.low)
+        return max(taken, (SUMMED * rest + self.buffer) * (self.stage.stage == 1))
+
+    def gradients(self, moment: Moment) -> Gradients:
+        c, whole = self.c, self.whole
+        if whole:
+            return Gradients(whole * moment.first, c * (c != whole) + whole * (not moment.first))
+        return Gradients(0, c) if self.contiguous else Gradients(c, 0)
+
+    @property
+    def masters(self) -> tuple[int, Place]:
+        return self.part, "host" if self.offloaded else "device"
+
+    @property
+    def updated(self) -> int:
+        return 0 if self.offloaded else self.optimizer.touched(self.part, self.m)
+
+    def gathered(self, microbatches: int) -> int:
+        """Bytes of parameters that are gathered in an optimizer step."""
+        return self.c * self.trained
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        w, stage, moved = self.ranks, self.stage.stage, self.gathered(microbatches)
+        sent = self.r * self.trained * (1 if stage == 1 else microbatches)
+        # Stages 1 and 2 give all ranks all of it (use_multi_rank_bucket_allreduce).
+        by: strategy.Collective = "reduce-scatter" if stage == 3 else "all-reduce"
+        if w > 1:
+            yield Traffic(collective=by, bytes=sent, ranks=w, what="gradients")
+            yield Traffic(collective="all-gather", bytes=moved, ranks=w, what="parameters")
+
+    def copies(self, microbatches: int) -> Copies:
+        """Gradients go down to the masters, updated weights up, or parameters whenever they are
+        gathered. Sums in host memory go up and down in each micro-batch."""
+        stage, far = self.stage.stage, self.stage.offload_param is not None
+        if not (far or self.offloaded):
+            return Copies()
+        times = (1 if stage == 1 else microbatches) * (stage == 3 or not self.low)
+        sums = SUMMED * self.part * times * self.offloaded
+        read = self.share(self.gathered(microbatches)) if far else self.c * self.part
+        return Copies(up=read + sums, down=self.m * self.part + sums)
