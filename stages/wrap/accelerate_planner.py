@@ -25,9 +25,7 @@ def plainly_replicated(
     """A replica on every rank as accelerate makes it: gradients are tensors of their own, reduced
     as they are, and with several processes the buckets stay beside them."""
     ranks, sizes = topology.ranks, Sizes.by(replace(precision, reduce=precision.master))
-    return Replicated(
-        ranks, profile, optimizer, sizes, views=False, buckets=ranks > 1, settled=False
-    )
+    return Replicated(ranks, profile, optimizer, sizes, views=False, buckets=ranks > 1)
 
 
 class AcceleratePlanner(Planner[Accelerate]):

@@ -45,12 +45,11 @@ class Replicated(TorchMemory):
         *,
         views: bool,
         buckets: bool = True,
-        settled: bool = True,
     ) -> None:
-        """Without `buckets`, nothing is reduced; `settled`: they are laid out while it loads."""
+        """Without `buckets`, nothing is reduced."""
         model = profile.model
         super().__init__(ranks, model, optimizer, sizes)
-        self._views, self._buckets, self._settled = views, buckets, settled
+        self._views, self._buckets = views, buckets
         self._is_cast = sizes.master != sizes.compute
 
         def cast(weight: Weight) -> int:
@@ -84,8 +83,7 @@ class Replicated(TorchMemory):
         trained, table = self._own.all, self._model.embedding
         buckets = trained * self._buckets
         if moment.event == "load":  # gradients are laid into buckets, whole or one by one
-            laid_out = self._own.largest if self._views else buckets
-            return buckets + laid_out * self._settled
+            return buckets + (self._own.largest if self._views else buckets)
         if moment.event == "between":
             return buckets
         backward = moment.event in IN_BACKWARD and moment.unit != "head"

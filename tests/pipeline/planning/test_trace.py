@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,28 +16,13 @@ from memories.compare import trace_and_tensors
 
 from pipeline.cli import main
 from pipeline.planning.job import Job
-from pipeline.planning.strategy import StrategyMemory
-from pipeline.planning.timeline import BACKWARD, FORWARD, STEP, UPDATE, Held
+from pipeline.planning.strategy import BACKWARD, FORWARD, STEP, UPDATE, Held
 from pipeline.planning.trace.run import run
 from pipeline.planning.trace.structure import depths
 from pipeline.planning.trace.traced import by_phase, tops_of, trace
 from tests.support.tier import spread
 
 CASES = {case.name: case for case in SMALL}
-
-
-class Reach(StrategyMemory):
-    """Only how far ahead a strategy holds units."""
-
-    def __init__(self, reach: int) -> None:
-        self._reach = reach
-
-    @property
-    def reach(self) -> int:
-        return self._reach
-
-
-Reach.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
 def job(case: Case, folder: Path, device: str = "cuda") -> Job:
@@ -65,26 +51,23 @@ def test_a_trace_is_what_real_tensors_take(name: str) -> None:
     assert abs(pair.error) < 0.005, f"{pair.told} instead of {pair.reference}"
 
 
-@pytest.mark.parametrize("name", ["Gemma 2", "FSDP again, accumulated"])
-def test_two_depths_tell_of_all(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    config = {**case.model["config"], "num_hidden_layers": 12}
-    again = {"activation_checkpointing": {"every": 2}} if "again" in name else {}
-    deep = replace(case, model={**case.model, "config": config, **again}, length=64)
-    found = trace(job(deep, tmp_path), Reach(1))
-    assert found.how == "model and strategy were traced, with 6 and 8 of 12 blocks"
-    assert apart(found.peaks, whole(deep, tmp_path)) < 0.001
-
-
-@pytest.mark.parametrize("ahead", spread([{"forward_prefetch": 3}, {"backward_prefetch": 3}], 1))
-def test_units_gathered_ahead_are_traced_from_two_depths(
-    ahead: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "changes", "reach", "depths"),
+    [
+        ("Gemma 2", {}, 1, "6 and 8"),
+        ("FSDP again, accumulated", {"model": own(2, **llama(num_hidden_layers=12))}, 1, "6 and 8"),
+        ("FSDP", {"strategy": {"forward_prefetch": 3}, "compute": "fp32"}, 3, "8 and 9"),
+    ],
+)
+def test_two_depths_tell_of_all(
+    name: str, changes: dict[str, Any], reach: int, depths: str, tmp_path: Path
 ) -> None:
-    model = own(**llama(num_hidden_layers=12))
-    case = replace(CASES["FSDP"], model=model, strategy=ahead, compute="fp32", length=64)
-    found = trace(job(case, tmp_path), Reach(3))
-    assert found.how == "model and strategy were traced, with 8 and 9 of 12 blocks"
-    assert apart(found.peaks, whole(case, tmp_path)) < 0.002
+    case = replace(CASES[name], length=64, **changes)
+    config = {**case.model["config"], "num_hidden_layers": 12}
+    deep = replace(case, model={**case.model, "config": config})
+    found = trace(job(deep, tmp_path), SimpleNamespace(reach=reach))  # type: ignore[arg-type]
+    assert found.how == f"model and strategy were traced, with {depths} of 12 blocks"
+    assert apart(found.peaks, whole(deep, tmp_path)) < 0.002
 
 
 def test_packed_samples_have_a_mask(tmp_path: Path) -> None:
