@@ -77,7 +77,7 @@ class Sharded(ZeroMemory):
         left = self.every if forward else unit.left
         whole = max(min(left, self._stays), unit.widest, self._small)
         if isinstance(moment.unit, int) and self._ahead and (forward or self._stays < self.every):
-            whole += min(self._ahead + unit.widest, left)
+            whole += min(self._ahead + unit.widest, max(left - self._small, 0))
         # One rank's parts are whole, unless they are elsewhere.
         if moment.event != "step" and (self.ranks > 1 or self.stage.offload_param):
             size = self._small if moment.event == "between" else whole
