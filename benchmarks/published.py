@@ -23,7 +23,7 @@ from pipeline.accelerators import GB, GIB
 from pipeline.planning.hardware import Asked
 from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan, draw_up
-from pipeline.planning.timeline import STEP, UPDATE
+from pipeline.planning.strategy import STEP, UPDATE
 
 RUNS = Path(__file__).parent / "publications" / "runs.yaml"
 CLOSE = 0.15

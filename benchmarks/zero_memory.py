@@ -31,9 +31,8 @@ from pipeline.plan import Plan, plan_file
 from pipeline.planning.estimate import ask
 from pipeline.planning.job import Job as Planned
 from pipeline.planning.memory import step_peaks
-from pipeline.planning.strategy import StrategyMemory
-from pipeline.planning.timeline import BACKWARD, FORWARD, LOAD, SAVE, UPDATE
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
+from pipeline.planning.strategy import BACKWARD, FORWARD, LOAD, SAVE, UPDATE, StrategyMemory
 from pipeline.planning.trace.profiling import profile
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
 

@@ -10,10 +10,9 @@ from pipeline.artifacts import ModelSource, Precision
 from pipeline.engine import Engine
 from pipeline.length import Length
 from pipeline.planning.estimate import Extras, HostNeed, Storage
-from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving
+from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology
 from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape
 from pipeline.planning.strategy import EXPORT, StrategyMemory
-from pipeline.planning.topology import Topology
 from pipeline.stage import Context
 from pipeline.state.count import count
 from pipeline.state.retention import Retention

@@ -13,8 +13,7 @@ from memories.cases import Case
 from pipeline.planning.estimate import Step, ask
 from pipeline.planning.job import Job
 from pipeline.planning.memory import step_peaks
-from pipeline.planning.strategy import StrategyMemory
-from pipeline.planning.timeline import STEP, Held
+from pipeline.planning.strategy import STEP, Held, StrategyMemory
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import Traced, run
 from pipeline.planning.trace.traced import by_phase, tops_of, trace

@@ -18,8 +18,8 @@ from pipeline.journal import Journal
 from pipeline.launch.children import none_left
 from pipeline.plan import Plan, plan_file
 from pipeline.planning.memory_plan import estimated
-from pipeline.planning.timeline import RESUME, SAVE
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
+from pipeline.planning.strategy import RESUME, SAVE
 from pipeline.registry import Registry
 
 STOP_SECONDS = 30

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.plan import Plan
-from pipeline.planning.planner import Planners, Results
+from pipeline.planning.planner import Planners, Results, Topology
 from pipeline.planning.shapes import SampleShape
-from pipeline.planning.topology import Topology
 
 FORECAST = "forecast"
 

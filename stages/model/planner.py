@@ -8,9 +8,8 @@ from typing import Any
 
 from pipeline.artifacts import ModelSource
 from pipeline.errors import StageError
-from pipeline.planning.planner import RECOMPUTE, Extent, Planner, Saving
+from pipeline.planning.planner import RECOMPUTE, Extent, Planner, Saving, Topology
 from pipeline.planning.shapes import ModelShape
-from pipeline.planning.topology import Topology
 from pipeline.stage import Context
 from stages.model.hf import HfModel
 from stages.model.paths import is_local

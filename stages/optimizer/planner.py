@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.artifacts import OptimizerPlan, Precision
-from pipeline.planning.planner import NARROW_MASTERS, NARROW_MOMENTS, Planner, Saving
+from pipeline.planning.planner import NARROW_MASTERS, NARROW_MOMENTS, Planner, Saving, Topology
 from pipeline.planning.shapes import BYTES, OptimizerShape
-from pipeline.planning.topology import Topology
 from pipeline.stage import Context
 from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.lion import Lion

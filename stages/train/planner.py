@@ -8,11 +8,18 @@ from typing import Any
 from pipeline.artifacts import Precision
 from pipeline.engine import Engine
 from pipeline.planning.estimate import Extras, Step
-from pipeline.planning.planner import CHUNK, SMALLER, Extent, PhaseListener, Planner, Saving
+from pipeline.planning.planner import (
+    CHUNK,
+    SMALLER,
+    Extent,
+    PhaseListener,
+    Planner,
+    Saving,
+    Topology,
+)
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import BYTES, OptimizerShape, SampleShape
 from pipeline.planning.strategy import BACKWARD, FORWARD, RESUME, SAVE, UPDATE, StrategyMemory
-from pipeline.planning.topology import Topology
 from pipeline.stage import Context
 from pipeline.state.retention import Retention
 from stages.planners import checkpoints

@@ -8,11 +8,10 @@ from pathlib import Path
 from pipeline.artifacts import Precision
 from pipeline.importing.files import read_config
 from pipeline.planning.estimate import Extras, HostNeed
-from pipeline.planning.planner import Planner, Planners
+from pipeline.planning.planner import Planner, Planners, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes
 from pipeline.planning.strategy import LOAD, StrategyMemory
-from pipeline.planning.topology import Topology
 from stages.wrap.accelerate import Accelerate
 from stages.wrap.accelerate_checks import KEY, is_handed_on, is_sharded
 from stages.wrap.accelerate_handed import HandedOn

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
-from pipeline.planning.planner import Planner, Tier
+from pipeline.planning.planner import Planner, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
 from pipeline.planning.strategy import (
@@ -19,7 +19,6 @@ from pipeline.planning.strategy import (
     Moment,
     Traffic,
 )
-from pipeline.planning.topology import Topology
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.ddp import Ddp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts

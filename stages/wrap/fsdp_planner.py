@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
-from pipeline.planning.planner import REDUCE, Planner, Saving, Tier
+from pipeline.planning.planner import REDUCE, Planner, Saving, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes
 from pipeline.planning.strategy import (
@@ -18,10 +18,9 @@ from pipeline.planning.strategy import (
     Gradients,
     Item,
     Moment,
+    Place,
     Traffic,
 )
-from pipeline.planning.timeline import Place
-from pipeline.planning.topology import Topology
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts

@@ -14,9 +14,9 @@ from pipeline.planning.strategy import (
     UPDATE_TEMPORARIES,
     Item,
     Moment,
+    Place,
     StrategyMemory,
 )
-from pipeline.planning.timeline import Place
 
 ROOT = -1
 """Place of what belongs to no block."""

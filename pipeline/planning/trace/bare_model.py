@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec, torch_dtype
 from pipeline.engine import Admit, DataShard, Engine, StepReport
 from pipeline.fake_tensors import with_values
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
 from pipeline.planning.trace.marks import Marks
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pipeline.planning.planner import PhaseListener
-from pipeline.planning.timeline import LOAD
+from pipeline.planning.strategy import LOAD
 from pipeline.planning.trace.torch_compat import tensors_in
 from pipeline.planning.trace.tracker import MemoryTracker, Part, Position
 

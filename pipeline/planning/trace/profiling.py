@@ -11,7 +11,7 @@ from pipeline.planning.job import Job
 from pipeline.planning.planner import Extent
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
-from pipeline.planning.timeline import BACKWARD, FORWARD
+from pipeline.planning.strategy import BACKWARD, FORWARD
 from pipeline.planning.trace.marks import HEAD, INPUT, LOSS, START
 from pipeline.planning.trace.run import Traced, declared, run
 from pipeline.planning.trace.structure import Structure, kinds, structure

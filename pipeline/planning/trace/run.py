@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, TrainedRun
 from pipeline.dist import Dist
@@ -19,7 +18,6 @@ from pipeline.engine import Engine
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import told_apart, without_values
 from pipeline.metrics import Metrics
-from pipeline.plan import Step
 from pipeline.planning.job import Job
 from pipeline.planning.planner import Extent, PhaseListener, Results, needs_of
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
@@ -50,7 +48,7 @@ class Traced:
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError where none is."""
     with _context(job) as ctx:
-        return _Stages(job, WHOLE, ctx).declare()
+        return _declare(job, Results(extent=WHOLE), ctx)
 
 
 def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = False) -> Traced:
@@ -59,19 +57,17 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
     values are needed."""
     tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
-    names: Mapping[str, str] = {}
+    results = Results(topology=job.topology, samples=job.samples, extent=extent, listener=marks)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(_context(job))
         if not bare:
             ranks = job.topology.ranks
             alone = single_group() if not fake and ranks == 1 else silent_group(ranks)
             stack.enter_context(alone)
-        stages = _Stages(job, extent, ctx)
-        stages.results["listener"] = marks
-        source = stages.declare()
+        source = _declare(job, results, ctx)
         # Before a strategy changes the classes of modules.
         built = structure(source)
-        stages.results["unread"] = with_zero_weights(source)
+        results["unread"] = with_zero_weights(source)
         stack.enter_context(told_apart())
         stack.enter_context(offloading(tracker, job.topology.device))
         if fake:
@@ -79,10 +75,11 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
         stack.enter_context(tracker)
         stack.enter_context(_explained())
         if bare:
-            names = stages.leave_bare(marks)
+            results["bare"] = _bare(job, results, marks)
         else:
-            stages.wrap(fake=fake)
-        stages.train(built.names, marks)
+            _run(job, results, ctx, (Engine,), real=not fake)
+        engine = _train(job, results, ctx, marks, built.names)
+    names = engine.names if isinstance(engine, BareEngine) else {}
     return Traced(source=source, built=built, stretches=tracker.stretches, names=names)
 
 
@@ -148,65 +145,43 @@ def _listens(planner: Any) -> bool:
     )
 
 
-class _Stages:
-    """A recipe's stages while they run."""
-
-    def __init__(self, job: Job, extent: Extent, ctx: Context) -> None:
-        self.results = Results(topology=job.topology, samples=job.samples, extent=extent)
-        self._job = job
-        self._ctx = ctx
-
-    def declare(self) -> ModelSource:
-        """Run the stages that give declarations, whose tensors are real. Raises UsageError where
-        no model is declared."""
-        with _explained():
-            self._run(DECLARATIONS)
-        why = "nothing can be traced: no slot of the recipe gives a model"
-        source: ModelSource = self.results.require(ModelSource, why)
-        return source
-
-    def wrap(self, *, fake: bool) -> None:
-        """Run the stages that give an engine. Raises UsageError where none can without values."""
-        self._run((Engine,), real=not fake)
-        why = "the strategy cannot be traced, but it is planned without --trace"
-        self.results.require(Engine, why)
-
-    def leave_bare(self, marks: Marks) -> Mapping[str, str]:
-        """Take the model without a strategy. Raises UsageError without a precision."""
-        why = "nothing can be traced: no slot of the recipe gives a precision"
-        precision: Precision = self.results.require(Precision, why)
-        source: ModelSource = self.results.require(ModelSource, "")
-        engine = BareEngine(source, precision, self._job.topology, marks)
-        self.results["bare"] = engine
-        return engine.names
-
-    def train(self, names: Sequence[str], marks: Marks) -> None:
-        """Run the stages that train; these modules are the model's blocks."""
-        engine: Engine = self.results.require(Engine, "")
-        blocks = [_within(engine.model, name) for name in names]
-        with marks.watching(engine.model, blocks):
-            for planner in trainers(self._job):
-                self.results.call(planner, TRACE, self._ctx)
-
-    def _run(self, gives: tuple[type, ...], *, real: bool = False) -> None:
-        """Run the stages that give one of these: `trace` of their planners, if that is there and
-        `real` is not asked for."""
-        for step in self._job.plan.steps:
-            if issubclass(step.gives or object, gives):
-                planner = self._job.planners.get(step.slot)
-                has_trace = hasattr(planner, TRACE) and not real
-                if has_trace or real or gives is DECLARATIONS:
-                    owner, method = (planner, TRACE) if has_trace else (step.stage, "run")
-                    self._call(step, owner, method)
-
-    def _call(self, step: Step, owner: Any, method: str) -> None:
-        missing = [*self.results.missing(owner, method)]
-        if missing:
-            raise UsageError(f"slot `{step.slot}` cannot be traced without {missing[0]}")
-        self.results[step.slot] = self.results.call(owner, method, self._ctx)
+def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
+    """Run the stages that give declarations, whose tensors are real."""
+    with _explained():
+        _run(job, results, ctx, DECLARATIONS)
+    return results.require(ModelSource, "no slot of the recipe gives a model to be traced")
 
 
-def _within(model: nn.Module, name: str) -> nn.Module:
-    """The module of that name in a model, which a strategy may have put into another one."""
-    named: dict[str, nn.Module] = dict(model.named_modules())
-    return next(one for found, one in named.items() if f".{found}".endswith(f".{name}"))
+def _bare(job: Job, results: Results, marks: Marks) -> Engine:
+    precision = results.require(Precision, "no slot of the recipe gives a precision to trace in")
+    source = results.require(ModelSource, "")
+    return BareEngine(source, precision, job.topology, marks)
+
+
+def _run(
+    job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *, real: bool = False
+) -> None:
+    """Run the stages that give one of these: `trace` of their planners, if that is there and `real`
+    is not asked for."""
+    for step in job.plan.steps:
+        planner = job.planners.get(step.slot)
+        has_trace = hasattr(planner, TRACE) and not real
+        if issubclass(step.gives or object, gives) and (has_trace or real or Engine not in gives):
+            owner, method = (planner, TRACE) if has_trace else (step.stage, "run")
+            missing = [*results.missing(owner, method)]
+            if missing:
+                raise UsageError(f"slot `{step.slot}` cannot be traced without {missing[0]}")
+            results[step.slot] = results.call(owner, method, ctx)
+
+
+def _train(job: Job, results: Results, ctx: Context, marks: Marks, names: Sequence[str]) -> Engine:
+    """Run what trains; modules of these names are the model's blocks."""
+    why = "the strategy cannot be traced, but it is planned without --trace"
+    engine = results.require(Engine, why)
+    # A strategy may have put the model into another module.
+    named = {f".{name}": module for name, module in engine.model.named_modules()}
+    blocks = [next(one for at, one in named.items() if at.endswith(f".{name}")) for name in names]
+    with marks.watching(engine.model, blocks):
+        for planner in trainers(job):
+            results.call(planner, TRACE, ctx)
+    return engine

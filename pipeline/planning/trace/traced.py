@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.planning.job import Job
 from pipeline.planning.planner import Extent
-from pipeline.planning.strategy import StrategyMemory
-from pipeline.planning.timeline import Held
+from pipeline.planning.strategy import Held, StrategyMemory
 from pipeline.planning.trace.run import declared, run, trainers
 from pipeline.planning.trace.structure import depths, structure
 from pipeline.planning.trace.tracker import Position, Stretch

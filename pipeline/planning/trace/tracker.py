@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.fake_tensors import has_values
-from pipeline.planning.timeline import LOAD
+from pipeline.planning.strategy import LOAD
 from pipeline.planning.trace.flops import ATTENTION, operations
 from pipeline.planning.trace.torch_compat import (
     Watcher,

@@ -14,7 +14,7 @@ from pipeline.dist import Dist
 from pipeline.plan import plan_file
 from pipeline.planning.estimate import Estimate
 from pipeline.planning.memory_plan import estimated
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
 from pipeline.planning.trace.traced import tops_of
 from pipeline.planning.trace.tracker import MemoryTracker
 from stages.model.hf import HfModel

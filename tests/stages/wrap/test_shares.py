@@ -14,11 +14,19 @@ from memories.compare import profile_and_trace
 
 from pipeline.artifacts import Precision
 from pipeline.planning.memory import AVERAGE, step_peaks
+from pipeline.planning.planner import Topology
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
-from pipeline.planning.strategy import GRADIENTS, OPTIMIZER, PARAMETERS, Moment, StrategyMemory
-from pipeline.planning.timeline import SAVE, UPDATE, Held
-from pipeline.planning.topology import Topology
+from pipeline.planning.strategy import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    SAVE,
+    UPDATE,
+    Held,
+    Moment,
+    StrategyMemory,
+)
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
 from stages.wrap.accelerate_planner import plainly_replicated
