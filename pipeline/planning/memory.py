@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from pipeline.planning.profile import Part, Peak, Profile
-from pipeline.planning.strategy import (
-    BACKWARD,
-    FORWARD,
-    LOAD,
-    RESUME,
-    SAVE,
-    UPDATE,
-    Event,
-    Gradients,
-    Held,
-    Item,
-    Moment,
-    Place,
-    StrategyMemory,
-    Unit,
-)
+from pipeline.planning import strategy
+from pipeline.planning.profile import ZERO, Peak, Profile
+from pipeline.planning.strategy import Gradients, Held, Item, Moment, Place, StrategyMemory, Unit
 
 KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
 AVERAGE = "average of weights"
@@ -29,8 +15,6 @@ OFFLOADED, ARRIVED = "offloaded activations", "gradients before they are reduced
 PASSES = ((True, True),), ((True, False), (False, True))
 """Micro-batches that tell of a step of one, and of one of several: whether no gradients are there,
 whether it is the last. What is between the first and the last needs no more than these."""
-Happening = tuple[str, Event, Unit, Part | None]
-"""Phase, event, and the part that runs; None between two parts."""
 
 
 class Peaks:
@@ -61,82 +45,63 @@ class Peaks:
 
 
 def step_peaks(
-    profile: Profile, strategy: StrategyMemory, *, samples: int, microbatches: int
+    profile: Profile, share: StrategyMemory, *, samples: int, microbatches: int
 ) -> Peaks:
     """Peaks of loading, a step, saving and resuming, with micro-batches of so many samples."""
     peaks = Peaks()
-    peaks.note(LOAD, _held(strategy, Moment("load")))
+    peaks.note(strategy.LOAD, _held(share, Moment("load")))
     for first, last in PASSES[min(microbatches, 2) - 1]:
-        _note_pass(profile, strategy, samples, peaks, first=first, last=last)
-    peaks.note(UPDATE, _held(strategy, Moment("step")))
-    for phase in (UPDATE, SAVE, RESUME):
-        peaks.note(phase, _held(strategy, Moment("between")))
+        _note_pass(profile, share, samples, peaks, first=first, last=last)
+    peaks.note(strategy.UPDATE, _held(share, Moment("step")))
+    for phase in (strategy.UPDATE, strategy.SAVE, strategy.RESUME):
+        peaks.note(phase, _held(share, Moment("between")))
     return peaks
 
 
-def _held(strategy: StrategyMemory, moment: Moment) -> Iterator[Item]:
+def _held(share: StrategyMemory, moment: Moment) -> Iterator[Item]:
     """Items that a strategy holds at a moment, and averages of the weights that a rank updates."""
-    yield from strategy.held(moment)
+    yield from share.held(moment)
     if moment.event != "load":
-        elements, place = strategy.masters
-        size = strategy.averaged
+        elements, place = share.masters
+        size = share.averaged
         yield Item(AVERAGE, place, size * elements, f"{size} bytes x trained of this rank")
 
 
-def _happenings(profile: Profile) -> Iterator[Happening]:
-    """A micro-batch, in order."""
-    blocks = profile.model.blocks
-    yield FORWARD, "gather", "embeddings", None
-    yield FORWARD, "forward", "embeddings", profile.start
-    for place, kind in enumerate(blocks):
-        yield FORWARD, "gather", place, None
-        yield FORWARD, "forward", place, profile.blocks[kind]
-    yield FORWARD, "gather", "head", None
-    yield FORWARD, "forward", "head", profile.head
-    yield FORWARD, "loss", "head", profile.loss
-    yield BACKWARD, "begin", "head", profile.loss_back
-    yield BACKWARD, "backward", "head", profile.head_back
-    yield BACKWARD, "reduce", "head", None
-    for place, kind in reversed([*enumerate(blocks)]):
-        yield BACKWARD, "regather", place, None
-        yield BACKWARD, "backward", place, profile.blocks_back[kind]
-        yield BACKWARD, "reduce", place, None
-    yield BACKWARD, "backward", "embeddings", profile.start_back
-    yield BACKWARD, "reduce", "embeddings", None
+def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Moment]]:
+    """Phases and moments of a micro-batch, in order."""
+    units: list[Unit] = ["embeddings", *range(blocks), "head"]
+    for unit in units:
+        yield strategy.FORWARD, Moment("gather", unit, first, last)
+        yield strategy.FORWARD, Moment("forward", unit, first, last)
+    yield strategy.FORWARD, Moment("loss", "head", first, last)
+    yield strategy.BACKWARD, Moment("begin", "head", first, last)
+    for unit in reversed(units):
+        for event in strategy.IN_BACKWARD:
+            if event != "regather" or isinstance(unit, int):
+                yield strategy.BACKWARD, Moment(event, unit, first, last)
 
 
 def _note_pass(
-    profile: Profile,
-    strategy: StrategyMemory,
-    samples: int,
-    peaks: Peaks,
-    *,
-    first: bool,
-    last: bool,
+    profile: Profile, share: StrategyMemory, samples: int, peaks: Peaks, *, first: bool, last: bool
 ) -> None:
     """Note every moment of a micro-batch of so many samples."""
     kept = logits = host = 0
-    for phase, event, unit, part in _happenings(profile):
-        moment = Moment(event, unit, first=first, last=last)
-        if event == "reduce":  # the head is through
+    for phase, moment in _moments(len(profile.model.blocks), first=first, last=last):
+        part, at_head = profile.part(moment.event, moment.unit), moment.unit == "head"
+        if moment.event == "reduce":  # the head is through
             kept, logits = kept + logits, 0
         items = [
-            *_held(strategy, moment),
+            *_held(share, moment),
             Item(KEPT, "device", kept, "what blocks keep for backward"),
             Item(LOGITS, "device", logits, "from the last block to the loss"),
             Item(OFFLOADED, "host", host, "inputs of blocks that are computed again"),
         ]
-        if part is None:
-            peaks.note(phase, items)
-            continue
-        left = strategy.gradients(moment) if event == "backward" else Gradients(0, 0)
-        for peak in part.peaks:
-            peaks.note(phase, [*items, *_inside(peak, left, samples, at_head=unit == "head")])
+        left = share.gradients(moment) if moment.event == "backward" else Gradients(0, 0)
+        for peak in part.peaks or (Peak(ZERO),):
+            peaks.note(phase, [*items, *_inside(peak, left, samples, at_head=at_head)])
         host += part.offloaded.at(samples)
-        if unit == "head":
-            logits += part.kept.at(samples)
-        else:
-            kept += part.kept.at(samples)
+        logits += part.kept.at(samples) * at_head
+        kept += part.kept.at(samples) * (not at_head)
 
 
 def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iterator[Item]:

@@ -7,10 +7,12 @@ head, the loss; each forward and backward. Bytes are functions of the samples of
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pipeline.planning.shapes import ModelShape
+from pipeline.planning.strategy import Event, Unit
 
 
 @dataclass(frozen=True)
@@ -71,28 +73,24 @@ class Profile:
     model: ModelShape
     length: int
     """Tokens of a sample."""
-    start: Part
-    """The part before the first block."""
-    blocks: tuple[Part, ...]
-    """Forward of each kind of block."""
-    head: Part
-    """The part behind the last block, to what the model gives."""
-    loss: Part
-    loss_back: Part
-    head_back: Part
-    blocks_back: tuple[Part, ...]
-    start_back: Part
+    parts: Mapping[str, Part]
+    """Event and unit of a strategy's moments -> what runs then; a block's kind stands for it."""
     recomputed: tuple[bool, ...]
     """Which kinds of blocks run again in backward, and so use their weights twice."""
 
+    def part(self, event: Event, unit: Unit) -> Part:
+        """What runs at a moment, which may be nothing."""
+        where = self.model.blocks[unit] if isinstance(unit, int) else unit
+        return self.parts.get(f"{event} {where}", NOTHING)
+
     def total(self, field: str) -> Line:
         """An amount of a whole micro-batch."""
-        once = self.start, self.head, self.loss, self.loss_back, self.head_back, self.start_back
-        counts = [self.model.blocks.count(kind) for kind in range(len(self.blocks))]
-        lines = [(getattr(part, field), 1) for part in once]
-        for parts in (self.blocks, self.blocks_back):
-            lines += [(getattr(part, field), n) for part, n in zip(parts, counts, strict=True)]
-        return Line(sum(one.fixed * n for one, n in lines), sum(one.each * n for one, n in lines))
+        times = Counter(map(str, self.model.blocks))
+        fixed = each = 0.0
+        for name, part in self.parts.items():
+            line, count = getattr(part, field), times.get(name.split()[1], 1)
+            fixed, each = fixed + line.fixed * count, each + line.each * count
+        return Line(fixed, each)
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:

@@ -38,10 +38,8 @@ class Weight:
 
     def shard(self, shards: int, size: int) -> int:
         """Bytes of the first of so many shards by rows, which is the largest."""
-        if self.packed:
-            return -(-self.elements // (shards * size)) * size
-        rows = self.shape[0] if self.shape else 1
-        return -(-rows // shards) * (self.elements // max(rows, 1)) * size
+        rows = -(-self.elements // size) if self.packed else self.shape[0] if self.shape else 1
+        return -(-rows // shards) * (1 if self.packed else self.elements // max(rows, 1)) * size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +65,7 @@ class ModelShape:
     exported: int
     """Numbers of the model as it is exported, without adapters."""
     proven: int
-    """Numbers of that which a proof of an export holds at a time: the root and the largest
-    block."""
+    """Numbers of the root and the largest block of that."""
     context: int | None = None
     """Tokens of the samples that it is made for; None: its config does not say."""
     caveats: tuple[str, ...] = ()
@@ -112,11 +109,8 @@ class Sizes:
     @classmethod
     def by(cls, precision: Precision) -> Sizes:
         """The sizes of a policy's dtypes."""
-        return cls(
-            master=BYTES[precision.master],
-            compute=BYTES[precision.compute],
-            reduce=BYTES[precision.reduce],
-        )
+        dtypes = ("master", "compute", "reduce")
+        return cls(**{name: BYTES[getattr(precision, name)] for name in dtypes})
 
     def of(self, weight: Weight) -> int:
         """Bytes of one of the weight's numbers as it is held."""

@@ -33,7 +33,7 @@ Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backw
 """Events of a step: `gather` and `regather` when forward and backward come to a unit, `forward` and
 `backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
 are all there; `between` two steps."""
-IN_BACKWARD = ("regather", "backward", "reduce")
+IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
 """Events that come to a unit in backward."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.artifacts import Precision
 from pipeline.engine import Engine
+from pipeline.planning import strategy
 from pipeline.planning.estimate import Extras, Step
 from pipeline.planning.planner import (
     CHUNK,
@@ -19,7 +20,7 @@ from pipeline.planning.planner import (
 )
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import BYTES, OptimizerShape, SampleShape
-from pipeline.planning.strategy import BACKWARD, FORWARD, RESUME, SAVE, UPDATE, StrategyMemory
+from pipeline.planning.strategy import StrategyMemory
 from pipeline.stage import Context
 from pipeline.state.retention import Retention
 from stages.planners import checkpoints
@@ -86,15 +87,15 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             # The first step makes the optimizer's state.
             for count in counts[:1] if extent.samples else counts:
                 for number in range(count):
-                    listener.phase(FORWARD)
+                    listener.phase(strategy.FORWARD)
                     with engine.microbatch(last=number == count - 1):
                         summed = loss(batch)
-                        listener.phase(BACKWARD)
+                        listener.phase(strategy.BACKWARD)
                         engine.backward(summed * (topology.ranks / step.tokens))
                     del summed
-                listener.phase(UPDATE)
+                listener.phase(strategy.UPDATE)
                 engine.step(lr_scale=1.0, admit=lambda norm: True)
-        for phase in (SAVE, RESUME):  # which hold what there is between two steps
+        for phase in (strategy.SAVE, strategy.RESUME):  # which hold what there is between two steps
             listener.phase(phase)
 
     def prepare(self, model: Any) -> None:

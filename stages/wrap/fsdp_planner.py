@@ -6,21 +6,11 @@ from collections.abc import Iterator
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
+from pipeline.planning import strategy
 from pipeline.planning.planner import REDUCE, Planner, Saving, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes
-from pipeline.planning.strategy import (
-    BUFFERS,
-    GATHERED,
-    IN_BACKWARD,
-    WHOLE_GRADIENTS,
-    Copies,
-    Gradients,
-    Item,
-    Moment,
-    Place,
-    Traffic,
-)
+from pipeline.planning.strategy import Copies, Gradients, Item, Moment, Place, Traffic
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
@@ -82,9 +72,11 @@ class Sharded(TorchMemory):
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         buffers = self._gathering(moment, place) + self._reducing(moment, place)
         unreduced = self._unreduced(moment, place)
-        yield Item(GATHERED, "device", self._gathered(moment, place), "the root, blocks in use")
-        yield Item(BUFFERS, "device", buffers, "what is gathered next and reduced")
-        yield Item(WHOLE_GRADIENTS, "device", unreduced, "of a unit in backward")
+        yield Item(
+            strategy.GATHERED, "device", self._gathered(moment, place), "the root, blocks in use"
+        )
+        yield Item(strategy.BUFFERS, "device", buffers, "what is gathered next and reduced")
+        yield Item(strategy.WHOLE_GRADIENTS, "device", unreduced, "of a unit in backward")
 
     def _gathered(self, moment: Moment, place: int) -> int:
         """Bytes of whole units: the root, and the block that runs, or those up to it."""
@@ -98,7 +90,7 @@ class Sharded(TorchMemory):
         """Bytes of the buffers that units are gathered into: the one before's and those ahead."""
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
-        if moment.event not in IN_BACKWARD:
+        if moment.event not in strategy.IN_BACKWARD:
             end = place + 1 + self._config.forward_prefetch
             if moment.event == "gather" or moment.unit == "head":
                 return self._whole.between(place - 1, max(place + 1, end - 1))
@@ -111,7 +103,7 @@ class Sharded(TorchMemory):
     def _reducing(self, moment: Moment, place: int) -> int:
         """Bytes of the gradients that were reduced last. Where those in the master dtype are
         others, shards that replicas have averaged stay as well."""
-        if moment.event not in IN_BACKWARD or not self._reduces(moment):
+        if moment.event not in strategy.IN_BACKWARD or not self._reduces(moment):
             return 0
         m, c, r = self._sizes.master, self._sizes.compute, self._sizes.reduce
         others = m != r or self._home == "host" or not moment.first
@@ -128,7 +120,7 @@ class Sharded(TorchMemory):
         """Bytes of whole gradients but those of the unit in backward: of the head, and of units
         that wait for the last micro-batch."""
         c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
-        backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
+        backward, through = moment.event in strategy.IN_BACKWARD, moment.event == "reduce"
         done = trained.after(place) if backward else 0
         several = self._late and not (moment.first and moment.last)
         waits = (done if moment.first else trained.all - done) if several else 0
@@ -143,7 +135,7 @@ class Sharded(TorchMemory):
     def _reduced(self, moment: Moment) -> int:
         if moment.event == "step" or not (moment.first or self._late):
             return self._own.all
-        done = moment.event in IN_BACKWARD and self._reduces(moment)
+        done = moment.event in strategy.IN_BACKWARD and self._reduces(moment)
         return self._own.after(self._place(moment)) if done else 0
 
     def gradients(self, moment: Moment) -> Gradients:

@@ -6,17 +6,9 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 
+from pipeline.planning import strategy
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import (
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    UPDATE_TEMPORARIES,
-    Item,
-    Moment,
-    Place,
-    StrategyMemory,
-)
+from pipeline.planning.strategy import Item, Moment, Place, StrategyMemory
 
 ROOT = -1
 """Place of what belongs to no block."""
@@ -83,16 +75,18 @@ class TorchMemory(StrategyMemory):
     def held(self, moment: Moment) -> Iterator[Item]:
         m, home = self._sizes.master, self._home
         of = f" / {self._shards} shards" if self._shards > 1 else ""
-        yield Item(PARAMETERS, home, self._held.all, f"{m} bytes x parameters{of}")
-        yield Item(GRADIENTS, home, m * self._reduced(moment), f"{m} bytes x trained{of}")
+        yield Item(strategy.PARAMETERS, home, self._held.all, f"{m} bytes x parameters{of}")
+        yield Item(strategy.GRADIENTS, home, m * self._reduced(moment), f"{m} bytes x trained{of}")
         if moment.event == "load":
             return
         state = self._optimizer.state(self._own.all)
         formula = f"{self._optimizer.bits / 8:.4g} bytes x trained{of}"
-        yield Item(OPTIMIZER, home, state, formula)
+        yield Item(strategy.OPTIMIZER, home, state, formula)
         if moment.event == "step":
             taken = self._optimizer.update(self._own.largest, self._own.all)
-            yield Item(UPDATE_TEMPORARIES, home, taken, "what the optimizer's kernel takes")
+            yield Item(
+                strategy.UPDATE_TEMPORARIES, home, taken, "what the optimizer's kernel takes"
+            )
         elif moment.event != "between":
             yield from self._running(moment, self._place(moment))
 

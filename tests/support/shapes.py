@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.artifacts import ModelSource
-from pipeline.planning.profile import NOTHING, Profile
+from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.trace.structure import kinds, structure
 
@@ -25,11 +25,5 @@ def weights_alone(source: ModelSource, *, recomputed: bool = False) -> Profile:
         exported=elements,
         proven=elements,
     )
-    nothing = (NOTHING,) * len(places)
-    parts = dict.fromkeys(
-        ("start", "head", "loss", "loss_back", "head_back", "start_back"), NOTHING
-    )
-    return Profile(
-        model=model, length=1, blocks=nothing, blocks_back=nothing,
-        recomputed=(recomputed,) * len(places), **parts,
-    )  # fmt: skip
+    again = (recomputed,) * len(places)
+    return Profile(model=model, length=1, parts={}, recomputed=again)

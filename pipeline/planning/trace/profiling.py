@@ -19,6 +19,15 @@ from pipeline.planning.trace.tracker import Level, Stretch
 
 SAMPLES = 1, 2
 """Sizes of micro-batches that are run; every other lies on the line through them."""
+ROOT = (
+    ("forward", "embeddings", FORWARD, START),
+    ("forward", "head", FORWARD, HEAD),
+    ("loss", "head", FORWARD, LOSS),
+    ("begin", "head", BACKWARD, START),
+    ("backward", "head", BACKWARD, HEAD),
+    ("backward", "embeddings", BACKWARD, INPUT),
+)
+"""Event and unit of a strategy's moments, phase and mark of a trace, of what is no block."""
 
 Pieces = dict[tuple[str, Any], list[Stretch]]
 """Phase and part of the model -> its stretches: from its beginning, and from each gradient."""
@@ -36,17 +45,14 @@ def profile(job: Job) -> Profile:
     # Nothing is added to a model that is trained as a whole.
     bare = source.skeleton is not source or all(weight.trained for weight in whole.weights)
     plain = whole if bare else structure(source.exported)
+    found = [(f"{event} {unit}", parts.part(phase, where)) for event, unit, phase, where in ROOT]
+    for kind, place in enumerate(first):
+        found.append((f"forward {kind}", parts.part(FORWARD, place)))
+        found.append((f"backward {kind}", parts.part(BACKWARD, place)))
     return Profile(
         model=_shape(source.vocab_size, plain, built, numbers, parts),
         length=job.samples.length,
-        start=parts.part(FORWARD, START),
-        blocks=tuple(parts.part(FORWARD, place) for place in first),
-        head=parts.part(FORWARD, HEAD),
-        loss=parts.part(FORWARD, LOSS),
-        loss_back=parts.part(BACKWARD, START),
-        head_back=parts.part(BACKWARD, HEAD),
-        blocks_back=tuple(parts.part(BACKWARD, place) for place in first),
-        start_back=parts.part(BACKWARD, INPUT),
+        parts=dict(found),
         recomputed=tuple(parts.repeats(place) for place in first),
     )
 

@@ -38,9 +38,9 @@ def test_a_block_by_hand(tmp_path: Path) -> None:
     logarithm a head, the MLP gate, activation, up and product (2 inner each)."""
     found = profiled(tmp_path)
     kept = 20 * HIDDEN + 4 * KEYS + 8 * INNER + 4 * HEADS + 8
-    last = found.blocks[-1]
+    last = found.part("forward", 3)
     assert last.kept == Line(0, TOKENS * kept)
-    assert found.blocks_back[-1].kept.each == -TOKENS * kept
+    assert found.part("backward", 3).kept.each == -TOKENS * kept
     assert [found.model.blocks.count(kind) for kind in (0, 1)] == [1, 3]
     assert last.products.at(1) == 2 * TOKENS * MATRICES
     assert last.attention.at(3) == 3 * SEEN
@@ -57,11 +57,11 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
 
 def test_a_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
     found = profiled(tmp_path, model=own(1, **llama()))
-    assert found.blocks[-1].kept == Line(0, TOKENS * 2 * HIDDEN)
+    assert found.part("forward", 3).kept == Line(0, TOKENS * 2 * HIDDEN)
     assert found.recomputed == (True, True)
     # All but the last product, whose output backward does not need.
     again = 2 * TOKENS * (MATRICES - HIDDEN * INNER) + SEEN
-    assert found.blocks_back[-1].again.at(1) == again
+    assert found.part("backward", 3).again.at(1) == again
 
 
 def test_frozen_weights_take_no_gradient(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_frozen_weights_take_no_gradient(tmp_path: Path) -> None:
     found = profiled(tmp_path, adapter={"rank": 8})
     projections = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
     updates = 8 * sum(map(sum, projections))
-    backward = found.blocks_back[-1].products.at(1)
+    backward = found.part("backward", 3).products.at(1)
     assert backward == TOKENS * (2 * MATRICES + 4 * updates)
     assert found.model.trained == 4 * updates
     assert (
@@ -85,7 +85,7 @@ def test_experts_are_held_by_all_and_used_by_some(tmp_path: Path) -> None:
     attention = MATRICES - expert
     elements = sum(weight.elements for weight in found.model.kinds[-1])
     assert elements == attention + 4 * expert + router + 2 * HIDDEN
-    assert found.blocks[-1].products.at(1) == 2 * TOKENS * (attention + 2 * expert + router)
+    assert found.part("forward", 3).products.at(1) == 2 * TOKENS * (attention + 2 * expert + router)
 
 
 def test_blocks_of_two_kinds(tmp_path: Path) -> None:

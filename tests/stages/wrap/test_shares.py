@@ -15,7 +15,7 @@ from memories.compare import profile_and_trace
 from pipeline.artifacts import Precision
 from pipeline.planning.memory import AVERAGE, step_peaks
 from pipeline.planning.planner import Topology
-from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile
+from pipeline.planning.profile import Line, Part, Peak, Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
 from pipeline.planning.strategy import (
     GRADIENTS,
@@ -76,11 +76,14 @@ def model(blocks: int, rows: int, words: int, again: bool = False) -> Profile:
     forward = Part(kept=Line(0, kept), peaks=(Peak(Line(0, taken)),))
     block = Part(kept=Line(0, -kept), peaks=(Peak(Line(0, taken), rows * hidden, rows * hidden),))
     last = Part(kept=Line(0, -1000), peaks=(Peak(Line(0, 1000), words * hidden, words * hidden),))
-    return Profile(
-        model=shape, length=1, start=NOTHING, blocks=(forward,), head=NOTHING,
-        loss=Part(kept=Line(0, 1000)), loss_back=NOTHING, head_back=last, blocks_back=(block,),
-        start_back=Part(peaks=last.peaks), recomputed=(again,),
-    )  # fmt: skip
+    parts = {
+        "forward 0": forward,
+        "loss head": Part(kept=Line(0, 1000)),
+        "backward head": last,
+        "backward 0": block,
+        "backward embeddings": Part(peaks=last.peaks),
+    }
+    return Profile(model=shape, length=1, parts=parts, recomputed=(again,))
 
 
 def share(wrap: Any, profile: Profile, ranks: int, compute: str = "bf16") -> StrategyMemory:
