@@ -122,6 +122,10 @@ class StrategyMemory(ABC):
     averaged: int = 0
     """Bytes of averages of each trained element, which are saved beside moments."""
 
+    masters: tuple[int, Place]
+    """Elements of the trained weights that this rank updates, and where they are."""
+    updated: int
+    """Bytes that an update reads and writes in the device's memory."""
     reach: int = 1
     """For how many units ahead something may be held. A trace needs a model that is deeper by them,
     because the last units have none ahead."""
@@ -134,16 +138,6 @@ class StrategyMemory(ABC):
     @abstractmethod
     def gradients(self, moment: Moment) -> Gradients:
         """Bytes that those gradients leave behind."""
-
-    @property
-    @abstractmethod
-    def masters(self) -> tuple[int, Place]:
-        """Elements of the trained weights that this rank updates, and where they are."""
-
-    @property
-    @abstractmethod
-    def updated(self) -> int:
-        """Bytes that an update reads and writes in the device's memory."""
 
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:

@@ -60,6 +60,8 @@ class TorchMemory(StrategyMemory):
         """Bytes of this rank's shards, which are padded."""
         self._own = UnitAmounts(model, lambda w: w.shard(shards, 1) if w.trained else 0)
         """Elements that this rank updates."""
+        self.masters = self._own.all, home
+        self.updated = optimizer.touched(self._own.all, sizes.master) * (home == "device")
         self._head = sum(w.elements for w in model.root if w.trained and w.name in model.late)
         """Elements of the root's weights whose gradients come before those of blocks."""
 
@@ -93,12 +95,3 @@ class TorchMemory(StrategyMemory):
     def _place(self, moment: Moment) -> int:
         ends = {"embeddings": ROOT, "head": len(self._model.blocks)}
         return moment.unit if isinstance(moment.unit, int) else ends[moment.unit]
-
-    @property
-    def masters(self) -> tuple[int, Place]:
-        return self._own.all, self._home
-
-    @property
-    def updated(self) -> int:
-        on_device = self._home == "device"
-        return self._optimizer.touched(self._own.all, self._sizes.master) if on_device else 0

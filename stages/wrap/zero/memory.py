@@ -16,11 +16,11 @@ from pipeline.planning.strategy import (
     Gradients,
     Item,
     Moment,
+    Place,
     StrategyMemory,
     Traffic,
     Unit,
 )
-from pipeline.planning.timeline import Place
 from stages.wrap.zero.kernels import uses_deepspeed_kernel
 from stages.wrap.zero.stage import Zero
 
@@ -75,6 +75,8 @@ class ZeroMemory(StrategyMemory):
         self.every = sum(weight.bytes(self.c) * count for weight, count in model.counted())
         """Bytes of all weights in the compute dtype."""
         self.part = self.share(self.trained)
+        self.masters = self.part, "host" if self.offloaded else "device"
+        self.updated = optimizer.touched(self.part, self.m) * (not self.offloaded)
         self.units = self._units()
         self.largest = max(unit.largest for unit in self.units.values())
 
@@ -198,14 +200,6 @@ class ZeroMemory(StrategyMemory):
         if whole:
             return Gradients(whole * moment.first, c * (c != whole) + whole * (not moment.first))
         return Gradients(0, c) if self.contiguous else Gradients(c, 0)
-
-    @property
-    def masters(self) -> tuple[int, Place]:
-        return self.part, "host" if self.offloaded else "device"
-
-    @property
-    def updated(self) -> int:
-        return 0 if self.offloaded else self.optimizer.touched(self.part, self.m)
 
     def gathered(self, microbatches: int) -> int:
         """Bytes of parameters that are gathered in an optimizer step."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pipeline.artifacts import Precision
-from pipeline.planning.planner import Planner, Tier
+from pipeline.planning.planner import Planner, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape
-from pipeline.planning.topology import Topology
 from pipeline.stage import Preset, Presets
 from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.sharded import Sharded

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from pipeline.planning.strategy import GATHERED, GRADIENTS, PARAMETERS, Copies, Item, Moment
-from pipeline.planning.timeline import Place
+from pipeline.planning.strategy import GATHERED, GRADIENTS, PARAMETERS, Copies, Item, Moment, Place
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import Precision
+from pipeline.planning.planner import Topology
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
 from pipeline.planning.strategy import Copies, Moment
-from pipeline.planning.topology import Topology
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
 from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.planner import ZeroPlanner
