@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
     "v_head_dim": 32, "n_group": 1, "topk_group": 1,
     **dict.fromkeys(("state_size", "mamba_d_state"), 8),
-    "max_position_embeddings": 256, "sliding_window": 32,
+    "max_position_embeddings": 256, "sliding_window": 32, "cross_attention_layers": [1],
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Name of a size in configs -> a small one."""
