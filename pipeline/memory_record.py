@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from pipeline.errors import UsageError, in_words
+from pipeline.errors import UsageError, in_words, system_errors_as
 from pipeline.files import replace_text
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from pipeline.stage import Context
 
 FILE = "memory.json"
-RUNS = Path("runs")
-"""Where runs are, unless they were told to be elsewhere."""
-
-Size = Annotated[int, Field(gt=0)]
 
 
 class MemoryRecord(BaseModel):
@@ -33,15 +29,14 @@ class MemoryRecord(BaseModel):
 
     device: str
     """Name of its kind."""
-    device_bytes: Size
-    allocated_bytes: Size
+    device_bytes: PositiveInt
+    allocated_bytes: PositiveInt
     """Most that tensors held at once."""
-    reserved_bytes: Size
+    reserved_bytes: PositiveInt
     """Most that torch's allocator had taken for them."""
-    beside_bytes: Annotated[int, Field(ge=0)]
+    beside_bytes: NonNegativeInt
     """In use beside the allocator: the CUDA context, NCCL, other processes."""
     torch: str
-    ranks: Size
 
 
 def record_memory(plan: Plan, ctx: Context) -> None:
@@ -64,15 +59,11 @@ def read_record(place: Path) -> MemoryRecord:
     """The record in a run's folder, or in a file. Raises UsageError for what is none."""
     file = place / FILE if place.is_dir() else place
     try:
-        return MemoryRecord.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise UsageError(
-            f"{file} cannot be read: {in_words(error)}",
-            hint=f"a run writes {FILE} in its folder when it has trained on GPUs",
-        ) from error
+        with system_errors_as(UsageError):
+            return MemoryRecord.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        problem = error.errors()[0]
-        told = f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
+        first = error.errors()[0]
+        told = ".".join(map(str, [*first["loc"], first["msg"]]))
         raise UsageError(f"{file} is no record of a run's memory: {told}") from error
 
 
@@ -102,7 +93,6 @@ def _of_this_gpu(ctx: Context) -> dict[str, object] | None:
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
             "beside_bytes": max(total - free - torch.cuda.memory_reserved(device), 0),
             "torch": torch.__version__,
-            "ranks": ctx.dist.world_size,
         }
     except RuntimeError as error:
         ctx.log.warning("the GPU's memory cannot be told: %s", error)

@@ -17,115 +17,70 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MOST = 10**6
-"""GiB, or GB/s, of anything in a machine."""
-
 GPUS = click.IntRange(min=1, max=256)
 """Of a node."""
-NODES = click.IntRange(min=1, max=100_000)
+SIZE = click.FloatRange(min=1e-3, max=10**6)
+"""GiB, or GB/s, of anything in a machine."""
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+RUN = click.Path(path_type=Path, exists=True)
 
 
-class Amount(click.FloatRange):
+def amount(said: str) -> float:
     """GiB or GB/s; not nan, which no comparison keeps out of a range."""
-
-    name = "number"
-
-    def __init__(self, least: float = 1e-3) -> None:
-        super().__init__(min=least, max=MOST)
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number = float(super().convert(value, param, ctx))
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return number
+    number: float = SIZE.convert(said, None, None)  # type: ignore[arg-type]
+    if math.isnan(number):
+        raise click.BadParameter(f"{said!r} is not a number.")
+    return number
 
 
-class Link(Amount):
-    """The name of a link, a number of them as in `8x400g`, or GB/s."""
+def link(said: str) -> float:
+    """GB/s of a link by its name, of several as in `8x400g`, or as a number."""
+    from pipeline.accelerators import GB, NETWORKS
 
-    name = "rate"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        from pipeline.accelerators import GB, NETWORKS
-
-        cards = re.fullmatch(r"(?:([1-9][0-9]?)x)?([0-9]+g(?:be)?)", str(value).lower())
-        if cards is not None and cards[2] in NETWORKS:
-            return int(cards[1] or 1) * NETWORKS[cards[2]] / GB
-        try:
-            float(value)
-        except ValueError:
-            names = ", ".join(NETWORKS)
-            self.fail(
-                f"{value!r} is neither a number of GB/s nor one of {names}, nor several of them as "
-                "in 8x400g.",
-                param,
-                ctx,
-            )
-        return super().convert(value, param, ctx)
+    cards = re.fullmatch(r"(?:([1-9][0-9]?)x)?([0-9]+g(?:be)?)", said.lower())
+    if cards is not None and cards[2] in NETWORKS:
+        return int(cards[1] or 1) * NETWORKS[cards[2]] / GB
+    try:
+        float(said)
+    except ValueError:
+        names = f"nor one of {', '.join(NETWORKS)}, nor several of them as in 8x400g"
+        raise click.BadParameter(f"{said!r} is neither a number of GB/s {names}.") from None
+    return amount(said)
 
 
-OPTIONS = (
-    click.option("--gpu", help="Kind of GPU, as in H100, or 'A100 40GB'."),
-    click.option("--memory", type=Amount(), help="GiB of a GPU, in place of what its kind has."),
-    click.option("--host-memory", type=Amount(), help="GiB of host memory of a node."),
-    click.option(
-        "--interconnect",
-        type=Link(),
-        help="A node's links to others: 100gbe, 8x400g, ..., or their GB/s together.",
-    ),
-    click.option("--nvme", type=Amount(), help="GB/s of the disk that state is offloaded to."),
-    click.option(
-        "--overhead",
-        type=Amount(least=0),
-        help="GiB of a GPU in use beside tensors' allocator, in place of what is known of it.",
-    ),
-    click.option(
-        "--measured",
-        type=click.Path(path_type=Path, exists=True),
-        help="A run on GPUs of the same kind: what they lost beside tensors is taken from it. "
-        "Default: the newest one in ./runs.",
-    ),
-    click.option("--price", type=Amount(), help="Of a GPU for an hour: tells a training's cost."),
-    click.option(
-        "--machine",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="A machine like those, as `pipe doctor --out` has measured it.",
-    ),
-)
+OPTIONS = {
+    "--gpus": (GPUS, "GPUs of a node."),
+    "--nodes": (click.IntRange(min=1, max=100_000), "Nodes of so many GPUs."),
+    "--gpu": (str, "Kind of GPU, as in H100, or 'A100 40GB'."),
+    "--memory": (amount, "GiB of a GPU, in place of what its kind has."),
+    "--host-memory": (amount, "GiB of host memory of a node."),
+    "--interconnect": (link, "A node's links to others: 100gbe, 8x400g, ..., or their GB/s."),
+    "--nvme": (amount, "GB/s of the disk that state is offloaded to."),
+    "--overhead": (amount, "GiB of a GPU in use beside what torch allocates."),
+    "--measured": (RUN, "A run on GPUs of the same kind, which tells what they lose beside "
+                   "tensors. Default: the newest one in ./runs."),
+    "--price": (amount, "Of a GPU for an hour: tells a training's cost."),
+    "--machine": (FILE, "A machine like those, as `pipe doctor --out` has measured it."),
+}  # fmt: skip
+"""Option -> its type, and help."""
 
 
 def machine_options(command: F) -> F:
     """A command with these options; `asked_for` takes what they say."""
-    return reduce(lambda made, option: option(made), reversed(OPTIONS), command)
+    options = [click.option(name, type=kind, help=told) for name, (kind, told) in OPTIONS.items()]
+    return reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def asked_for(
-    gpus: int | None,
-    nodes: int | None,
-    *,
-    gpu: str | None,
-    memory: float | None,
-    host_memory: float | None,
-    interconnect: float | None,
-    nvme: float | None,
-    overhead: float | None,
-    measured: Path | None,
-    price: float | None,
-    machine: Path | None,
-) -> tuple[Asked, Margins]:
+    *, nvme: float | None, overhead: float | None, measured: Path | None, machine: Path | None,
+    **said: Any,
+) -> tuple[Asked, Margins]:  # fmt: skip
     """The machines, and what their GPUs lose beside tensors. Raises UsageError for a file that
     describes no machine, or no run's memory."""
     from pipeline.doctor.report import read_machine
     from pipeline.planning.hardware import Asked
     from pipeline.planning.margins import margins_for
 
-    asked = Asked(
-        gpus=gpus, nodes=nodes, gpu=gpu, memory=memory, host_memory=host_memory,
-        interconnect=interconnect, disk=nvme, price=price,
-        machine=None if machine is None else read_machine(machine),
-    )  # fmt: skip
+    found = None if machine is None else read_machine(machine)
+    asked = Asked(disk=nvme, machine=found, **said)
     return asked, margins_for(asked.kind, record=measured, overhead=overhead)

@@ -9,41 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.machines import GPUS, NODES, asked_for, machine_options
+from pipeline.commands.machines import asked_for, machine_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.files import try_writing
 from pipeline.registry import Registry
 
 if TYPE_CHECKING:
     from pipeline.planning.memory_plan import MemoryPlan
-    from pipeline.planning.remedies import Remedy
     from pipeline.planning.search import Base
+    from pipeline.planning.strategies import Remedy
+
+FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
-@click.option("--gpus", type=GPUS, help="GPUs of a node.")
-@click.option("--nodes", type=NODES, help="Nodes. Without --gpus, of 8 GPUs.")
 @machine_options
-@click.option(
-    "--trace", is_flag=True, help="Run the actual model on tensors without memory, in seconds."
-)
+@click.option("--trace", is_flag=True, help="Run the actual model on tensors without memory, too.")
 @click.option("--explain", is_flag=True, help="Say how each item comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Save the plan, for `pipe run --plan`.",
-)
+@click.option("--out", type=FILE, help="Save the plan, for `pipe run --plan`.")
 @click.pass_obj
 def plan(
     registry: Registry | None,
     /,
     recipe: str,
     overrides: tuple[str, ...],
-    gpus: int | None,
-    nodes: int | None,
     trace: bool,
     explain: bool,
     as_json: bool,
@@ -62,39 +54,34 @@ def plan(
     from pipeline.planning.memory_plan import draw_up
     from pipeline.planning.search import Base
 
-    asked, margins = asked_for(gpus, nodes, **machines)
-    if out is not None:
-        with system_errors_as(UsageError):
-            try_writing(out)
+    asked, margins = asked_for(**machines)
+    with system_errors_as(UsageError):
+        try_writing(out) if out else None
+    known = registry or Registry.installed()
+    file = Path(recipe)
     with stoppable():
-        drawn = draw_up(Path(recipe), overrides, asked, margins, registry, trace=trace)
+        drawn = draw_up(file, overrides, asked, margins, known, trace=trace)
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):
             out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if not as_json:
         click.echo("\n".join(drawn.lines(explain=explain)))
-    found: list[Remedy] | None = []
-    if drawn.short:
-        known = registry or Registry.installed()
-        base = Base(
-            recipe=Path(recipe), overrides=overrides, asked=asked, margins=margins, registry=known
-        )
-        found = _remedies(drawn, base)
+    base = Base(recipe=file, overrides=overrides, asked=asked, margins=margins, registry=known)
+    found = _remedies(drawn, base) if drawn.short else []
     if as_json:
-        remedies = None if found is None else [_recorded(remedy) for remedy in found]
+        remedies = None if found is None else [remedy.record() for remedy in found]
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
     elif drawn.short and found is not None:
-        click.echo("it would fit with" if found else "nothing here makes it fit")
-        for remedy in found:
-            click.echo(f"  {remedy.line()}")
+        said = "it would fit with" if found else "nothing here makes it fit"
+        click.echo("\n".join([said, *(f"  {remedy.line()}" for remedy in found)]))
     if drawn.short:
         sys.exit(NoFit.exit_code)
 
 
 def _remedies(drawn: MemoryPlan, base: Base) -> list[Remedy] | None:
     """None, and a line on stderr, where they cannot be told."""
-    from pipeline.planning.remedies import remedies
+    from pipeline.planning.strategies import remedies
     from pipeline.presets import in_order
 
     try:
@@ -102,17 +89,3 @@ def _remedies(drawn: MemoryPlan, base: Base) -> list[Remedy] | None:
     except PipeError as error:  # a profile, which a trace does without
         click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
         return None
-
-
-def _recorded(remedy: Remedy) -> dict[str, Any]:
-    """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest host."""
-    from pipeline.planning.search import overrides
-
-    drawn = remedy.way.drawn
-    on_cpu = drawn.topology.device == "cpu"
-    return {
-        "options": list(remedy.options),
-        "overrides": overrides(remedy.way.changes),
-        "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
-        "host_bytes": drawn.estimate.host_peak,
-    }

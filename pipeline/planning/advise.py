@@ -9,22 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import RecipeError, UsageError
-from pipeline.planning.draft import WRAP, Task, drafted, on_cpu
+from pipeline.planning.draft import EXAMPLE, WRAP, Task, drafted, on_cpu
 from pipeline.planning.hardware import Asked, site_of
 from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
-from pipeline.planning.report import gib
-from pipeline.planning.search import Base, Way
+from pipeline.planning.search import Base, Way, overrides
 from pipeline.planning.strategies import (
     MOST_NODES,
     Candidate,
     choose,
+    memory,
     on_more_nodes,
     suited,
-    wrapped,
 )
-from pipeline.planning.topology import Topology
 from pipeline.presets import Strategy, in_order
 from pipeline.registry import Registry
 
@@ -42,12 +40,13 @@ def advise(
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
     topology = site_of(asked, asked.procs or 1, "cpu" if on_cpu(asked) else "cuda")
-    known = [*suited(strategies, topology)]
+    known = suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
-        file, low_rank = Path(folder) / "recipe.yaml", Path(folder) / "low_rank.yaml"
-        wrap = wrapped(strategies[0], WRAP)
-        file.write_text(drafted(task, asked, wrap), "utf-8")
-        low_rank.write_text(drafted(replace(task, lora=True), asked, wrap), "utf-8")
+        file, data = Path(folder) / "recipe.yaml", Path(folder) / "data.jsonl"
+        data.write_text(EXAMPLE, "utf-8")
+        trial = task if task.data.exists() else replace(task, data=data)
+        wrap = {WRAP: strategies[0].generous}
+        file.write_text(drafted(trial, asked, wrap), "utf-8")
         base = Base(recipe=file, asked=asked, margins=margins, registry=registry)
         _require_sound(base)
         tried, refused = choose(base, known, WRAP)
@@ -55,25 +54,16 @@ def advise(
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
         chosen, fits = tried[0], tried[0].way.fits
         on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
-        notes = [*_warnings(chosen.way.drawn)] if fits else []
+        rest = [*_warnings(chosen.way.drawn)] if fits else []
         if topology.device != "cpu" and not (on_gpus and not chosen.way.narrow):
-            notes += _more_nodes(task, base, topology, strategies)
+            rest += _more_nodes(task, base, strategies)
         if not task.lora and not on_gpus:
-            notes += _low_rank(replace(base, recipe=low_rank), known)
-    rest = [*notes, *_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-    return _told(task, asked, chosen, rest) if fits else (None, rest)
-
-
-def _told(
-    task: Task, asked: Asked, chosen: Candidate, rest: Sequence[str]
-) -> tuple[str, list[str]]:
-    said = [f"chosen: {chosen.strategy.name} ({chosen.strategy.what})", f"  {chosen.numbers}"]
-    changes, reasons = chosen.way.changes, _reasons(chosen.way)
-    why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
-    what = "low-rank updates" if task.lora else "all weights"
-    head = [f"{task.name}: {what} of {task.model.get('path') or 'a model'}.", "", *said, *rest]
-    recipe = drafted(task, asked, changes, head=head, reasons=reasons)
-    return recipe, [*said, *why, *rest]
+            low_rank = Path(folder) / "low_rank.yaml"
+            low_rank.write_text(drafted(replace(trial, lora=True), asked, wrap), "utf-8")
+            rest += _low_rank(replace(base, recipe=low_rank), known)
+        rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
+        reasons = _reasons(chosen.way)
+    return _told(task, asked, chosen, reasons, rest) if fits else (None, rest)
 
 
 def _require_sound(base: Base) -> None:
@@ -86,24 +76,53 @@ def _require_sound(base: Base) -> None:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
+def _told(
+    task: Task, asked: Asked, chosen: Candidate, reasons: Mapping[str, str], rest: Sequence[str]
+) -> tuple[str, list[str]]:
+    """The recipe, which begins with what is said of it, and the same for people."""
+    changes, drawn = chosen.way.changes, chosen.way.drawn
+    said = [f"chosen: {_named(chosen.strategy)}", f"  {_numbers(drawn)}"]
+    why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
+    recipe = drafted(task, asked, changes, head=[*said, *rest], reasons=reasons)
+    return recipe, [*said, *why, *rest]
+
+
 def _reasons(way: Way) -> Mapping[str, str]:
-    """Path -> what a change does, and what would be short without it."""
+    """Path -> what a change does, and what the recipe would need without it."""
     found: dict[str, str] = {}
-    for saving, changes in way.saved:
-        short = way.needed.get(saving.order)
-        needed = f"; without it {gib(short.needed)} GiB of {short.what}" if short else ""
-        found |= dict.fromkeys(changes, f"{saving.what}{needed}")
+    for one in way.saved:
+        needed = memory(way.less(one.order).drawn)
+        found |= dict.fromkeys(one.changes, f"{one.what}; without it {needed}")
     return found
+
+
+def _numbers(drawn: MemoryPlan) -> str:
+    """Memory and time, for people."""
+    parts, time = [memory(drawn)], drawn.time
+    if time.parts:
+        unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
+        parts.append(f"a step of about {time.expected:.3g} s, bound by {time.bound}{unknown}")
+    if drawn.idle:
+        parts.append(f"{drawn.idle} of {drawn.topology.ranks} GPUs without a sample")
+    return ", ".join(parts)
+
+
+def _named(strategy: Strategy) -> str:
+    return f"{strategy.name} ({strategy.what})"
+
+
+def _line(one: Candidate) -> str:
+    """The strategy, what is saved besides, and what it needs."""
+    saved = {path: value for one in one.way.saved for path, value in one.changes.items()}
+    words = " ".join(overrides(saved))
+    return f"{_named(one.strategy)}{' with ' if saved else ''}{words}: {_numbers(one.way.drawn)}"
 
 
 def _others(tried: Sequence[Candidate]) -> Iterator[str]:
     titles = {True: "fits too:", False: "needs too much, with all saved that can be:"}
     for fits, title in titles.items():
-        others = [one for one in tried if one.way.fits is fits]
-        if others:
-            yield title
-        for one in others:
-            yield f"  {one.what}: {one.numbers}"
+        found = [f"  {_line(one)}" for one in tried if one.way.fits is fits]
+        yield from [title, *found] if found else []
 
 
 def _warnings(drawn: MemoryPlan) -> Iterator[str]:
@@ -115,24 +134,22 @@ def _warnings(drawn: MemoryPlan) -> Iterator[str]:
         )
 
 
-def _more_nodes(
-    task: Task, base: Base, topology: Topology, strategies: Sequence[Strategy]
-) -> Iterator[str]:
+def _more_nodes(task: Task, base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
     """Where it fits without offloading and as it was meant to be computed."""
+    topology = site_of(base.asked, base.asked.procs or 1, "cuda")
     if topology.nodes > 1:
         yield "tensor parallelism, which is usual for models of this size, is not there"
     # Enough samples for any number of nodes; memory hardly depends on it.
     batch = {"train.global_batch_size": task.global_batch or MOST_NODES * topology.local_ranks}
-    sharded = [wrapped(named, WRAP) for named in strategies if named.order == Tier.SHARDED]
-    found = [on_more_nodes(base, topology, {**start, **batch}) for start in sharded]
-    fewest = min((asked.nodes or 1 for asked, _ in filter(None, found)), default=None)
-    if fewest is not None:
-        yield f"without offloading, and with nothing in fewer bits, it fits on {fewest} nodes"
+    starts = [{WRAP: one.generous, **batch} for one in strategies if one.order == Tier.SHARDED]
+    for way in [on_more_nodes(base, topology, start) for start in starts[:1]]:
+        if way is not None:
+            nodes = way.drawn.topology.nodes
+            yield f"without offloading, and with nothing in fewer bits, it fits on {nodes} nodes"
 
 
 def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
     """Say what fits where low-rank updates are trained in place of all weights."""
-    on_gpus = [named for named in strategies if named.order < Tier.OFFLOADED]
-    tried, _ = choose(base, on_gpus, WRAP)
+    tried, _ = choose(base, [one for one in strategies if one.order < Tier.OFFLOADED], WRAP)
     if tried and tried[0].way.fits:
-        yield f"low-rank updates (--lora) would fit with {tried[0].what}: {tried[0].numbers}"
+        yield f"low-rank updates (--lora) would fit with {_line(tried[0])}"

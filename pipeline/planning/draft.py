@@ -29,6 +29,11 @@ BATCH = 64
 """Samples of a step, where nothing is said."""
 TOKENS = 32768
 """Tokens of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
+EXAMPLE = """\
+{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+{"messages": [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]}
+"""
+"""Data that a recipe names when none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,10 @@ from pipeline.accelerators import GIB
 from pipeline.length import Length
 from pipeline.planning.job import Job, forecasts
 from pipeline.planning.memory import step_peaks
-from pipeline.planning.planner import Results
+from pipeline.planning.planner import Results, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, SampleShape
-from pipeline.planning.strategy import Copies, StrategyMemory, Traffic
-from pipeline.planning.timeline import LOAD, Held
-from pipeline.planning.topology import Topology
+from pipeline.planning.strategy import LOAD, Copies, Held, StrategyMemory, Traffic
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)

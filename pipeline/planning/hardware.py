@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.accelerators import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.errors import UsageError
 from pipeline.machine import free_memory
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
 from pipeline.suggest import did_you_mean
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pipeline.accelerators import GIB, find_accelerator
 from pipeline.errors import UsageError
-from pipeline.memory_record import RUNS, MemoryRecord, newest_record, read_record
+from pipeline.memory_record import MemoryRecord, newest_record, read_record
 from pipeline.planning.estimate import Estimate
 from pipeline.planning.hardware import Hardware
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
 
 BESIDE = round(1.2 * GIB)
 """Bytes of a GPU in use beside torch's allocator: a CUDA context, 0.3 GiB and the kernels of
@@ -24,6 +24,8 @@ tensors, and 10.24 for 8.28, with room to spare; without, the allocator gives ba
 tries again. More than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023), whose
 tensors take 42 GiB."""
 ASSUMED = "assumed until measured"
+RUNS = Path("runs")
+"""Where runs are, unless they were told to be elsewhere."""
 TELLING = 0.25
 """Share of a GPU's memory from which on what its allocator lost says something of a full one."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.accelerators import GIB
 from pipeline.planning.estimate import Estimate
 from pipeline.planning.step_time import crosses, origin, sent
-from pipeline.planning.timeline import Held
+from pipeline.planning.strategy import Held
 from pipeline.throughput import human
 
 if TYPE_CHECKING:

@@ -1,41 +1,32 @@
-"""Ways to a recipe that needs less memory, by what its stages say that they can do without.
+"""Recipes that need less memory, by what their stages say that they can do without.
 
-First everything is saved that costs time alone; only if that does not fit, what changes what is
-computed too, one kind after another. Of what fits, one saving after another is given back as long
-as it still fits, so whatever is saved in the end is so for a reason.
+Savings that cost time alone come first. Only where all of them together do not do, what is computed
+is changed too, in one way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError, StageError
 from pipeline.plan import Plan
-from pipeline.planning import planner
 from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins, Shortage
+from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, draw_up_plan
-from pipeline.planning.planner import CHUNK, RECOMPUTE, REDUCE, SMALLER, Planners, Saving
+from pipeline.planning.planner import SMALLER, Planners
 from pipeline.registry import Registry
 
-NARROW = planner.NARROW_FROZEN, planner.NARROW_MASTERS, planner.NARROW_MOMENTS
-"""Orders of savings that change what is computed, the one to be given back first at its head."""
-GIVEN_BACK = (RECOMPUTE, SMALLER, REDUCE, CHUNK), (SMALLER, REDUCE, RECOMPUTE, CHUNK)
-"""Two sequences for those that cost time. Which is faster depends on the machines: computing again
-keeps GPUs busy, small micro-batches keep the network busy."""
-LITTLE = SMALLER, CHUNK
-"""Orders of savings that cost little, and are given back only while ROOMY of a GPU is left."""
-ROOMY = 0.1
-"""Share of a GPU's memory; margins are no measurements."""
 TELLING = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within
 what estimates were off on real steps."""
+KEPT = 0.9
+"""Share of the memory that can be left free that is left free, where that costs no time."""
 
 Changes = Mapping[str, Any]
 """Changes of a recipe: `slot` or `slot.field` -> value."""
@@ -73,26 +64,34 @@ class Base:
 
 
 class Saved(NamedTuple):
-    """A saving that is made."""
+    """A saving, as changes of a recipe."""
 
-    saving: Saving
+    order: int
+    what: str
     changes: Changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A recipe with changes, and what it would need."""
+    """A recipe with savings."""
 
+    base: Base
     start: Changes
-    saved: Sequence[Saved]
-    drawn: MemoryPlan
-    needed: Mapping[int, Shortage] = field(default_factory=dict)
-    """Order of savings -> what was short with one of them less."""
+    """What is changed besides."""
+    saved: Sequence[Saved] = ()
 
     @property
     def changes(self) -> Changes:
-        """All of them."""
-        return _together(self.start, self.saved)
+        """All changes; of two that set the same field, the later."""
+        together = dict(self.start)
+        for one in self.saved:
+            together |= one.changes
+        return together
+
+    @property
+    def drawn(self) -> MemoryPlan:
+        """What it would need. Raises PipeError."""
+        return self.base.drawn(self.changes)
 
     @property
     def fits(self) -> bool:
@@ -102,115 +101,103 @@ class Way:
     @property
     def narrow(self) -> int:
         """How much is changed of what is computed: 0 for nothing, or an order of savings."""
-        orders = (one.saving.order for one in self.saved)
-        return max((order for order in orders if order in NARROW), default=0)
+        return max((one.order for one in self.saved if one.order > SMALLER), default=0)
+
+    def less(self, order: int) -> Way:
+        """The same with one saving of an order less, the last."""
+        last = [one for one in self.saved if one.order == order][-1]
+        return replace(self, saved=[one for one in self.saved if one is not last])
 
 
-def ways(base: Base, start: Changes, *, narrow: bool = True) -> list[Way]:
-    """The ways that fit and from which nothing can be given back, or the one with everything saved
-    if that does not fit; `narrow`: also by savings that change what is computed. Raises RecipeError
-    where the recipe cannot be changed so, and StageError and UsageError as planning does."""
-    every = [one for one in _savings(base, start) if one.saving.order not in base.cannot]
-    for most in (SMALLER, *reversed(NARROW)) if narrow else (SMALLER,):
-        least = _leanest(base, start, [one for one in every if one.saving.order <= most])
-        if least.fits:
-            return [_given_back(base, least, [*NARROW, *orders]) for orders in GIVEN_BACK]
-    return [least]
+def leanest(base: Base, start: Changes, *, narrow: bool = True) -> Way:
+    """The way that saves whatever it can at the price of time, and, if that does not fit, with
+    `narrow` changes one thing in what is computed. Raises RecipeError where the recipe cannot be
+    changed so, and StageError and UsageError as planning does."""
+    every = [one for one in _savings(base, start) if one.order not in base.cannot]
+    slower = [one for one in every if one.order <= SMALLER]
+    for more in [[], *([one] for one in every if narrow and one.order > SMALLER)]:
+        way = _possible(Way(base=base, start=start, saved=[*slower, *more]))
+        if way.fits:
+            break
+    return way
 
 
-def _leanest(base: Base, start: Changes, saved: Sequence[Saved]) -> Way:
-    """With all of these savings, or without those of one order that the model cannot have, which
-    only building it tells."""
-    try:
-        return Way(start=start, saved=saved, drawn=base.drawn(_together(start, saved)))
-    except StageError as error:
-        for order in dict.fromkeys(one.saving.order for one in reversed(saved)):
-            rest = [one for one in saved if one.saving.order != order]
-            with contextlib.suppress(StageError):
-                way = Way(start=start, saved=rest, drawn=base.drawn(_together(start, rest)))
-                base.cannot.add(order)
-                return way
-        raise error
+def balanced(least: Way) -> Way:
+    """The best of the ways with fewer savings that leave about as much memory as the quickest of
+    them can; the same where it does not fit."""
+    found = _quickest([way for way in _combinations(least) if way.fits])
+    most = max((_free(way.drawn) for way in found), default=0.0)
+    return best([way for way in found if _free(way.drawn) >= KEPT * most]) or least
+
+
+def best(found: Sequence[Way]) -> Way | None:
+    """The way with the fewest savings, of these the roomiest, among those that fit, change what is
+    computed the least, and are quickest. None if none fits."""
+    able = [way for way in found if way.fits]
+    able = [way for way in able if way.narrow == min(one.narrow for one in able)]
+    return min(_quickest(able), key=lambda way: (len(way.saved), -_free(way.drawn)), default=None)
+
+
+def _quickest(found: Sequence[Way]) -> Sequence[Way]:
+    """The ways whose step is not longer than the shortest by what the estimate can tell."""
+    if any(way.drawn.time.unknown for way in found):
+        return found
+    longest = TELLING * min((way.drawn.time.expected for way in found), default=0.0)
+    return [way for way in found if way.drawn.time.expected <= longest]
+
+
+def _free(drawn: MemoryPlan) -> float:
+    """Bytes of a GPU that are left; 0 where that is not known."""
+    there = drawn.hardware.device_memory
+    return there - drawn.margins.of(drawn.estimate.peak) if there else 0.0
+
+
+def _combinations(least: Way) -> Iterator[Way]:
+    """Those of as many savings of each order as it takes with all others, or more."""
+    choices = []
+    for order, group in itertools.groupby(least.saved, key=lambda one: one.order):
+        every, way = list(group), least
+        choice = [every]
+        while choice[-1] and (way := way.less(order)).fits:
+            choice.append(choice[-1][:-1])
+        choices.append(choice)
+    for chosen in itertools.product(*choices):
+        yield replace(least, saved=[one for saved in chosen for one in saved])
+
+
+def _possible(way: Way) -> Way:
+    """The way, or without the savings of one order that the model cannot have, which only building
+    it tells."""
+    for order in (0, *dict.fromkeys(one.order for one in reversed(way.saved))):
+        rest = replace(way, saved=[one for one in way.saved if one.order != order])
+        with contextlib.suppress(StageError):
+            if rest.drawn and order:
+                way.base.cannot.add(order)
+            return rest
+    return way
 
 
 def _savings(base: Base, start: Changes) -> list[Saved]:
     """One saving after another, each that goes with the recipe and with those before it."""
-    plan = base.checked(start)
-    saved: list[Saved] = []
-    seen: list[tuple[str, Saving]] = []
+    plan, saved, seen = base.checked(start), list[Saved](), list[Saved]()
     while left := [one for one in _offered(plan) if one not in seen]:
         seen.append(left[0])
-        more = [*saved, Saved(left[0][1], _changes(plan, *left[0]))]
-        try:
-            plan, saved = base.checked(_together(start, more)), more
-        except RecipeError:
-            continue
+        more = Way(base=base, start=start, saved=[*saved, left[0]])
+        with contextlib.suppress(RecipeError):
+            plan = base.checked(more.changes)
+            saved.append(left[0])
     return saved
 
 
-def _offered(plan: Plan) -> list[tuple[str, Saving]]:
-    """Slot and saving, of all stages that can do with less."""
-    found = [
-        (slot, saving)
-        for slot, planner in Planners.installed().of(plan).items()
-        if hasattr(planner, "savings")
-        for saving in planner.savings(plan.view.procs)
-    ]
-    return sorted(found, key=lambda one: one[1].order)
-
-
-def _changes(plan: Plan, slot: str, saving: Saving) -> Changes:
-    """A saving's fields, of its own slot and of those that give what goes with it."""
-    beside = [
-        (step.slot, fields)
-        for given, fields in saving.beside.items()
-        for step in plan.steps
-        if issubclass(step.gives or object, given)
-    ]
-    every = [(slot, saving.fields), *beside]
-    return {f"{place}.{name}": value for place, one in every for name, value in one.items()}
-
-
-def _together(start: Changes, saved: Sequence[Saved]) -> Changes:
-    """All changes; of two that set the same field, the later."""
-    together = dict(start)
-    for one in saved:
-        together |= one.changes
-    return together
-
-
-def _given_back(base: Base, way: Way, orders: Sequence[int]) -> Way:
-    """Without as many savings of each order as are not needed."""
-    for order in orders:
-        while latest := [one for one in way.saved if one.saving.order == order][-1:]:
-            rest = [one for one in way.saved if one is not latest[0]]
-            less = replace(way, saved=rest, drawn=base.drawn(_together(way.start, rest)))
-            if not less.fits:
-                way = replace(way, needed={**way.needed, order: less.drawn.short[0]})
-            if not less.fits or (order in LITTLE and _crowds(less.drawn, way.drawn)):
-                break
-            way = less
-    return way
-
-
-def _crowds(less: MemoryPlan, way: MemoryPlan) -> bool:
-    """Whether with a saving less more is needed, and too little room is left."""
-    there = less.hardware.device_memory or math.inf
-    needed = less.margins.of(less.estimate.peak)
-    return less.estimate.peak > way.estimate.peak and needed > (1 - ROOMY) * there
-
-
-def best(found: Sequence[Way]) -> Way | None:
-    """The way with the fewest savings among those that fit, change what is computed the least, and
-    whose step is not longer than the shortest by what the estimate can tell. None if none fits."""
-    able = [way for way in found if way.fits]
-    able = [way for way in able if way.narrow == min(one.narrow for one in able)]
-    if not any(way.drawn.time.unknown for way in able):
-        longest = TELLING * min((seconds(way.drawn) for way in able), default=0.0)
-        able = [way for way in able if seconds(way.drawn) <= longest]
-    return min(able, key=lambda way: len(way.saved), default=None)
-
-
-def seconds(drawn: MemoryPlan) -> float:
-    """Seconds of a step, as far as it is estimated."""
-    return drawn.time.expected
+def _offered(plan: Plan) -> list[Saved]:
+    """Savings of all stages, those first that are tried first."""
+    found = []
+    for slot, planner in Planners.installed().of(plan).items():
+        for saving in planner.savings(plan.view.procs) if hasattr(planner, "savings") else ():
+            changed = [(slot, saving.fields)]
+            for given, fields in saving.beside.items():
+                kind = (one.slot for one in plan.steps if issubclass(one.gives or object, given))
+                changed += [(other, fields) for other in kind]
+            changes = {f"{at}.{name}": value for at, one in changed for name, value in one.items()}
+            found.append(Saved(saving.order, saving.what, changes))
+    return sorted(found, key=lambda one: one.order)

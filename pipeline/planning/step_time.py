@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from pipeline.planning.estimate import Estimate
 from pipeline.planning.hardware import Hardware
+from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import Traffic
-from pipeline.planning.topology import Topology
 
 COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
 INSIDE, BETWEEN = "network inside nodes", "network between nodes"

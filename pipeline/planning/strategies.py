@@ -1,46 +1,55 @@
-"""Compare the strategies that installed stages offer, each with as little saved as it needs."""
+"""Compare the strategies that installed stages offer, each with as little saved as it needs, and
+find changes that would make a recipe fit."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
+from typing import Any, NamedTuple
 
+from pipeline.engine import Engine
 from pipeline.errors import PipeError, RecipeError, UsageError
-from pipeline.planning.hardware import Asked
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier
+from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.report import gib
-from pipeline.planning.search import Base, Changes, Way, best, overrides, seconds, ways
-from pipeline.planning.topology import Topology
+from pipeline.planning.search import Base, Changes, Way, balanced, best, leanest, overrides
 from pipeline.presets import Strategy
 
 MOST_NODES = 512
 """How far more nodes are looked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One way of one strategy."""
+class Candidate(NamedTuple):
+    """The way of a strategy."""
 
     strategy: Strategy
     way: Way
 
-    @property
-    def what(self) -> str:
-        """The strategy, and what is saved besides."""
-        saved = {path: value for one in self.way.saved for path, value in one.changes.items()}
-        name = f"{self.strategy.name} ({self.strategy.what})"
-        return f"{name} with {' '.join(overrides(saved))}" if saved else name
 
-    @property
-    def numbers(self) -> str:
-        """Memory and time, for people."""
+class Remedy(NamedTuple):
+    """Changes of a recipe, or machines, with which it would fit."""
+
+    way: Way
+    options: Sequence[str] = ()
+
+    def line(self) -> str:
+        """For people, to be pasted behind the command."""
+        words = shlex.join([*self.options, *overrides(self.way.changes)])
+        return f"{words}  ({memory(self.way.drawn)})"
+
+    def record(self) -> dict[str, Any]:
+        """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest
+        host."""
         drawn = self.way.drawn
-        parts = [memory(drawn), *_time(drawn)]
-        if drawn.idle:
-            parts.append(f"{drawn.idle} of {drawn.topology.ranks} GPUs without a sample")
-        return ", ".join(parts)
+        on_cpu = drawn.topology.device == "cpu"
+        return {
+            "options": list(self.options),
+            "overrides": overrides(self.way.changes),
+            "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
+            "host_bytes": drawn.estimate.host_peak,
+        }
 
 
 def memory(drawn: MemoryPlan) -> str:
@@ -50,15 +59,7 @@ def memory(drawn: MemoryPlan) -> str:
     if drawn.topology.device == "cpu":
         return on_host
     device, there = gib(drawn.margins.of(drawn.estimate.peak)), drawn.hardware.device_memory
-    on_device = f"{device} GiB of {gib(there)} a GPU" if there else f"{device} GiB a GPU"
-    return f"{on_device}, {on_host}"
-
-
-def _time(drawn: MemoryPlan) -> Iterator[str]:
-    time = drawn.time
-    if time.parts:
-        unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
-        yield f"a step of about {seconds(drawn):.3g} s, bound by {time.bound}{unknown}"
+    return f"{device} GiB{f' of {gib(there)}' if there else ''} a GPU, {on_host}"
 
 
 def choose(
@@ -72,47 +73,71 @@ def choose(
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         for strategy in tier:
             try:
-                found = ways(base, wrapped(strategy, slot))
+                way = balanced(leanest(base, {slot: strategy.generous}))
+                tried.append(Candidate(strategy, way))
             except (RecipeError, UsageError) as error:
                 refused.append(f"{strategy.name}: {error}")
-            else:
-                tried.append(Candidate(strategy=strategy, way=best(found) or found[0]))
-        way = best([one.way for one in tried])
-        if way is not None:
-            return sorted(tried, key=lambda one: (one.way is not way, not one.way.fits)), refused
+        chosen = best([one.way for one in tried])
+        if chosen is not None:
+            return sorted(tried, key=lambda one: (one.way is not chosen, not one.way.fits)), refused
     return tried, refused
 
 
-def on_more_nodes(base: Base, topology: Topology, start: Changes) -> tuple[Asked, Way] | None:
-    """The fewest nodes, doubling, on which it fits with these changes, with nothing changed of what
-    is computed, and with a sample for each rank. None if it does not on MOST_NODES, or cannot be
-    planned there."""
+def on_more_nodes(base: Base, topology: Topology, start: Changes) -> Way | None:
+    """The leanest way on the fewest nodes, doubling, on which it fits with these changes, nothing
+    changed of what is computed, and a sample for each rank. None if it does not on MOST_NODES, or
+    cannot be planned there."""
     nodes = topology.nodes
     while (nodes := nodes * 2) <= MOST_NODES:
         asked = replace(base.asked, nodes=nodes, gpus=topology.local_ranks)
         try:
-            found = best(ways(replace(base, asked=asked), start, narrow=False))
+            way = leanest(replace(base, asked=asked), start, narrow=False)
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
-        if found is not None and not found.drawn.idle:
-            return asked, found
+        if way.fits and not way.drawn.idle:
+            return way
     return None
 
 
-def suited(strategies: Sequence[Strategy], topology: Topology) -> Iterator[Strategy]:
+def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]:
     """The strategies that are not another one under a second name there."""
-    several = 1 < topology.nodes < topology.ranks
-    for strategy in strategies:
-        if strategy.order >= Tier.OFFLOADED:
-            differs = topology.device != "cpu"
-        elif strategy.order == Tier.SHARDED_WITHIN_NODES:
-            differs = several
-        else:
-            differs = strategy.order == Tier.REPLICATED or topology.ranks > 1
-        if differs:
-            yield strategy
+    several = topology.ranks > 1
+
+    def differs(order: int) -> bool:
+        if order >= Tier.OFFLOADED:
+            return topology.device != "cpu"
+        if order == Tier.SHARDED_WITHIN_NODES:
+            return 1 < topology.nodes < topology.ranks
+        return several or order == Tier.REPLICATED
+
+    return [one for one in strategies if differs(one.order)]
 
 
-def wrapped(strategy: Strategy, slot: str) -> Changes:
-    """The slot that wraps the model."""
-    return {slot: strategy.generous}
+def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
+    """At most one of each kind: savings of the recipe's own stages, another strategy with them,
+    more nodes. Raises PipeError where the recipe itself cannot be planned without a trace."""
+    own = balanced(leanest(base, {}))
+    if own.fits:
+        yield Remedy(own)
+    wraps = [one for one in drawn.plan.steps if issubclass(one.gives or object, Engine)]
+    others = [
+        strategy
+        for strategy in strategies
+        for step in wraps[:1]
+        if (step.use, *(getattr(step.stage, name, None) for name in strategy.fields))
+        != (strategy.use, *strategy.fields.values())
+    ]
+    slot = wraps[0].slot if wraps else ""
+    tried, _ = choose(base, suited(others, drawn.topology), slot)
+    if tried and tried[0].way.fits:
+        yield Remedy(tried[0].way)
+    if drawn.topology.device != "cpu":
+        sharded = [{slot: one.generous} for one in others if one.order == Tier.SHARDED]
+        for start in ({}, *sharded):
+            way = on_more_nodes(base, drawn.topology, start)
+            if way is not None:
+                there = way.drawn.topology
+                yield Remedy(
+                    balanced(way), ["--gpus", str(there.local_ranks), "--nodes", str(there.nodes)]
+                )
+                return

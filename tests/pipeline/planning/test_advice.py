@@ -24,11 +24,11 @@ from pipeline.planning.planner import (
     Planners,
     Saving,
     Tier,
+    Topology,
 )
 from pipeline.planning.search import Base, Changes, Saved, Way, best, ways
 from pipeline.planning.step_time import StepTime
 from pipeline.planning.strategies import choose, memory, suited
-from pipeline.planning.topology import Topology
 from pipeline.presets import Strategy
 from pipeline.registry import Registry
 

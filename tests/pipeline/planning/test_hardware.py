@@ -13,7 +13,7 @@ from pipeline.cli import main
 from pipeline.doctor.report import Machine
 from pipeline.errors import UsageError
 from pipeline.planning.hardware import Asked, hardware_of, site_of
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
 from tests.support.models import save_tokenizer
 from tests.support.runs import TINY
 

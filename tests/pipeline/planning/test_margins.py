@@ -17,9 +17,8 @@ from pipeline.memory_record import read_record, record_memory
 from pipeline.planning.estimate import Estimate, Step, Work
 from pipeline.planning.hardware import Hardware
 from pipeline.planning.margins import Margins, margins_for, shortages
-from pipeline.planning.strategy import Copies
-from pipeline.planning.timeline import Held
-from pipeline.planning.topology import Topology
+from pipeline.planning.planner import Topology
+from pipeline.planning.strategy import Copies, Held
 from tests.support.runs import context
 
 GIB = 1 << 30

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from pipeline.length import Length
 from pipeline.planning.estimate import Estimate, Step, Work
 from pipeline.planning.hardware import Hardware
+from pipeline.planning.planner import Topology
 from pipeline.planning.step_time import ATTENTION, PRODUCTS, crosses, sent, speed, step_time
-from pipeline.planning.strategy import Copies, Traffic
-from pipeline.planning.timeline import Held
-from pipeline.planning.topology import Topology
+from pipeline.planning.strategy import Copies, Held, Traffic
 
 FOUR = Topology(ranks=4, local_ranks=4, device="cuda")
 WORK = Work(products=300.0, attention=50.0, again=50.0, moved=70.0)

@@ -1,2 +1,0 @@
-from pipeline.planning.strategy import *
-from pipeline.planning.strategy import Held

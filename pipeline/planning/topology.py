@@ -1,3 +1,0 @@
-from pipeline.planning.planner import Topology
-
-__all__ = ["Topology"]
