@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,32 +21,47 @@ from pipeline.planning.trace.marks import Marks
 
 class BareEngine(Engine):
     """Weights in the compute dtype; their gradients are dropped as soon as they are there. Tied
-    ones are two, so that no gradient waits for another: that is up to the strategy."""
+    ones are two, so that no gradient waits for another: that is up to the strategy. Blocks are
+    given the compute dtype, as strategies that gather blocks give it."""
 
     def __init__(
         self, source: ModelSource, precision: Precision, topology: Topology, marks: Marks
     ) -> None:
+        compute = torch_dtype(precision.compute)
         with with_values():
             with torch.device("meta"):
                 model = source.build()
             source.tie(model)
-            self.names = _names(model)
+            first = {parameter: name for name, parameter in model.named_parameters()}
+            every = model.named_parameters(remove_duplicate=False)
+            self.names = {name: first[parameter] for name, parameter in every}
             """Parameter -> the one that it is tied to, or itself."""
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(torch_dtype(precision.compute))
+            _cast(first, compute)
             if precision.buffer is not None:
-                for buffer in model.buffers():
-                    if buffer.is_floating_point():
-                        buffer.data = buffer.data.to(torch_dtype(precision.buffer))
+                _cast(model.buffers(), torch_dtype(precision.buffer))
         self.model = model.to_empty(device="cpu").train()
-        for block in source.blocks(self.model):
-            block.register_forward_pre_hook(_cast(torch_dtype(precision.compute)), with_kwargs=True)
         self.device = torch.device("cpu")
         self.shard = DataShard(index=0, count=topology.ranks)
+
+        def narrow(one: Any) -> Any:
+            floating = isinstance(one, Tensor) and one.is_floating_point()
+            return one.to(compute) if floating else one
+
+        def enter(module: nn.Module, inputs: Any, named: Any) -> Any:
+            return tree_map(narrow, (inputs, named))
+
+        for block in source.blocks(self.model):
+            block.register_forward_pre_hook(enter, with_kwargs=True)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop(name, marks))  # type: ignore[no-untyped-call]
+                self._drop_gradient(name, parameter, marks)
+
+    def _drop_gradient(self, name: str, parameter: nn.Parameter, marks: Marks) -> None:
+        def drop(parameter: Tensor) -> None:
+            parameter.grad = None
+            marks.part(name)
+
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -64,27 +79,10 @@ class BareEngine(Engine):
     facts = state = fragments = restore = refresh = _absent  # type: ignore[assignment]
 
 
-def _names(model: nn.Module) -> dict[str, str]:
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in every}
-
-
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    """A hook that casts what a block is given, as strategies that gather blocks do."""
-
-    def cast(one: Any) -> Any:
-        return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
-
-    return lambda module, inputs, named: tree_map(cast, (inputs, named))
-
-
-def _drop(name: str, marks: Marks) -> Callable[[Tensor], None]:
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-        marks.part(name)
-
-    return drop
+def _cast(tensors: Any, dtype: torch.dtype) -> None:
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def with_zero_weights(source: ModelSource) -> ModelSource:

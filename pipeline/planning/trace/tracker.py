@@ -28,36 +28,34 @@ Part = int | str
 
 
 class Position(NamedTuple):
-    """Where a program is."""
+    """Where a program is: its phase, how often that was entered before, and the part of the model
+    that runs, a block's number or a name."""
 
     phase: str
     visit: int
-    """How often the phase was entered before."""
     part: Part
-    """The part of the model that runs: a block's number, or a name."""
 
 
 class Level(NamedTuple):
-    """Bytes that are in use at a time."""
+    """Bytes that are in use at a time; the host's are activations that wait there for backward."""
 
     device: int
     host: int
-    """Activations that were moved to the host until backward."""
 
 
 @dataclass(kw_only=True)
 class Stretch:
-    """A program from one position to the next."""
+    """A program from one position to the next: levels at its beginning and whenever memory changed,
+    and its work."""
 
     position: Position
     levels: list[Level]
-    """At the beginning, and whenever memory changed."""
     products: float = 0.0
     """Floating-point operations of matrix products."""
     attention: float = 0.0
-    """Floating-point operations of attention kernels."""
+    """The same of attention kernels."""
     again: float = 0.0
-    """Floating-point operations of both that were done before, in forward."""
+    """The same of both that were done before, in forward."""
     made: int = 0
     """Bytes of new tensors."""
     repeats: bool = False
@@ -73,11 +71,11 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stretches: list[Stretch] = []
         self._fake = fake
         self._sizes: dict[int, int] = {}
         self._on_host: set[int] = set()
         self._now = self._host = 0
+        self.stretches: list[Stretch] = []
         self.enter(Position(LOAD, 0, ""))
 
     def enter(self, position: Position) -> None:
@@ -90,11 +88,19 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
         if key in self._sizes and key not in self._on_host:
             self._on_host.add(key)
             self._host += self._sizes[key]
-            self._note()
+            self.stretches[-1].levels.append(self._level())
 
     def __enter__(self) -> MemoryTracker:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
+        original = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            done = original(storage, size)
+            key = storage_key(storage)
+            if key in self._sizes:
+                self._change(key, size)
+            return done
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -126,15 +132,12 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
         out = function(*arguments, **named)
         # What is detached shares its argument's memory, which may be none that counts.
         if function is not torch.ops.aten.detach.default:
-            for tensor in tensors_in(out):
-                self._add(tensor)
+            for tensor in map(local, tensors_in(out)):
+                if tensor.device.type != "meta" and not (self._fake and has_values(tensor)):
+                    self._add(tensor.untyped_storage())
         return out
 
-    def _add(self, tensor: Tensor) -> None:
-        here = local(tensor)
-        if here.device.type == "meta" or (self._fake and has_values(here)):
-            return
-        storage = here.untyped_storage()
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
@@ -146,7 +149,7 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
         self._sizes[key] = size
         self._now += more
         self._host += more if key in self._on_host else 0
-        self._note()
+        self.stretches[-1].levels.append(self._level())
 
     def _free(self, key: int) -> None:
         self._change(key, 0)
@@ -156,21 +159,6 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
     def _level(self) -> Level:
         return Level(self._now - self._host, self._host)
 
-    def _note(self) -> None:
-        self.stretches[-1].levels.append(self._level())
-
-    def _resizing(self) -> Any:
-        original = self._resize
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            done = original(storage, size)
-            key = storage_key(storage)
-            if key in self._sizes:
-                self._change(key, size)
-            return done
-
-        return resize_
-
 
 @contextlib.contextmanager
 def offloading(tracker: MemoryTracker, device: str) -> Iterator[None]:
@@ -178,12 +166,12 @@ def offloading(tracker: MemoryTracker, device: str) -> Iterator[None]:
     is the device. A trace runs on CPUs, where torch would move nothing."""
     original = torch.autograd.graph.save_on_cpu
 
-    def moved(pin_memory: bool = False, device_type: str = "cuda") -> Any:
-        def pack(tensor: Tensor) -> Tensor:
-            there = tensor.clone()
-            tracker.move_to_host(there)
-            return there
+    def pack(tensor: Tensor) -> Tensor:
+        there = tensor.clone()
+        tracker.move_to_host(there)
+        return there
 
+    def moved(pin_memory: bool = False, device_type: str = "cuda") -> Any:
         return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
 
     if device != "cpu":
