@@ -29,8 +29,8 @@ from zero_memory_rank import SPOKEN, TOKENS, Job
 
 from pipeline.plan import Plan, plan_file
 from pipeline.planning.estimate import ask
-from pipeline.planning.job import Job as Planned
 from pipeline.planning.memory import step_peaks
+from pipeline.planning.planner import Job as Planned
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import BACKWARD, FORWARD, LOAD, SAVE, UPDATE, StrategyMemory
 from pipeline.planning.trace.profiling import profile

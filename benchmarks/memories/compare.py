@@ -11,8 +11,8 @@ from pathlib import Path
 from memories.cases import Case
 
 from pipeline.planning.estimate import Step, ask
-from pipeline.planning.job import Job
 from pipeline.planning.memory import step_peaks
+from pipeline.planning.planner import Job
 from pipeline.planning.strategy import STEP, Held, StrategyMemory
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import Traced, run

@@ -37,8 +37,6 @@ def advise(
     fits; and lines for people: the choice, its reasons, what else there is. Raises PipeError for
     what cannot be planned at all."""
     strategies = in_order(registry)
-    if not strategies:
-        raise UsageError("no installed stage offers a strategy")
     topology = site_of(asked, asked.procs or 1, "cpu" if on_cpu(asked) else "cuda")
     known = suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
@@ -113,9 +111,8 @@ def _named(strategy: Strategy) -> str:
 
 def _line(one: Candidate) -> str:
     """The strategy, what is saved besides, and what it needs."""
-    saved = {path: value for one in one.way.saved for path, value in one.changes.items()}
-    words = " ".join(overrides(saved))
-    return f"{_named(one.strategy)}{' with ' if saved else ''}{words}: {_numbers(one.way.drawn)}"
+    words = " ".join(["", "with", *overrides(one.way.saving)] if one.way.saved else [])
+    return f"{_named(one.strategy)}{words}: {_numbers(one.way.drawn)}"
 
 
 def _others(tried: Sequence[Candidate]) -> Iterator[str]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from pipeline.accelerators import GIB
 from pipeline.length import Length
-from pipeline.planning.job import Job, forecasts
 from pipeline.planning.memory import step_peaks
-from pipeline.planning.planner import Results, Topology
+from pipeline.planning.planner import Job, Results, Topology, forecasts
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, SampleShape
 from pipeline.planning.strategy import LOAD, Copies, Held, StrategyMemory, Traffic

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.errors import PluginError, UsageError
+from pipeline.planning.shapes import SampleShape
 from pipeline.registry import Entry, installed_entries, load_entry
 from pipeline.signature import Need, needs
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pipeline.stage import Preset
 
 GROUP = "pipe.planners"
+FORECAST = "forecast"
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -39,9 +41,8 @@ class Topology:
     """Where a run is to happen."""
 
     ranks: int
-    """Processes over all nodes, one a device."""
+    """Processes over all nodes, one a device, and of one node."""
     local_ranks: int
-    """Processes of one node."""
     device: str
     """`cpu` or `cuda`."""
 
@@ -57,27 +58,20 @@ class Topology:
 
 
 class Planner(Generic[S]):
-    """Answers for a stage; a base to derive from, of which nothing need be overridden."""
+    """Answers for a stage; a base to derive from, of which nothing need be overridden. It stands
+    for stages that need nothing to speak of beside a step."""
 
     def __init__(self, stage: S) -> None:
         self.stage = stage
 
 
-class NeedsNothing(Planner[object]):
-    """Planner of stages that need nothing to speak of beside a step."""
-
-    def forecast(self, topology: Topology) -> None:
-        return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much of a training a trace or a profile wants."""
+    """How much of a training is run: the model's first so many blocks, or all; and one micro-batch
+    of so many samples, or two steps as the recipe has them."""
 
     blocks: int | None = None
-    """The model's first so many; None: all."""
     samples: int | None = None
-    """One micro-batch of so many, without an update; None: two steps as the recipe has them."""
 
 
 class PhaseListener(ABC):
@@ -204,3 +198,43 @@ def needs_of(owner: Any, method: str) -> tuple[Need, ...]:
     """Parameters that a method of an object needs."""
     kind: type = type(owner)
     return needs(kind, method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A checked recipe, where it is to run, and its slots' planners."""
+
+    plan: Plan
+    topology: Topology
+    planners: Mapping[str, Any]
+    """Slot -> the planner of its stage."""
+    samples: SampleShape
+
+    @classmethod
+    def of(cls, plan: Plan, topology: Topology) -> Job:
+        """The job of a recipe. Raises UsageError where no slot tells the length of its samples."""
+        planners = Planners.installed().of(plan)
+        told = forecasts(plan, topology, planners, Results())[0]
+        why = "nothing can be planned: no slot of the recipe tells the length of its samples"
+        samples = told.require(SampleShape, why)
+        return cls(plan=plan, topology=topology, planners=planners, samples=samples)
+
+
+def forecasts(
+    plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
+) -> tuple[Results, list[str]]:
+    """Ask every slot's planner, and add its answer, by slot, to what is known; and say why the
+    other slots tell nothing. Raises what planners raise."""
+    told, mute = Results(known), []
+    for step in plan.steps:
+        planner = planners.get(step.slot)
+        if not hasattr(planner, FORECAST):
+            mute += [f"slot `{step.slot}` ({step.use}) has no forecast"] if planner is None else []
+            continue
+        missing = ", ".join(told.missing(planner, FORECAST))
+        if missing:
+            need = f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
+            mute.append(need)
+        else:
+            told[step.slot] = told.call(planner, FORECAST, topology)
+    return told, mute

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from pipeline.artifacts import ModelSource, Precision, TrainedRun
 from pipeline.files import private_folder, replace_text
-from pipeline.planning.job import Job
+from pipeline.planning.planner import Job
 from pipeline.planning.profile import Profile
 from pipeline.rundir import versions
 

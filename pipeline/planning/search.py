@@ -81,12 +81,14 @@ class Way:
     saved: Sequence[Saved] = ()
 
     @property
+    def saving(self) -> Changes:
+        """Changes that save; of two that set the same field, the later."""
+        return {path: value for one in self.saved for path, value in one.changes.items()}
+
+    @property
     def changes(self) -> Changes:
-        """All changes; of two that set the same field, the later."""
-        together = dict(self.start)
-        for one in self.saved:
-            together |= one.changes
-        return together
+        """All changes."""
+        return {**self.start, **self.saving}
 
     @property
     def drawn(self) -> MemoryPlan:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import StageError
-from pipeline.planning.job import Job
-from pipeline.planning.planner import Extent
+from pipeline.planning.planner import Extent, Job
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.strategy import BACKWARD, FORWARD

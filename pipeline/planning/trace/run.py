@@ -18,8 +18,7 @@ from pipeline.engine import Engine
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import told_apart, without_values
 from pipeline.metrics import Metrics
-from pipeline.planning.job import Job
-from pipeline.planning.planner import Extent, PhaseListener, Results, needs_of
+from pipeline.planning.planner import Extent, Job, PhaseListener, Results, needs_of
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
 from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.structure import Structure, structure

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.planning.job import Job
-from pipeline.planning.planner import Extent
+from pipeline.planning.planner import Extent, Job
 from pipeline.planning.strategy import Held, StrategyMemory
 from pipeline.planning.trace.run import declared, run, trainers
 from pipeline.planning.trace.structure import depths, structure

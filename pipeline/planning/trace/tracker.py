@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeline.fake_tensors import has_values
 from pipeline.planning.strategy import LOAD
-from pipeline.planning.trace.flops import ATTENTION, operations
 from pipeline.planning.trace.torch_compat import (
     Watcher,
     adds_gradients,
@@ -24,6 +25,15 @@ from pipeline.planning.trace.torch_compat import (
     tensors_in,
 )
 
+aten = torch.ops.aten
+ATTENTION, PRODUCTS = "attention", "products"
+KEPT = 4 / 5
+"""Share of the products of an attention kernel's backward that are no repetition of forward."""
+CPU_KERNELS: dict[Any, tuple[Any, int, float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 1.0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, KEPT),
+}
+"""Kernel -> formula, the number of tensors whose shapes it takes, and the share that counts."""
 Part = int | str
 
 
@@ -100,7 +110,7 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
                 self._change(key, size)
             return done
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -158,6 +168,28 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
 
     def _level(self) -> Level:
         return Level(self._now - self._host, self._host)
+
+
+def operations(
+    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], out: Any
+) -> tuple[str, float]:
+    """What kind of arithmetic an operation is, and how much: `attention` for fused kernels, half of
+    it where they are causal; `products` of matrices; nothing for all else."""
+    packet = function._overloadpacket
+    if packet in CPU_KERNELS:
+        formula, tensors, share = CPU_KERNELS[packet]
+        names = [argument.name for argument in function._schema.arguments]
+        causal = (dict(zip(names, arguments, strict=False)) | dict(named)).get("is_causal")
+        amount = formula(*(one.shape for one in arguments[:tensors]))
+        return ATTENTION, amount * share * (0.5 if causal else 1.0)
+    if packet is aten._grouped_mm:
+        # Rows of the first, each multiplied with a matrix of its group; or gradients of those.
+        return PRODUCTS, 2.0 * math.prod(arguments[0].shape) * arguments[1].shape[-1]
+    counted = flop_registry.get(packet)
+    if counted is None:
+        return PRODUCTS, 0.0
+    kind = ATTENTION if "attention" in str(packet) else PRODUCTS
+    return kind, float(counted(*arguments, **named, out_val=out))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memories.cases import Case, llama, own
 
 from pipeline.planning import profiles
-from pipeline.planning.job import Job
+from pipeline.planning.planner import Job
 from pipeline.planning.profile import Line, Peak, Profile, fullest
 from pipeline.planning.profiles import profile_of
 from pipeline.planning.trace.profiling import profile

@@ -15,7 +15,7 @@ from memories.cases import SMALL, Case, llama, own
 from memories.compare import trace_and_tensors
 
 from pipeline.cli import main
-from pipeline.planning.job import Job
+from pipeline.planning.planner import Job
 from pipeline.planning.strategy import BACKWARD, FORWARD, STEP, UPDATE, Held
 from pipeline.planning.trace.run import run
 from pipeline.planning.trace.structure import depths
