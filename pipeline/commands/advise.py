@@ -56,8 +56,8 @@ def advise(
     ways are shown with what they would need. Exit code 3 when nothing fits.
     """
     from pipeline.commands.stopping import stoppable
+    from pipeline.planning.advise import EXAMPLE, Task
     from pipeline.planning.advise import advise as walk
-    from pipeline.planning.draft import EXAMPLE, Task
 
     asked, margins = asked_for(**machines)
     _require_whole(asked)

@@ -15,7 +15,7 @@ from pipeline.planning.estimate import Estimate, ask, assemble
 from pipeline.planning.hardware import Asked, Hardware, hardware_of, site_of
 from pipeline.planning.margins import Margins, Shortage, shortages
 from pipeline.planning.planner import Job, Results, Topology
-from pipeline.planning.profiles import profile_of
+from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
 from pipeline.planning.strategy import StrategyMemory

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories.cases import Case, llama, own
 
-from pipeline.planning import profiles
+from pipeline.planning import profile as profiles
 from pipeline.planning.planner import Job
-from pipeline.planning.profile import Line, Peak, Profile, fullest
-from pipeline.planning.profiles import profile_of
+from pipeline.planning.profile import Line, Peak, Profile, fullest, profile_of
 from pipeline.planning.trace.profiling import profile
 
 TOKENS, HIDDEN, KEYS, INNER, HEADS, WORDS = 256, 256, 128, 688, 8, 4000
