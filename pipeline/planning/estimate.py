@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.accelerators import GIB
 from pipeline.length import Length
@@ -158,7 +158,7 @@ def assemble(
     formulas = peaks.formulas | {need.what: need.formula for need in needs}
     disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
     offloaded = profile.total("offloaded").at(step.micro_batch)
-    moved = Copies(up=offloaded, down=offloaded) if offloaded > 0 else Copies()
+    copies = strategy.copies(step.microbatches)
     return Estimate(
         device=device,
         host=_host(topology, device if traced and on_cpu else held, needs),
@@ -166,7 +166,7 @@ def assemble(
         storage=[file for extra in extras for file in extra.files(step.length)],
         formulas=formulas | {PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs"},
         traffic=[*strategy.traffic(step.microbatches)],
-        copies=strategy.copies(step.microbatches) + moved,
+        copies=replace(copies, up=copies.up + offloaded, down=copies.down + offloaded),
         step=step,
         work=_work(profile, strategy, step),
         caveats=caveats,

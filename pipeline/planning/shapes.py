@@ -16,10 +16,9 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter; tied ones are one."""
+    """A parameter, called as the model's module calls it; tied ones are one."""
 
     name: str
-    """As the model's module calls it."""
     shape: tuple[int, ...]
     trained: bool = True
     borrowed: bool = False
@@ -45,9 +44,7 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A language model's weights by unit: the root's, which belong to no block, and each block's.
-
-    Blocks of a kind are alike but for their names.
-    """
+    Blocks of a kind are alike but for their names."""
 
     root: tuple[Weight, ...]
     """In module order: the embeddings first."""
@@ -119,12 +116,11 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShape:
-    """Samples of the data."""
+    """Samples of the data: tokens of the longest, and whether several documents are in one, so that
+    attention needs a mask."""
 
     length: int
-    """Tokens of the longest."""
     packed: bool = False
-    """Whether several documents are in one, so that attention needs a mask."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,14 +38,12 @@ IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
 
 
 class Moment(NamedTuple):
-    """A moment of a step."""
+    """A moment of a step, in its first or last micro-batch, or in one between."""
 
     event: Event
     unit: Unit = "head"
     first: bool = True
-    """Whether no gradients of earlier micro-batches are there."""
     last: bool = True
-    """Whether it is in the last micro-batch of the step."""
 
 
 class Item(NamedTuple):
@@ -85,33 +83,24 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one rank's collectives move in an optimizer step."""
+    """Bytes that one rank's collectives move in an optimizer step, among ranks whose numbers are so
+    far apart; over all calls, of whole tensors, as a rank has them after an all-gather."""
 
     collective: Collective
     bytes: int
-    """Bytes of the whole tensors, over all calls: those that a rank has after an all-gather."""
     ranks: int
-    """That take part in one."""
     apart: int = 1
-    """How far their numbers are apart: 1 are neighbours."""
     what: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Bytes that one rank moves between places in an optimizer step."""
+    """Bytes that one rank moves in an optimizer step: from the machine's memory up to the
+    accelerator, down again, and those that it reads and writes on a disk."""
 
     up: int = 0
-    """From the machine's memory to the accelerator."""
     down: int = 0
-    """The other way."""
     disk: int = 0
-    """Read and written."""
-
-    def __add__(self, other: Copies) -> Copies:
-        return Copies(
-            up=self.up + other.up, down=self.down + other.down, disk=self.disk + other.disk
-        )
 
 
 class StrategyMemory(ABC):
@@ -121,7 +110,6 @@ class StrategyMemory(ABC):
     """Data-parallel ranks."""
     averaged: int = 0
     """Bytes of averages of each trained element, which are saved beside moments."""
-
     masters: tuple[int, Place]
     """Elements of the trained weights that this rank updates, and where they are."""
     updated: int

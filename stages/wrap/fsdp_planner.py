@@ -18,17 +18,9 @@ from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 WHOLE = {"reduce_every_microbatch": False}
 """Gradients stay whole until a step's last micro-batch, and are sent once."""
 PRESETS = {
-    "fsdp-shard-grad-op": (
-        Tier.PARTLY_SHARDED,
-        "shard_grad_op",
-        "shards, gathered once for forward and backward",
-    ),
+    "fsdp-shard-grad-op": (Tier.PARTLY_SHARDED, "shard_grad_op", "shards, gathered once a pass"),
     "fsdp": (Tier.SHARDED, "full_shard", "shards over all ranks, gathered block by block"),
-    "fsdp-hybrid": (
-        Tier.SHARDED_WITHIN_NODES,
-        "hybrid_shard",
-        "shards within each node, gradients averaged across nodes",
-    ),
+    "fsdp-hybrid": (Tier.SHARDED_WITHIN_NODES, "hybrid_shard", "shards within each node"),
 }
 
 
@@ -48,13 +40,9 @@ class Sharded(TorchMemory):
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        model: ModelShape,
-        optimizer: OptimizerShape,
-        sizes: Sizes,
+        self, topology: Topology, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
         config: Fsdp,
-    ) -> None:
+    ) -> None:  # fmt: skip
         local = config.shard_size or topology.local_ranks
         shards = {"no_shard": 1, "hybrid_shard": local}.get(config.sharding, topology.ranks)
         home: Place = "host" if config.cpu_offload else "device"
@@ -72,9 +60,8 @@ class Sharded(TorchMemory):
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         buffers = self._gathering(moment, place) + self._reducing(moment, place)
         unreduced = self._unreduced(moment, place)
-        yield Item(
-            strategy.GATHERED, "device", self._gathered(moment, place), "the root, blocks in use"
-        )
+        gathered = self._gathered(moment, place)
+        yield Item(strategy.GATHERED, "device", gathered, "the root, blocks in use")
         yield Item(strategy.BUFFERS, "device", buffers, "what is gathered next and reduced")
         yield Item(strategy.WHOLE_GRADIENTS, "device", unreduced, "of a unit in backward")
 
@@ -189,7 +176,7 @@ class FsdpPlanner(Planner[Fsdp]):
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
     ) -> Sharded:
-        return Sharded(topology, profile.model, optimizer, Sizes.by(precision), self.stage)
+        return Sharded(topology, profile.model, optimizer, Sizes.by(precision), config=self.stage)
 
     def trace(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipeline.planning.strategy import GATHERED, GRADIENTS, PARAMETERS, Copies, Item, Moment, Place
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
@@ -110,4 +111,4 @@ class Sharded(ZeroMemory):
         disk = moved * self._on_disk / self.share(self.every)
         if self.states_at == "disk":
             disk += 2 * self.part * (2 * self.m + self.moments)
-        return super().copies(microbatches) + Copies(disk=round(disk))
+        return replace(super().copies(microbatches), disk=round(disk))
