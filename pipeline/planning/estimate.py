@@ -157,7 +157,7 @@ def assemble(
     needs = [need for extra in extras for need in extra.host]
     formulas = peaks.formulas | {need.what: need.formula for need in needs}
     disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
-    offloaded = profile.total("offloaded").at(step.micro_batch)
+    offloaded = profile.total("offloaded", "forward").at(step.of_rank)
     copies = strategy.copies(step.microbatches)
     return Estimate(
         device=device,

@@ -107,12 +107,13 @@ class Profile:
         where = self.model.blocks[unit] if isinstance(unit, int) else unit
         return self.parts.get(f"{event} {where}", NOTHING)
 
-    def total(self, field: str) -> Line:
-        """An amount of a whole micro-batch."""
+    def total(self, field: str, event: str = "") -> Line:
+        """An amount of a whole micro-batch, or of all units at an event."""
         times = Counter(map(str, self.model.blocks))
         fixed = each = 0.0
         for name, part in self.parts.items():
-            line, count = getattr(part, field), times.get(name.split()[1], 1)
+            when, unit = name.split()
+            line, count = getattr(part, field), times.get(unit, 1) * (event in ("", when))
             fixed, each = fixed + line.fixed * count, each + line.each * count
         return Line(fixed, each)
 
