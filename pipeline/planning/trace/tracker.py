@@ -15,15 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from pipeline.fake_tensors import has_values
 from pipeline.planning.strategy import LOAD
-from pipeline.planning.trace.torch_compat import (
-    Watcher,
-    adds_gradients,
-    asks_for_number,
-    computes_again,
-    local,
-    storage_key,
-    tensors_in,
-)
+from pipeline.planning.trace import torch_compat
 
 aten = torch.ops.aten
 ATTENTION, PRODUCTS = "attention", "products"
@@ -72,7 +64,7 @@ class Stretch:
     """Whether anything is computed a second time."""
 
 
-class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
+class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
     """Inside, count every storage that an operation makes until it is freed or resized.
 
     Tensors on the meta device have no memory. With `fake`, tensors with values have none either,
@@ -94,7 +86,7 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
 
     def move_to_host(self, tensor: Tensor) -> None:
         """Count a tensor's memory as the host's."""
-        key = storage_key(tensor.untyped_storage())
+        key = torch_compat.storage_key(tensor.untyped_storage())
         if key in self._sizes and key not in self._on_host:
             self._on_host.add(key)
             self._host += self._sizes[key]
@@ -105,7 +97,7 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
 
         def resize_(storage: Any, size: int) -> Any:
             done = original(storage, size)
-            key = storage_key(storage)
+            key = torch_compat.storage_key(storage)
             if key in self._sizes:
                 self._change(key, size)
             return done
@@ -125,7 +117,7 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
         here = self.stretches[-1]
         here.made += max(self._now - before, 0)
         kind, amount = operations(function, arguments, named, out)
-        if computes_again():
+        if torch_compat.computes_again():
             here.repeats = True
             here.again += amount
         elif kind == ATTENTION:
@@ -135,20 +127,20 @@ class MemoryTracker(Watcher):  # type: ignore[no-untyped-call]
         return out
 
     def _run(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        if self._fake and asks_for_number(function):
+        if self._fake and torch_compat.asks_for_number(function):
             return 1.0
-        if adds_gradients(function, arguments):
+        if torch_compat.adds_gradients(function, arguments):
             return arguments[0].add_(arguments[1])
         out = function(*arguments, **named)
         # What is detached shares its argument's memory, which may be none that counts.
         if function is not torch.ops.aten.detach.default:
-            for tensor in map(local, tensors_in(out)):
+            for tensor in map(torch_compat.local, torch_compat.tensors_in(out)):
                 if tensor.device.type != "meta" and not (self._fake and has_values(tensor)):
                     self._add(tensor.untyped_storage())
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage_key(storage)
+        key = torch_compat.storage_key(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._free, key)
