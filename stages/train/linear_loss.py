@@ -110,8 +110,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.T, right)
         return
     height = max(PIECE // total.shape[1], 1)
-    for top in range(0, len(total), height):
-        total[top : top + height] += left[:, top : top + height].T @ right
+    parts = zip(torch.split(total, height), torch.split(left, height, dim=1), strict=True)
+    for rows, columns in parts:
+        rows.add_(columns.T @ right)
 
 
 def _slope(logits: Tensor, labels: Tensor) -> Tensor:

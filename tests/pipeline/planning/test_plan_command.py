@@ -17,7 +17,7 @@ from pipeline.engine import Engine
 from pipeline.planning.planner import Planners
 from pipeline.registry import BUILT_IN, Entry, Registry
 from pipeline.stage import Context
-from pipeline.state.staging import PASSAGE
+from pipeline.state.blocks import PASSAGE
 from tests.support.tier import spread
 
 ROOT_FOLDER = Path(__file__).parents[3]
