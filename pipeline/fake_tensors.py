@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -35,6 +36,11 @@ def with_values() -> AbstractContextManager[Any]:
 def has_values(tensor: Tensor) -> bool:
     """Whether it was made outside of `without_values`."""
     return not isinstance(tensor, FakeTensor)
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Its device, which a tensor without values tells slowly."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 @contextlib.contextmanager

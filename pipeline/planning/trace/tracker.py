@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeline.fake_tensors import has_values
+from pipeline.fake_tensors import device_of, has_values
 from pipeline.planning.strategy import LOAD
 from pipeline.planning.trace import torch_compat
 
@@ -135,7 +135,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         # What is detached shares its argument's memory, which may be none that counts.
         if function is not torch.ops.aten.detach.default:
             for tensor in map(torch_compat.local, torch_compat.tensors_in(out)):
-                if tensor.device.type != "meta" and not (self._fake and has_values(tensor)):
+                if device_of(tensor).type != "meta" and not (self._fake and has_values(tensor)):
                     self._add(tensor.untyped_storage())
         return out
 
