@@ -19,18 +19,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 GPUS = click.IntRange(min=1, max=256)
 """Of a node."""
-SIZE = click.FloatRange(min=1e-3, max=10**6)
+MOST = 10**6
 """GiB, or GB/s, of anything in a machine."""
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 RUN = click.Path(path_type=Path, exists=True)
 
 
-def amount(said: str) -> float:
+def amount(said: str, least: float = 1e-3) -> float:
     """GiB or GB/s; not nan, which no comparison keeps out of a range."""
-    number: float = SIZE.convert(said, None, None)  # type: ignore[arg-type]
+    number = float(click.FloatRange(min=least, max=MOST).convert(said, None, None))
     if math.isnan(number):
         raise click.BadParameter(f"{said!r} is not a number.")
     return number
+
+
+def any_amount(said: str) -> float:
+    """The same, or nothing."""
+    return amount(said, 0)
 
 
 def link(said: str) -> float:
@@ -56,7 +61,7 @@ OPTIONS = {
     "--host-memory": (amount, "GiB of host memory of a node."),
     "--interconnect": (link, "A node's links to others: 100gbe, 8x400g, ..., or their GB/s."),
     "--nvme": (amount, "GB/s of the disk that state is offloaded to."),
-    "--overhead": (amount, "GiB of a GPU in use beside what torch allocates."),
+    "--overhead": (any_amount, "GiB of a GPU in use beside what torch allocates."),
     "--measured": (RUN, "A run on GPUs of the same kind, which tells what they lose beside "
                    "tensors. Default: the newest one in ./runs."),
     "--price": (amount, "Of a GPU for an hour: tells a training's cost."),

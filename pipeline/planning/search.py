@@ -18,7 +18,7 @@ from pipeline.errors import RecipeError, StageError
 from pipeline.plan import Plan
 from pipeline.planning.hardware import Asked
 from pipeline.planning.margins import Margins
-from pipeline.planning.memory_plan import MemoryPlan, check, draw_up_plan
+from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
 from pipeline.planning.planner import SMALLER, Planners
 from pipeline.registry import Registry
 
@@ -59,7 +59,7 @@ class Base:
         """The plan of the recipe with changes; each is drawn up once. Raises PipeError."""
         key = tuple(sorted(overrides(changes)))
         if key not in self._drawn:
-            self._drawn[key] = draw_up_plan(self.checked(changes), self.asked, self.margins)
+            self._drawn[key] = draw_up(self.checked(changes), self.asked, self.margins)
         return self._drawn[key]
 
 
@@ -133,11 +133,16 @@ def balanced(least: Way) -> Way:
 
 
 def best(found: Sequence[Way]) -> Way | None:
-    """The way with the fewest savings, of these the roomiest, among those that fit, change what is
-    computed the least, and are quickest. None if none fits."""
+    """The first way with the fewest savings, or of these one that is not tight, among those that
+    fit, change what is computed the least, and are quickest. None if none fits."""
     able = [way for way in found if way.fits]
     able = [way for way in able if way.narrow == min(one.narrow for one in able)]
-    return min(_quickest(able), key=lambda way: (len(way.saved), -_free(way.drawn)), default=None)
+
+    def rank(way: Way) -> tuple[int, bool]:
+        there = way.drawn.hardware.device_memory or 0
+        return len(way.saved), _free(way.drawn) < (1 - KEPT) * there
+
+    return min(_quickest(able), key=rank, default=None)
 
 
 def _quickest(found: Sequence[Way]) -> Sequence[Way]:

@@ -190,7 +190,7 @@ def way_of(drawn: Any, *orders: int) -> Way:
         ([way_of(plan_of(9, seconds=9), RECOMPUTE), way_of(plan_of(9), NARROW_MOMENTS)], 0),
         ([way_of(plan_of(9), NARROW_FROZEN), way_of(plan_of(9), NARROW_MOMENTS, CHUNK)], 1),
         ([way_of(plan_of(9, seconds=9, unknown=["network"])), way_of(plan_of(9), CHUNK)], 0),
-        ([way_of(plan_of(9)), way_of(plan_of(8))], 1),
+        ([way_of(plan_of(9.5)), way_of(plan_of(8))], 1),
     ],
 )
 def test_the_best_way(ways: Sequence[Way], chosen: int | None) -> None:
