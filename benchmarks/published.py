@@ -22,7 +22,7 @@ from tables import markdown
 from pipeline.accelerators import GB, GIB
 from pipeline.planning.hardware import Asked
 from pipeline.planning.margins import Margins
-from pipeline.planning.memory_plan import MemoryPlan, draw_up
+from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
 from pipeline.planning.strategy import STEP, UPDATE
 
 RUNS = Path(__file__).parent / "publications" / "runs.yaml"
@@ -102,7 +102,7 @@ class Run:
             text, recipe = Path(folder) / "text.txt", Path(folder) / "recipe.yaml"
             text.write_text("text\n", "utf-8")
             recipe.write_text(yaml.safe_dump(self._recipe(text), sort_keys=False), "utf-8")
-            return draw_up(recipe, [], asked, Margins())
+            return draw_up(check(recipe, [], asked), asked, Margins())
 
     def _recipe(self, text: Path) -> dict[str, Any]:
         stages = {slot: dict(stage) for slot, stage in self.slots.items()}

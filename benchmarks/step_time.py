@@ -26,7 +26,7 @@ from shapes import SHAPES
 from pipeline.doctor.report import read_machine
 from pipeline.planning.hardware import Asked
 from pipeline.planning.margins import Margins
-from pipeline.planning.memory_plan import draw_up
+from pipeline.planning.memory_plan import check, draw_up
 
 WRAPS: dict[str, dict[str, Any]] = {
     "ddp": {"use": "wrap.ddp"},
@@ -95,7 +95,8 @@ def _rows(
             for compute in computes:
                 for wrap in WRAPS:
                     recipe = _recipe(folder, shape, wrap, count, compute, steps)
-                    drawn = draw_up(recipe, [], Asked(machine=read_machine(machine)), Margins())
+                    asked = Asked(machine=read_machine(machine))
+                    drawn = draw_up(check(recipe, [], asked), asked, Margins())
                     run = folder / f"run-{shape}-{wrap}-{count}-{compute}"
                     _pipe("run", str(recipe), "--run-dir", str(run))
                     time = drawn.time

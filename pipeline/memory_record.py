@@ -6,9 +6,10 @@ A run writes it; plans read it, for what their tensors will take on GPUs of the 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
@@ -36,7 +37,6 @@ class MemoryRecord(BaseModel):
     """Most that torch's allocator had taken for them."""
     beside_bytes: NonNegativeInt
     """In use beside the allocator: the CUDA context, NCCL, other processes."""
-    torch: str
 
 
 def record_memory(plan: Plan, ctx: Context) -> None:
@@ -44,15 +44,13 @@ def record_memory(plan: Plan, ctx: Context) -> None:
     its end: what cannot be written is a warning."""
     if ctx.dist.device.type == "cpu":
         return
-    told = ctx.dist.gather(_of_this_gpu(ctx))
-    found = [MemoryRecord.model_validate(each) for each in told if each is not None]
-    if not ctx.dist.is_main or not found:
-        return
-    fullest = max(found, key=lambda one: one.reserved_bytes)
-    try:
-        replace_text(ctx.run_dir / FILE, fullest.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        ctx.log.warning("%s cannot be written: %s", FILE, in_words(error))
+    found = [told for told in ctx.dist.gather(_of_this_gpu(ctx)) if told is not None]
+    if ctx.dist.is_main and found:
+        fullest = max(found, key=lambda told: told["reserved_bytes"])
+        try:
+            replace_text(ctx.run_dir / FILE, json.dumps(fullest, indent=1) + "\n")
+        except OSError as error:
+            ctx.log.warning("%s cannot be written: %s", FILE, in_words(error))
 
 
 def read_record(place: Path) -> MemoryRecord:
@@ -79,7 +77,7 @@ def newest_record(
     return None
 
 
-def _of_this_gpu(ctx: Context) -> dict[str, object] | None:
+def _of_this_gpu(ctx: Context) -> dict[str, Any] | None:
     """A record of this rank's GPU, JSON; None, and a warning, where its driver does not tell."""
     import torch
 

@@ -52,6 +52,7 @@ def plan(
     """
     from pipeline.commands.stopping import stoppable
     from pipeline.planning.memory_plan import draw_up
+    from pipeline.planning.report import lines
     from pipeline.planning.search import Base
 
     asked, margins = asked_for(**machines)
@@ -59,15 +60,15 @@ def plan(
         try_writing(out) if out else None
     known = registry or Registry.installed()
     file = Path(recipe)
+    base = Base(recipe=file, overrides=overrides, asked=asked, margins=margins, registry=known)
     with stoppable():
-        drawn = draw_up(file, overrides, asked, margins, known, trace=trace)
+        drawn = draw_up(base.checked({}), asked, margins, trace=trace)
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):
             out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if not as_json:
-        click.echo("\n".join(drawn.lines(explain=explain)))
-    base = Base(recipe=file, overrides=overrides, asked=asked, margins=margins, registry=known)
+        click.echo("\n".join(lines(drawn, explain=explain)))
     found = _remedies(drawn, base) if drawn.short else []
     if as_json:
         remedies = None if found is None else [remedy.record() for remedy in found]

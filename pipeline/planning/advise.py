@@ -14,15 +14,9 @@ from pipeline.planning.hardware import Asked, narrow_dtype, site_of
 from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
+from pipeline.planning.report import memory
 from pipeline.planning.search import Base, Changes, Way, overrides
-from pipeline.planning.strategies import (
-    MOST_NODES,
-    Candidate,
-    choose,
-    memory,
-    on_more_nodes,
-    suited,
-)
+from pipeline.planning.strategies import MOST_NODES, Candidate, choose, on_more_nodes, suited
 from pipeline.presets import Strategy, in_order
 from pipeline.registry import Registry
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,45 +22,28 @@ PROCESS = round(0.6 * GIB)
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An optimizer step, as the stage that trains cuts it."""
+    """An optimizer step, as the stage that trains cuts it: micro-batches of each rank, samples of
+    one and of the rank that has most, samples and tokens, padding counted, over all ranks, and the
+    length of the training."""
 
     microbatches: int
-    """Micro-batches of each rank."""
     micro_batch: int
-    """Samples of one."""
     of_rank: int
-    """Samples of the rank that has most."""
     samples: int
-    """Over all ranks."""
     tokens: int
-    """Over all ranks, padding counted."""
     length: Length = field(default_factory=Length)
-    """Length of the whole training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of one rank in an optimizer step, in floating-point operations and bytes."""
+    """Floating-point operations of one rank in an optimizer step: products of matrices, attention
+    between tokens that see each other, and both done a second time. `moved` are bytes to and from
+    its memory beside products: each tensor that is made, both ways, and what is updated."""
 
     products: float
-    """Products of matrices, forward and backward."""
     attention: float
-    """Attention kernels, between tokens that see each other."""
     again: float
-    """Operations that are done a second time."""
     moved: float
-    """Bytes that the device reads from and writes to its memory beside products: every tensor that
-    is made, once each way, and what the optimizer updates."""
-
-    @property
-    def useful(self) -> float:
-        """Operations of the model itself."""
-        return self.products + self.attention
-
-    @property
-    def total(self) -> float:
-        """All operations."""
-        return self.useful + self.again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,48 +56,35 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostNeed:
-    """Host memory of one node that a stage takes at some time, beyond the step's."""
+class HostNeed(Storage):
+    """Host memory of one node that a stage takes in a phase, beyond the step's; in all of them from
+    when the model is loaded, where `phase` is empty."""
 
     phase: str
-    """Empty: in all of them from when the model is loaded."""
-    what: str
-    bytes: int
-    formula: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """Needs of a stage beside the step, as of one that saves or exports. `Extras()` says
-    that it needs nothing to speak of."""
+    """Needs of a stage beside the step, as of one that saves or exports: files, those of which a
+    longer training leaves more, host memory. `caveats` tell what this leaves out of account."""
 
     storage: Sequence[Storage] = ()
     saved: Callable[[Length], Storage] | None = None
-    """Files of which a longer training leaves more."""
     host: Sequence[HostNeed] = ()
     caveats: Sequence[str] = ()
-    """Needs that this leaves out of account."""
-
-    def files(self, length: Length) -> Iterator[Storage]:
-        """All that is written in a training of that length."""
-        yield from self.storage
-        if self.saved is not None:
-            yield self.saved(length)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Needs of one recipe at one place, in bytes."""
+    """Needs of one recipe at one place, in bytes: by phase, what the fullest rank's device and the
+    fullest node's memory hold at their peaks, files' cache not counted; by item, state that is
+    offloaded to a node's disk, and how items come about."""
 
     device: Mapping[str, Held]
-    """Phase -> what the fullest rank's device holds at its peak."""
     host: Mapping[str, Held]
-    """Phase -> what the fullest node's memory holds at its peak, files' cache not counted."""
-    disk: Mapping[str, int]
-    """Offloaded state on one node's disk, by item."""
+    offloaded: Mapping[str, int]
     storage: Sequence[Storage]
     formulas: Mapping[str, str]
-    """Item -> how it comes about."""
     traffic: Sequence[Traffic]
     copies: Copies
     step: Step
@@ -151,22 +123,28 @@ def assemble(
     strategy: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, strategy, samples=step.micro_batch, microbatches=step.microbatches)
     extras = [*told.each(Extras)]
-    on_cpu = topology.device == "cpu"
-    device = traced or peaks.of("device")
-    held = peaks.of("host", both=on_cpu)
     needs = [need for extra in extras for need in extra.host]
-    formulas = peaks.formulas | {need.what: need.formula for need in needs}
+    device = traced or peaks.of("device")
+    on_cpu = topology.device == "cpu"
+    host = device if traced and on_cpu else peaks.of("host", both=on_cpu)
     disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
-    offloaded = profile.total("offloaded", "forward").at(step.of_rank)
+    waiting = profile.total("offloaded", "forward").at(step.of_rank)
     copies = strategy.copies(step.microbatches)
     return Estimate(
         device=device,
-        host=_host(topology, device if traced and on_cpu else held, needs),
-        disk={item: size * topology.on_node for item, size in disk.items()},
-        storage=[file for extra in extras for file in extra.files(step.length)],
-        formulas=formulas | {PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs"},
+        host=_host(topology, host, needs),
+        offloaded={item: size * topology.on_node for item, size in disk.items()},
+        storage=[
+            *(extra.saved(step.length) for extra in extras if extra.saved),
+            *(file for extra in extras for file in extra.storage),
+        ],
+        formulas={
+            **peaks.formulas,
+            **{need.what: need.formula for need in needs},
+            PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs",
+        },
         traffic=[*strategy.traffic(step.microbatches)],
-        copies=replace(copies, up=copies.up + offloaded, down=copies.down + offloaded),
+        copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
         work=_work(profile, strategy, step),
         caveats=caveats,
@@ -174,18 +152,13 @@ def assemble(
 
 
 def _work(profile: Profile, strategy: StrategyMemory, step: Step) -> Work:
-    samples = step.of_rank
-
     def total(field: str) -> float:
         line = profile.total(field)
-        return line.fixed * step.microbatches + line.each * samples
+        return line.fixed * step.microbatches + line.each * step.of_rank
 
-    return Work(
-        products=total("products"),
-        attention=total("attention"),
-        again=total("again"),
-        moved=2 * total("made") + strategy.updated,
-    )
+    names = "products", "attention", "again"
+    moved = 2 * total("made") + strategy.updated
+    return Work(moved=moved, **{name: total(name) for name in names})
 
 
 def _host(
@@ -194,23 +167,22 @@ def _host(
     ranks = topology.on_node
     base = {PROCESSES: PROCESS * ranks}
     phases = {
-        phase: base | {item: size * ranks for item, size in one.items.items()}
+        phase: Counter(base | {item: size * ranks for item, size in one.items.items()})
         for phase, one in held.items()
     }
     for need in needs:
         for phase in [need.phase] if need.phase else [one for one in held if one != LOAD]:
-            items = phases.setdefault(phase, dict(base))
-            items[need.what] = items.get(need.what, 0) + need.bytes
+            phases.setdefault(phase, Counter(base))[need.what] += need.bytes
     return {phase: Held.of(items) for phase, items in phases.items()}
 
 
 def _caveats(told: Results) -> Iterator[str]:
     """Say what is left out of account."""
     model, samples = told.latest(ModelShape), told.latest(SampleShape)
-    if model and samples and model.context is not None and samples.length > model.context:
+    if model and samples and samples.length > (model.context or math.inf):
         yield (
             f"samples of {samples.length} tokens are longer than the {model.context} positions "
             "that the model's config states"
         )
-    tellers = [model, *told.each(Extras)]
-    yield from (caveat for teller in tellers if teller for caveat in teller.caveats)
+    yield from model.caveats if model else ()
+    yield from (caveat for extra in told.each(Extras) for caveat in extra.caveats)

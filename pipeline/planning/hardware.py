@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.accelerators import GB, GIB, Accelerator, accelerators, find_accelerator
@@ -17,74 +17,66 @@ if TYPE_CHECKING:
 
 PER_NODE = 8
 """GPUs of a node, where nothing else is said."""
+COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
+INSIDE, BETWEEN = "network inside nodes", "network between nodes"
+UP, DOWN = "PCIe to the GPU", "PCIe to the host"
+"""Resources of a device, and of a node: its network to others and its disk. PCIe carries both
+directions at once."""
+SHEET, MEASURED, ASKED = "data sheet", "measured rate", "rate asked for"
+EMULATED = "data sheet: fp32's rate at best, since this GPU has no bf16"
 
-EMULATED = "how slow bf16 is on {0}: {0} has no bf16, computed at fp32's rate at best"
+
+@dataclass(frozen=True)
+class Rate:
+    """Operations in the compute dtype, or bytes in one direction, a second."""
+
+    value: float
+    origin: str = SHEET
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is what programs reach."""
+        return self.origin == MEASURED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Machines of one kind. None: not known, so nothing is said that depends on it."""
+    """Machines of one kind, in bytes. None: not known, so nothing is said that depends on it."""
 
     kind: str | None = None
     """Name of a device; None on CPUs, and for a device of which only the memory is known."""
     device_memory: int | None = None
-    """Bytes of one device; of a rank's share of host memory on CPUs."""
     host_memory: int | None = None
-    """Bytes of one node."""
-    network: float | None = None
-    """Bytes a second that a node sends to others, in one direction, over all its links."""
-    peers: float | None = None
-    """Bytes a second that a device sends to others in its node."""
-    host_link: float | None = None
-    """Bytes a second between a device and its machine, in each direction."""
-    disk_rate: float | None = None
-    """Bytes a second of the disk that state is offloaded to."""
-    flops: float | None = None
-    """Operations a second of one device in the compute dtype."""
-    bandwidth: float | None = None
-    """Bytes a second between a device and its own memory."""
+    """Of one node."""
+    rates: Mapping[str, Rate] = field(default_factory=dict)
     matmul: float = 1.0
-    """Share of `flops` that large products reach; 1 where `flops` was measured with them."""
+    """Share of the data sheet's operations that large products reach."""
     peak: float | None = None
-    """Operations a second in the compute dtype that the device's data sheet promises."""
+    """The data sheet's operations a second."""
     price: float | None = None
-    """Price of one device for an hour, in whatever currency."""
-    measured: tuple[str, ...] = ()
-    """Names of the fields above that are rates which programs reach, as `pipe doctor` measures
-    them."""
-    asked: tuple[str, ...] = ()
-    """Names of the fields that a person has said; the others are what data sheets promise."""
-    caveats: tuple[str, ...] = ()
-    """Effects that the rates leave out of account."""
+    """Of one device for an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Machines as the options of a command describe them. None: nothing was said."""
+    """Machines as the options of a command describe them, in GiB and GB/s. None: nothing was said.
+    `gpus`, `host_memory` and `interconnect` are those of a node, `memory` and `price` of a GPU;
+    `machine` is one like those that are meant, as `pipe doctor` has found it."""
 
     gpus: int | None = None
-    """GPUs of one node."""
     nodes: int | None = None
     gpu: str | None = None
     memory: float | None = None
-    """GiB of one GPU."""
     host_memory: float | None = None
-    """GiB of one node."""
     interconnect: float | None = None
-    """GB/s that a node sends to others, in one direction, over all its links."""
     disk: float | None = None
-    """GB/s of the disk that state is offloaded to."""
     price: float | None = None
-    """Price of one GPU for an hour."""
     machine: Machine | None = None
-    """One like those that are meant, as `pipe doctor` has found it."""
 
     @property
     def procs(self) -> int | None:
         """Over all nodes."""
-        if self.gpus is None and self.nodes is None:
-            return None
-        return (self.gpus or PER_NODE) * (self.nodes or 1)
+        return (self.gpus or PER_NODE) * (self.nodes or 1) if self.gpus or self.nodes else None
 
     @property
     def overrides(self) -> Sequence[str]:
@@ -93,20 +85,16 @@ class Asked:
         return ["launch.device=cuda"] if measured or self.of_gpus else []
 
     @property
-    def found(self) -> str | None:
-        """Name of the measured machine's GPU."""
-        return self.machine.devices[0].name if self.machine and self.machine.devices else None
-
-    @property
     def kind(self) -> str | None:
         """Name of the GPU that is meant."""
-        return self.gpu or self.found
+        found = self.machine.devices if self.machine else ()
+        return self.gpu or (found[0].name if found else None)
 
     @property
     def of_gpus(self) -> Sequence[str]:
         """Options that were given and say something of GPUs."""
-        said = {"--gpus": self.gpus, "--gpu": self.gpu, "--memory": self.memory}
-        return [option for option, value in said.items() if value is not None]
+        names = "gpus", "nodes", "gpu", "memory"
+        return [f"--{name}" for name in names if getattr(self, name) is not None]
 
 
 def site_of(asked: Asked, ranks: int, device: str) -> Topology:
@@ -116,14 +104,7 @@ def site_of(asked: Asked, ranks: int, device: str) -> Topology:
             f"{asked.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
             hint="leave out one of them",
         )
-    if device == "cpu" and asked.nodes is not None:
-        raise UsageError(
-            "--nodes counts nodes with GPUs, and the recipe computes on CPUs",
-            hint="--gpus says how many GPUs a node has; CPUs are planned for as one node",
-        )
-    local = asked.gpus or (PER_NODE if device != "cpu" else ranks)
-    if asked.nodes is not None and asked.gpus is None:
-        local = -(-ranks // asked.nodes)
+    local = ranks if device == "cpu" else asked.gpus or PER_NODE
     return Topology(ranks=ranks, local_ranks=min(local, ranks), device=device)
 
 
@@ -131,45 +112,18 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
     """The machines, as far as they are known; on CPUs, this one. A measured machine goes before
     data sheets, a person's word before both. Raises UsageError for a GPU that nobody knows, and for
     a measured machine that is another than what was asked for."""
-    on_cpu = topology.device == "cpu"
-    known = Hardware(host_memory=free_memory()) if on_cpu else _of_kind(asked, compute)
-    if asked.machine is not None:
-        known = _of_machine(asked.machine, known, topology, compute)
-    said: dict[str, Any] = {
-        "device_memory": None if asked.memory is None else round(asked.memory * GIB),
-        "host_memory": None if asked.host_memory is None else round(asked.host_memory * GIB),
-        "network": None if asked.interconnect is None else asked.interconnect * GB,
-        "disk_rate": None if asked.disk is None else asked.disk * GB,
-        "price": asked.price,
-    }
-    if on_cpu:
-        del said["device_memory"], said["price"]
-    there = {name: value for name, value in said.items() if value is not None}
-    measured = tuple(name for name in known.measured if name not in there)
-    return replace(known, measured=measured, asked=tuple(there), **there)
+    facts: dict[str, Any] = {}
+    rates: dict[str, Rate] = {}
+    for origin, more, found in _sources(asked, topology, compute):
+        facts |= {name: fact for name, fact in more.items() if fact is not None}
+        rates |= {part: Rate(rate, origin) for part, rate in found.items() if rate is not None}
+    return Hardware(**facts, rates=rates)
 
 
 def narrow_dtype(asked: Asked) -> str:
     """The dtype to compute in: bf16, or fp16 where there are no units for that."""
     gpu = _gpu(asked)
     return "bf16" if gpu is None or gpu.bf16 else "fp16"
-
-
-def _of_kind(asked: Asked, compute: str) -> Hardware:
-    gpu = _gpu(asked)
-    if gpu is None:
-        return Hardware()
-    return Hardware(
-        kind=gpu.name,
-        device_memory=gpu.memory,
-        peers=gpu.peers,
-        host_link=gpu.host,
-        flops=gpu.rate(compute),
-        peak=gpu.rate(compute),
-        matmul=gpu.matmul,
-        bandwidth=gpu.bandwidth,
-        caveats=(EMULATED.format(gpu.name),) if compute == "bf16" and not gpu.bf16 else (),
-    )
 
 
 def _gpu(asked: Asked) -> Accelerator | None:
@@ -179,40 +133,54 @@ def _gpu(asked: Asked) -> Accelerator | None:
         raise UsageError(
             f"--gpu {asked.gpu}: no GPU of this name is known", hint=f"{meant} or say --memory"
         )
-    if asked.found and asked.gpu and find_accelerator(asked.found) is not known:
-        raise UsageError(
-            f"--machine describes one with {asked.found}, --gpu says {asked.gpu}",
-            hint="leave out one of them",
-        )
     return known
 
 
-def _of_machine(machine: Machine, known: Hardware, topology: Topology, compute: str) -> Hardware:
-    """The rates of a machine of the same kind of device."""
-    if machine.device != topology.device:
+Source = tuple[str, Mapping[str, Any], Mapping[str, float | None]]
+"""Where something is known from, the hardware's fields, and rates by resource."""
+
+
+def _sources(asked: Asked, topology: Topology, compute: str) -> Iterator[Source]:
+    """All that is known, the more certain the later."""
+    on_cpu = topology.device == "cpu"
+    gpu = None if on_cpu else _gpu(asked)
+    if gpu is not None:
+        rate = gpu.rate(compute)
+        emulated = compute == "bf16" and not gpu.bf16
+        facts = {"kind": gpu.name, "device_memory": gpu.memory, "matmul": gpu.matmul, "peak": rate}
+        yield EMULATED if emulated else SHEET, facts, {COMPUTE: rate}
+        links = {INSIDE: gpu.peers, UP: gpu.host, DOWN: gpu.host}
+        yield SHEET, {}, {MEMORY: gpu.bandwidth, **links}
+    if on_cpu:
+        yield MEASURED, {"host_memory": free_memory()}, {}
+    if asked.machine is not None:
+        yield _of_machine(asked.machine, asked, topology, compute)
+    sizes = {
+        "device_memory": asked.memory and round(asked.memory * GIB),
+        "host_memory": asked.host_memory and round(asked.host_memory * GIB),
+        "price": None if on_cpu else asked.price,
+    }
+    network, disk = asked.interconnect, asked.disk
+    yield ASKED, sizes, {BETWEEN: network and network * GB, DISK: disk and disk * GB}
+
+
+def _of_machine(machine: Machine, asked: Asked, topology: Topology, compute: str) -> Source:
+    gpu = machine.devices[0] if machine.devices else None
+    another = gpu and asked.gpu and find_accelerator(gpu.name) is not find_accelerator(asked.gpu)
+    if another or machine.device != topology.device:
+        meant = "CPUs" if topology.device == "cpu" else asked.gpu or "GPUs"
         raise UsageError(
-            f"--machine describes one that computes on {machine.device}, the recipe on "
-            f"{topology.device}",
+            f"--machine describes one with {gpu.name if gpu else 'CPUs'}, not with {meant}",
             hint="take that of a machine like the one to be used",
         )
+    facts = {"host_memory": machine.host_memory_bytes}
+    own = {"kind": gpu.name, "device_memory": gpu.memory_bytes} if gpu else {}
     rates = {
-        "flops": getattr(machine.matmul_flops, compute),
-        "peers": machine.allreduce[-1].busbw if machine.allreduce else None,
-        "host_link": machine.h2d_bytes_per_s,
-        "disk_rate": machine.disk_read_bytes_per_s,
-        "bandwidth": machine.host_copy_bytes_per_s if topology.device == "cpu" else None,
+        COMPUTE: getattr(machine.matmul_flops, compute),
+        MEMORY: machine.host_copy_bytes_per_s if machine.device == "cpu" else None,
+        INSIDE: machine.allreduce[-1].busbw if machine.allreduce else None,
+        UP: machine.h2d_bytes_per_s,
+        DOWN: machine.d2h_bytes_per_s,
+        DISK: machine.disk_read_bytes_per_s,
     }
-    gpu = machine.devices[0] if machine.devices else None
-    facts = {
-        "kind": gpu and gpu.name,
-        "host_memory": machine.host_memory_bytes,
-        "device_memory": gpu and gpu.memory_bytes,
-    }
-    measured = {name: rate for name, rate in rates.items() if rate is not None}
-    for name, rate in measured.items():
-        if rate < 1:
-            raise UsageError(f"--machine says {name} is {rate} a second, which none can be")
-    there: dict[str, Any] = {name: fact for name, fact in facts.items() if fact is not None}
-    if "flops" in measured:
-        there |= {"caveats": (), "matmul": 1.0}
-    return replace(known, measured=tuple(measured), **measured, **there)
+    return MEASURED, facts | own, rates

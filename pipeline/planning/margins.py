@@ -14,16 +14,13 @@ from pipeline.planning.hardware import Hardware
 from pipeline.planning.planner import Topology
 
 BESIDE = round(1.2 * GIB)
-"""Bytes of a GPU in use beside torch's allocator: a CUDA context, 0.3 GiB and the kernels of
-libraries (github.com/pytorch/pytorch/issues/107667), and 0.5 to 0.7 GiB for each communicator of
-NCCL (github.com/NVIDIA/nccl/issues/964)."""
+"""Bytes of a GPU in use beside torch's allocator: a CUDA context of 0.3 GiB and libraries' kernels
+(github.com/pytorch/pytorch/issues/107667), 0.5 to 0.7 GiB for each communicator of NCCL
+(github.com/NVIDIA/nccl/issues/964)."""
 BETWEEN = 0.08
 """Share of tensors' bytes that torch's allocator reserves and cannot use. Answer.AI
-(github.com/AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md) saw 10.22 GiB reserved for 9.16 of
-tensors, and 10.24 for 8.28, with room to spare; without, the allocator gives back what it can and
-tries again. More than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023), whose
-tensors take 42 GiB."""
-ASSUMED = "assumed until measured"
+(github.com/AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md) saw 12 and 24 % with room to spare. More
+than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023): tensors of 42 GiB."""
 RUNS = Path("runs")
 """Where runs are, unless they were told to be elsewhere."""
 TELLING = 0.25
@@ -38,7 +35,7 @@ class Margins:
     """Bytes beside them."""
     fragmentation: float = BETWEEN
     """Share of tensors' bytes between them."""
-    source: str = ASSUMED
+    source: str = "assumed until measured"
     measured: int | None = None
     """Bytes of tensors at the peak of the run that was named for comparison."""
 
@@ -53,42 +50,38 @@ def margins_for(
     """Margins of GPUs of a kind: by the record of a run that is named, by the newest one in
     the folder of runs, or else what is assumed; `overhead` GiB in place of what is beside tensors.
     Raises UsageError for a record of another kind, or of none."""
-    found = Margins()
-    if record is not None:
-        named = read_record(record)
-        if kind is not None and not _same(named.device, kind):
-            raise UsageError(
-                f"--measured {record} is of a run on {named.device}, the plan is for {kind}",
-                hint="name a run on GPUs of the same kind",
-            )
-        found = replace(_measured(record.name, named), measured=named.allocated_bytes)
-    elif kind is not None:
-        newest = newest_record(runs, lambda one: _tells(one, kind))
-        found = found if newest is None else _measured(*newest)
-    return found if overhead is None else replace(found, overhead=round(overhead * GIB))
+    named = None if record is None else (record.name, read_record(record))
+    if named is not None and kind is not None and not _same(named[1].device, kind):
+        raise UsageError(
+            f"--measured {record} is of a run on {named[1].device}, the plan is for {kind}",
+            hint="name a run on GPUs of the same kind",
+        )
+    found = named or newest_record(runs, lambda one: _tells(one, kind))
+    margins = Margins()
+    if found is not None:
+        run, held = found
+        margins = Margins(
+            overhead=held.beside_bytes,
+            fragmentation=max(held.reserved_bytes / held.allocated_bytes - 1, 0.0),
+            source=f"measured by run {run}",
+            measured=held.allocated_bytes if named else None,
+        )
+    return margins if overhead is None else replace(margins, overhead=round(overhead * GIB))
 
 
-def _measured(run: str, record: MemoryRecord) -> Margins:
-    lost = max(record.reserved_bytes / record.allocated_bytes - 1, 0.0)
-    return Margins(
-        overhead=record.beside_bytes, fragmentation=lost, source=f"measured by run {run}"
-    )
-
-
-def _tells(record: MemoryRecord, kind: str) -> bool:
+def _tells(record: MemoryRecord, kind: str | None) -> bool:
     full = record.allocated_bytes >= TELLING * record.device_bytes
-    return full and _same(record.device, kind)
+    return full and kind is not None and _same(record.device, kind)
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names mean one kind of GPU."""
     known = find_accelerator(one)
     return one == other or (known is not None and known is find_accelerator(other))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """Where there is too little."""
+    """Where there is too little, in bytes, everything counted."""
 
     place: str
     """`device` or `host`."""
@@ -96,7 +89,6 @@ class Shortage:
     """`memory of a GPU`, `host memory of a node`."""
     phase: str
     needed: int
-    """Bytes, everything counted."""
     there: int
 
 
@@ -107,8 +99,7 @@ def shortages(
     host = "host", "host memory of a node", estimate.host, hardware.host_memory
     gpu = "device", "memory of a GPU", estimate.device, hardware.device_memory
     for place, what, phases, there in [host] if topology.device == "cpu" else [gpu, host]:
-        if there is not None and phases:
-            phase, held = max(phases.items(), key=lambda item: item[1].bytes)
-            needed = margins.of(held.bytes) if place == "device" else held.bytes
-            if needed > there:
-                yield Shortage(place=place, what=what, phase=phase, needed=needed, there=there)
+        phase, held = max(phases.items(), key=lambda item: item[1].bytes)
+        needed = margins.of(held.bytes) if place == "device" else held.bytes
+        if there is not None and needed > there:
+            yield Shortage(place=place, what=what, phase=phase, needed=needed, there=there)

@@ -2,97 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.accelerators import GIB
 from pipeline.planning.estimate import Estimate
-from pipeline.planning.step_time import crosses, origin, sent
+from pipeline.planning.memory_plan import MemoryPlan
+from pipeline.planning.step_time import crossing, sent
 from pipeline.planning.strategy import Held
 from pipeline.throughput import human
 
-if TYPE_CHECKING:
-    from pipeline.planning.memory_plan import MemoryPlan
 
-
-def verdict(drawn: MemoryPlan) -> str:
-    """Whether it fits; a line for each shortage."""
-    if drawn.short:
-        return "\n".join(
-            f"does not fit: {gib(s.needed)} GiB of {s.what} needed ({s.phase}), "
-            f"{gib(s.there)} there"
-            for s in drawn.short
-        )
-    gpu, host, peak = drawn.hardware.device_memory, drawn.hardware.host_memory, drawn.estimate.peak
-    needed = gib(drawn.estimate.host_peak)
-    if drawn.topology.device == "cpu" and host is not None:
-        return f"fits: {needed} GiB of {gib(host)} host memory"
-    if gpu is None:
-        return "whether it fits: say --gpu or --memory"
-    if host is None:
-        beside = f"if each node has {needed} GiB of host memory (--host-memory)"
-    else:
-        beside = f"{gib(host - drawn.estimate.host_peak)} GiB of each host's memory"
-    return f"fits: {gib(gpu - drawn.margins.of(peak))} GiB of each GPU to spare, {beside}"
-
-
-def lines(drawn: MemoryPlan) -> Iterator[str]:
-    """Memory, disk, network and time."""
+def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
+    """Whether it fits, memory, disk, network and time, and how each item comes about."""
     estimate = drawn.estimate
-    if drawn.topology.device == "cpu":
-        yield from _table("memory per node, GiB", estimate.host)
-    else:
-        yield from _table("memory per GPU, GiB", estimate.device)
+    yield from _verdict(drawn)
+    yield from _head(drawn)
+    yield ""
+    if drawn.topology.device != "cpu":
+        yield from _memory("memory per GPU, GiB", estimate.device)
         yield from _margins(drawn)
         yield ""
-        yield from _table("host memory per node, GiB", estimate.host)
+    yield from _memory("host memory per node, GiB", estimate.host)
     yield ""
     for file in estimate.storage:
         yield f"disk: {human(file.bytes)} for {file.what} ({file.formula})"
-    for item, size in estimate.disk.items():
+    for item, size in estimate.offloaded.items():
         yield f"disk of a node: {human(size)} for {item}"
     yield from _moved(drawn)
     yield from _time(drawn)
-    for caveat in (*estimate.caveats, *drawn.hardware.caveats):
-        yield f"not counted: {caveat}"
+    yield from (f"not counted: {caveat}" for caveat in estimate.caveats)
+    if drawn.traced is not None and drawn.profiled is not None:
+        told, apart = gib(drawn.profiled), drawn.profiled / estimate.peak - 1
+        yield f"{drawn.traced}; without --trace: {told} GiB at the peak of a rank: {apart:+.1%}"
+    if explain:
+        yield from ["", "how these come about", *_explanations(estimate)]
 
 
-def comparison(how: str, traced: Estimate, profiled: Estimate) -> Iterator[str]:
-    """A trace beside what the profile says."""
-    yield how
-    apart = profiled.peak / traced.peak - 1
-    yield f"without --trace: {gib(profiled.peak)} GiB at the peak of a rank: {apart:+.1%}"
+def _verdict(drawn: MemoryPlan) -> Iterator[str]:
+    """Whether it fits; a line for each shortage."""
+    for short in drawn.short:
+        needed, there = gib(short.needed), gib(short.there)
+        yield f"does not fit: {needed} GiB of {short.what} needed ({short.phase}), {there} there"
+    if not drawn.short:
+        known = drawn.fits is not None
+        yield f"fits: {memory(drawn)}" if known else "whether it fits: say --gpu or --memory"
 
 
-def explanations(estimate: Estimate) -> Iterator[str]:
-    """How each item comes about."""
-    yield "how these come about"
-    peaks = [*estimate.device.values(), *estimate.host.values()]
-    seen = dict.fromkeys([*(item for held in peaks for item in held.items), *estimate.disk])
-    width = max(map(len, seen), default=0)
-    for item in seen:
-        yield f"  {item:<{width}}  {estimate.formulas.get(item, '')}".rstrip()
+def memory(drawn: MemoryPlan) -> str:
+    """GiB of a GPU and of a host, for people; a host that is not known is a condition."""
+    host, hosts = gib(drawn.estimate.host_peak), drawn.hardware.host_memory
+    on_host = f"{host} GiB of {gib(hosts)} a host" if hosts else f"if a host has {host} GiB"
+    if drawn.topology.device == "cpu":
+        return on_host
+    device, there = gib(drawn.margins.of(drawn.estimate.peak)), drawn.hardware.device_memory
+    return f"{device} GiB{f' of {gib(there)}' if there else ''} a GPU, {on_host}"
 
 
-def _table(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
+def _head(drawn: MemoryPlan) -> Iterator[str]:
+    ranks, nodes, step = drawn.topology.ranks, drawn.topology.nodes, drawn.estimate.step
+    device = "CPU process" if drawn.topology.device == "cpu" else drawn.hardware.kind or "GPU"
+    name, written = drawn.plan.recipe.name, drawn.plan.recipe.launch.procs
+    yield f"{name} on {nodes} node{'s' * (nodes > 1)}, {ranks} x {device}"
+    if written not in (None, ranks):
+        yield f"the recipe says {written} processes; planned for {ranks}, as asked"
+    parameters, trained = drawn.model.parameters, drawn.model.trained
+    yield f"{parameters / 1e9:.3g} G parameters, {trained / 1e9:.3g} G of them trained"
+    yield (
+        f"{step.samples} samples of {step.tokens // step.samples} tokens a step: "
+        f"{step.microbatches} micro-batch{'es' * (step.microbatches > 1)} on each rank"
+    )
+    if drawn.idle:
+        yield f"{drawn.idle} of {ranks} ranks idle: there is no sample for them in a step"
+
+
+def _table(*rows: Sequence[str]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        cells = (f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
+        yield f"{first:<{widths[0]}}" + "".join(cells)
+
+
+def _memory(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
     """Items as rows, phases as columns."""
-    items = list(dict.fromkeys(item for peak in peaks.values() for item in peak.items))
-    width = max((len(item) for item in [title, *items]), default=0)
-    columns = [(phase, max(len(phase), 6)) for phase in peaks]
-    yield f"{title:<{width}}" + "".join(f"  {phase:>{size}}" for phase, size in columns)
-    for item in items:
-        cells = ((peaks[phase].items.get(item, 0), size) for phase, size in columns)
-        yield f"{item:<{width}}" + "".join(f"  {_cell(value):>{size}}" for value, size in cells)
-    totals = ((peaks[phase].bytes, size) for phase, size in columns)
-    yield f"{'together':<{width}}" + "".join(f"  {gib(value):>{size}}" for value, size in totals)
+    rows = []
+    for item in dict.fromkeys(item for peak in peaks.values() for item in peak.items):
+        sizes = [peak.items.get(item, 0) for peak in peaks.values()]
+        rows.append([item, *(gib(size) if size else "-" for size in sizes)])
+    together = ["together", *(gib(peak.bytes) for peak in peaks.values())]
+    return _table([title, *peaks], *rows, together)
 
 
 def _margins(drawn: MemoryPlan) -> Iterator[str]:
-    margins, peak, there = drawn.margins, drawn.estimate.peak, drawn.hardware.device_memory
+    margins, peak = drawn.margins, drawn.estimate.peak
     yield (
         f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB "
         f"beside them ({margins.source}): {gib(margins.of(peak))} GiB"
-        + (f" of {gib(there)}" if there is not None else "")
     )
     if margins.measured is not None:
         yield (
@@ -103,7 +107,7 @@ def _margins(drawn: MemoryPlan) -> Iterator[str]:
 
 def _moved(drawn: MemoryPlan) -> Iterator[str]:
     for traffic in drawn.estimate.traffic:
-        where = "between nodes" if crosses(traffic, drawn.topology) else "inside a node"
+        where = "between nodes" if crossing(traffic, drawn.topology) else "inside a node"
         yield (
             f"network per step: {traffic.collective} of {human(traffic.bytes)} of {traffic.what} "
             f"among {traffic.ranks} ranks {where}, {human(sent(traffic))} sent by each"
@@ -120,19 +124,19 @@ def _time(drawn: MemoryPlan) -> Iterator[str]:
     """By resource, and what comes of it."""
     time, speed, peak = drawn.time, drawn.speed, drawn.hardware.peak
     if time.parts:
-        width = max(map(len, [*time.parts, "time per step, s"]))
-        yield f"{'time per step, s':<{width}}  {'at least':>8}  {'expected':>8}"
-        for part, least in time.parts.items():
-            numbers = f"{least:>8.3g}  {time.reached[part]:>8.3g}"
-            yield f"{part:<{width}}  {numbers}  {origin(part, drawn.hardware)}"
-        yield f"{'one step':<{width}}  {time.least:>8.3g}  {time.expected:>8.3g}"
+        rows = [
+            (part, f"{time.parts[part]:.3g}", f"{time.reached[part]:.3g}") for part in time.parts
+        ]
+        rows.append(("one step", f"{time.least:.3g}", f"{time.expected:.3g}"))
+        origins = ["", *(drawn.hardware.rates[part].origin for part in time.parts), ""]
+        table = _table(("time per step, s", "at least", "expected"), *rows)
+        yield from (f"{row}  {origin}".rstrip() for row, origin in zip(table, origins, strict=True))
     if time.unknown:
         yield f"not in the time per step: {', '.join(time.unknown)}, whose rate is not given"
     if speed is not None:
-        each = "process" if drawn.topology.device == "cpu" else "GPU"
         yield (
             f"expected: {speed.tokens_per_second:,.0f} tokens/s, "
-            f"{speed.tokens_per_second_per_rank:,.0f} per {each}"
+            f"{speed.tokens_per_second_per_rank:,.0f} per rank"
             + (f", MFU {speed.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s" if speed.mfu and peak else "")
         )
     if speed is not None and speed.hours is not None:
@@ -141,11 +145,14 @@ def _time(drawn: MemoryPlan) -> Iterator[str]:
         yield f"expected: {speed.hours:,.2f} hours for {steps:,} steps{cost}"
 
 
-def _cell(size: int) -> str:
-    return gib(size) if size else "-"
+def _explanations(estimate: Estimate) -> Iterator[str]:
+    peaks = [*estimate.device.values(), *estimate.host.values()]
+    seen = dict.fromkeys([*(item for held in peaks for item in held.items), *estimate.offloaded])
+    width = max(map(len, seen))
+    for item in seen:
+        yield f"  {item:<{width}}  {estimate.formulas.get(item, '')}".rstrip()
 
 
 def gib(size: int) -> str:
     """GiB, with as many digits as mean something."""
-    value = size / GIB
-    return f"{value:.1f}" if value >= 0.1 else f"{value:.2f}" if value >= 0.01 else "0.00"
+    return f"{size / GIB:.{1 if size >= 0.1 * GIB else 2}f}"

@@ -13,7 +13,7 @@ from pipeline.engine import Engine
 from pipeline.errors import PipeError, RecipeError, UsageError
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
-from pipeline.planning.report import gib
+from pipeline.planning.report import memory
 from pipeline.planning.search import Base, Changes, Way, balanced, best, leanest, overrides
 from pipeline.presets import Strategy
 
@@ -50,16 +50,6 @@ class Remedy(NamedTuple):
             "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
             "host_bytes": drawn.estimate.host_peak,
         }
-
-
-def memory(drawn: MemoryPlan) -> str:
-    """GiB of a GPU and of a host, for people; a host that is not known is a condition."""
-    host, hosts = gib(drawn.estimate.host_peak), drawn.hardware.host_memory
-    on_host = f"{host} GiB of {gib(hosts)} a host" if hosts else f"if a host has {host} GiB"
-    if drawn.topology.device == "cpu":
-        return on_host
-    device, there = gib(drawn.margins.of(drawn.estimate.peak)), drawn.hardware.device_memory
-    return f"{device} GiB{f' of {gib(there)}' if there else ''} a GPU, {on_host}"
 
 
 def choose(

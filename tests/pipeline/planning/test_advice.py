@@ -26,9 +26,10 @@ from pipeline.planning.planner import (
     Tier,
     Topology,
 )
+from pipeline.planning.report import memory
 from pipeline.planning.search import Base, Changes, Saved, Way, balanced, best, leanest
 from pipeline.planning.step_time import StepTime
-from pipeline.planning.strategies import choose, memory, suited
+from pipeline.planning.strategies import choose, suited
 from pipeline.presets import Strategy
 from pipeline.registry import Registry
 
