@@ -13,7 +13,8 @@ SCHEMA_VERSION: Final = 1
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Rate = Positive | None
+PerSecond = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Rate = PerSecond | None
 """Bytes or operations per second; None where it was not measured."""
 
 
@@ -40,8 +41,8 @@ class Collective(Record):
 
     bytes: Count
     seconds: Positive
-    algbw: Positive
-    busbw: Positive
+    algbw: PerSecond
+    busbw: PerSecond
 
 
 class Matmul(Record):

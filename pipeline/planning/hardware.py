@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ INSIDE, BETWEEN = "network inside nodes", "network between nodes"
 UP, DOWN = "PCIe to the GPU", "PCIe to the host"
 """Resources of a device, and of a node: its network to others and its disk. PCIe carries both
 directions at once."""
-SHEET, MEASURED, ASKED = "data sheet", "measured rate", "rate asked for"
+SHEET, MEASURED = "data sheet", "measured rate"
 EMULATED = "data sheet: fp32's rate at best, since this GPU has no bf16"
 
 
@@ -112,12 +112,15 @@ def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
     """The machines, as far as they are known; on CPUs, this one. A measured machine goes before
     data sheets, a person's word before both. Raises UsageError for a GPU that nobody knows, and for
     a measured machine that is another than what was asked for."""
-    facts: dict[str, Any] = {}
-    rates: dict[str, Rate] = {}
-    for origin, more, found in _sources(asked, topology, compute):
-        facts |= {name: fact for name, fact in more.items() if fact is not None}
-        rates |= {part: Rate(rate, origin) for part, rate in found.items() if rate is not None}
-    return Hardware(**facts, rates=rates)
+    on_cpu = topology.device == "cpu"
+    sizes = {"device_memory": asked.memory, "host_memory": asked.host_memory}
+    said = {BETWEEN: asked.interconnect, DISK: asked.disk}
+    facts, sheet = _of_gpu(asked, compute) if not on_cpu else ({"host_memory": free_memory()}, {})
+    more, measured = _of_machine(asked, topology, compute)
+    more |= {name: round(size * GIB) for name, size in sizes.items() if size}
+    rates = sheet | {part: Rate(rate, MEASURED) for part, rate in measured.items() if rate}
+    rates |= {part: Rate(rate * GB, "rate asked for") for part, rate in said.items() if rate}
+    return Hardware(**facts | more, rates=rates, price=None if on_cpu else asked.price)
 
 
 def narrow_dtype(asked: Asked) -> str:
@@ -136,35 +139,26 @@ def _gpu(asked: Asked) -> Accelerator | None:
     return known
 
 
-Source = tuple[str, Mapping[str, Any], Mapping[str, float | None]]
-"""Where something is known from, the hardware's fields, and rates by resource."""
+def _of_gpu(asked: Asked, compute: str) -> tuple[dict[str, Any], dict[str, Rate]]:
+    """Facts and rates of a GPU, by its data sheet."""
+    gpu = _gpu(asked)
+    if gpu is None:
+        return {}, {}
+    rate = gpu.rate(compute)
+    emulated = compute == "bf16" and not gpu.bf16
+    links = {MEMORY: gpu.bandwidth, INSIDE: gpu.peers, UP: gpu.host, DOWN: gpu.host}
+    rates = {COMPUTE: Rate(rate, EMULATED if emulated else SHEET)}
+    facts = {"kind": gpu.name, "device_memory": gpu.memory, "matmul": gpu.matmul, "peak": rate}
+    return facts, rates | {part: Rate(each) for part, each in links.items()}
 
 
-def _sources(asked: Asked, topology: Topology, compute: str) -> Iterator[Source]:
-    """All that is known, the more certain the later."""
-    on_cpu = topology.device == "cpu"
-    gpu = None if on_cpu else _gpu(asked)
-    if gpu is not None:
-        rate = gpu.rate(compute)
-        emulated = compute == "bf16" and not gpu.bf16
-        facts = {"kind": gpu.name, "device_memory": gpu.memory, "matmul": gpu.matmul, "peak": rate}
-        yield EMULATED if emulated else SHEET, facts, {COMPUTE: rate}
-        links = {INSIDE: gpu.peers, UP: gpu.host, DOWN: gpu.host}
-        yield SHEET, {}, {MEMORY: gpu.bandwidth, **links}
-    if on_cpu:
-        yield MEASURED, {"host_memory": free_memory()}, {}
-    if asked.machine is not None:
-        yield _of_machine(asked.machine, asked, topology, compute)
-    sizes = {
-        "device_memory": asked.memory and round(asked.memory * GIB),
-        "host_memory": asked.host_memory and round(asked.host_memory * GIB),
-        "price": None if on_cpu else asked.price,
-    }
-    network, disk = asked.interconnect, asked.disk
-    yield ASKED, sizes, {BETWEEN: network and network * GB, DISK: disk and disk * GB}
-
-
-def _of_machine(machine: Machine, asked: Asked, topology: Topology, compute: str) -> Source:
+def _of_machine(
+    asked: Asked, topology: Topology, compute: str
+) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Facts and rates of the machine that was measured."""
+    machine = asked.machine
+    if machine is None:
+        return {}, {}
     gpu = machine.devices[0] if machine.devices else None
     another = gpu and asked.gpu and find_accelerator(gpu.name) is not find_accelerator(asked.gpu)
     if another or machine.device != topology.device:
@@ -173,9 +167,10 @@ def _of_machine(machine: Machine, asked: Asked, topology: Topology, compute: str
             f"--machine describes one with {gpu.name if gpu else 'CPUs'}, not with {meant}",
             hint="take that of a machine like the one to be used",
         )
-    facts = {"host_memory": machine.host_memory_bytes}
-    own = {"kind": gpu.name, "device_memory": gpu.memory_bytes} if gpu else {}
-    rates = {
+    facts: dict[str, Any] = {"kind": gpu.name, "device_memory": gpu.memory_bytes} if gpu else {}
+    if machine.host_memory_bytes is not None:
+        facts["host_memory"] = machine.host_memory_bytes
+    return facts, {
         COMPUTE: getattr(machine.matmul_flops, compute),
         MEMORY: machine.host_copy_bytes_per_s if machine.device == "cpu" else None,
         INSIDE: machine.allreduce[-1].busbw if machine.allreduce else None,
@@ -183,4 +178,3 @@ def _of_machine(machine: Machine, asked: Asked, topology: Topology, compute: str
         DOWN: machine.d2h_bytes_per_s,
         DISK: machine.disk_read_bytes_per_s,
     }
-    return MEASURED, facts | own, rates

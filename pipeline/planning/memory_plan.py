@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,14 +31,13 @@ class MemoryPlan:
     margins: Margins
     estimate: Estimate
     model: ModelShape
+    short: Sequence[Shortage]
+    time: StepTime
+    speed: Speed | None
     traced: str | None = None
     """How much of the model was traced, where it was, for people."""
     profiled: int | None = None
     """Beside a trace: bytes of the device at the peak, as the model's profile says."""
-
-    @functools.cached_property
-    def short(self) -> Sequence[Shortage]:
-        return list(shortages(self.estimate, self.topology, self.hardware, self.margins))
 
     @property
     def fits(self) -> bool | None:
@@ -53,18 +51,9 @@ class MemoryPlan:
         """Ranks without a sample in any step."""
         return max(self.topology.ranks - self.estimate.step.samples, 0)
 
-    @functools.cached_property
-    def time(self) -> StepTime:
-        return step_time(self.estimate, self.topology, self.hardware)
-
-    @property
-    def speed(self) -> Speed | None:
-        return speed(self.time, self.estimate, self.topology, self.hardware)
-
     def record(self) -> dict[str, Any]:
         """JSON. Bytes and seconds."""
-        time = self.time
-        ends = {"least": time.least, "expected": time.expected, "bound": time.bound}
+        ends = {name: getattr(self.time, name) for name in ("least", "expected", "bound")}
         return {
             "schema_version": VERSION,
             "name": self.plan.recipe.name,
@@ -78,7 +67,7 @@ class MemoryPlan:
             "hardware": asdict(self.hardware),
             "margins": asdict(self.margins),
             **asdict(self.estimate),
-            "seconds": asdict(time) | ends,
+            "seconds": asdict(self.time) | ends,
             "speed": self.speed and asdict(self.speed),
             "fits": self.fits,
             "short": [asdict(short) for short in self.short],
@@ -110,13 +99,18 @@ def draw_up(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) 
         traced, profiled = found.how, estimate.peak
         estimate = assemble(topology, told, traced=found.peaks)
     policy = told.latest(Precision)
+    hardware = hardware_of(asked, topology, compute=policy.compute if policy else "fp32")
+    time = step_time(estimate, topology, hardware)
     return MemoryPlan(
         plan=plan,
         topology=topology,
-        hardware=hardware_of(asked, topology, compute=policy.compute if policy else "fp32"),
+        hardware=hardware,
         margins=margins,
         estimate=estimate,
         model=profile.model,
+        short=[*shortages(estimate, topology, hardware, margins)],
+        time=time,
+        speed=speed(time, estimate, topology, hardware),
         traced=traced,
         profiled=profiled,
     )

@@ -33,16 +33,14 @@ to the throughputs above."""
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step."""
+    """Seconds of an optimizer step: for which each resource is busy at its full rate, and at the
+    one that programs reach; which are used whose rate is not known; whether they work at once, as a
+    GPU and its links do. The cores of a CPU do everything."""
 
     parts: Mapping[str, float]
-    """Resource -> how long it is busy at its full rate."""
     reached: Mapping[str, float]
-    """Resource -> how long it is busy at the rate that programs reach."""
     unknown: Sequence[str]
-    """Resources that are used, whose rate is not known."""
     overlaps: bool
-    """Whether they work at once, as a GPU and its links do; the cores of a CPU do everything."""
 
     @property
     def least(self) -> float:
@@ -93,6 +91,8 @@ def _uses(
     """Each resource, its operations or bytes in a step, and how many times slower than others of
     their kind they are."""
     work, copies = estimate.work, estimate.copies
+    network, peers = hardware.rates.get(BETWEEN), hardware.rates.get(INSIDE)
+    most = network.value / peers.value if network and peers else 0.0
     yield COMPUTE, work.products + work.again, 1.0
     yield COMPUTE, work.attention, 1 / ATTENTION
     yield MEMORY, work.moved, 1.0
@@ -101,25 +101,19 @@ def _uses(
     yield DISK, copies.disk * topology.on_node, 1.0
     for traffic in estimate.traffic:
         rings, size = crossing(traffic, topology), sent(traffic)
-        if not rings:
-            yield INSIDE, size, 1.0
-            continue
         # One rank of a node sends a ring's bytes to the next, no faster than to those beside it.
-        network, peers = hardware.rates.get(BETWEEN), hardware.rates.get(INSIDE)
-        most = network.value / peers.value if network and peers else 0.0
-        yield BETWEEN, size * max(rings, most), 1.0
+        yield (BETWEEN, size * max(rings, most), 1.0) if rings else (INSIDE, size, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Speed of a training at the expected time of a step, padding counted. Hours and cost, of all
-    ranks, are None where they are not known."""
+    """Speed of a training, padding counted; MFU is the model's operations, nothing computed twice
+    and attention only between tokens that see each other, against the data sheet's peak. None: not
+    known. Hours and cost are those of all steps, on all ranks."""
 
     tokens_per_second: float
     tokens_per_second_per_rank: float
     mfu: float | None
-    """Model FLOPs utilisation: the model's operations, nothing computed twice and attention only
-    between tokens that see each other, against the data sheet's peak."""
     hours: float | None
     cost: float | None
 
@@ -127,7 +121,7 @@ class Speed:
 def speed(
     time: StepTime, estimate: Estimate, topology: Topology, hardware: Hardware
 ) -> Speed | None:
-    """The speed of a training; None where a part of the time is not known."""
+    """Speed at the expected time of a step; None where a part of that is not known."""
     if time.unknown or not time.expected:
         return None
     work, seconds, peak = estimate.work, time.expected, hardware.peak

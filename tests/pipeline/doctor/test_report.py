@@ -62,8 +62,8 @@ def without(key: str, told: dict[str, Any]) -> str:
             "procs: Input should be greater than or equal to 1",
         ),
         (
-            lambda told: json.dumps(told | {"disk_read_bytes_per_s": -1}),
-            "disk_read_bytes_per_s: Input should be greater than 0",
+            lambda told: json.dumps(told | {"disk_read_bytes_per_s": 1e-300}),
+            "disk_read_bytes_per_s: Input should be greater than or equal to 1",
         ),
     ],
 )

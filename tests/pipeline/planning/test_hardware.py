@@ -116,9 +116,7 @@ def test_what_contradicts_itself_is_refused(asked: Asked, message: str) -> None:
         (["launch.device=cpu", "--gpus", "4"], "--gpus is about GPUs"),
         (["launch.device=cpu", "--nodes", "2"], "--nodes is about GPUs"),
         (["--interconnect", "fast"], "'fast' is neither a number of GB/s nor one of 10gbe, "),
-        (["--interconnect", "0x400g"], "'0x400g' is neither a number"),
         (["--nvme", "nan"], "Invalid value for '--nvme': 'nan' is not a number"),
-        (["--memory", "inf"], "Invalid value for '--memory': "),
         (["--price", "0"], "Invalid value for '--price': 0"),
     ],
 )
