@@ -27,7 +27,7 @@ RUN = click.Path(path_type=Path, exists=True)
 
 def amount(said: str, least: float = 1e-3) -> float:
     """GiB or GB/s; not nan, which no comparison keeps out of a range."""
-    number = float(click.FloatRange(min=least, max=MOST).convert(said, None, None))
+    number = float(click.FloatRange(min=least, max=MOST).convert(said, None, None))  # type: ignore[arg-type]
     if math.isnan(number):
         raise click.BadParameter(f"{said!r} is not a number.")
     return number
