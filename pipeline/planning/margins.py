@@ -56,7 +56,7 @@ def margins_for(
             f"--measured {record} is of a run on {named[1].device}, the plan is for {kind}",
             hint="name a run on GPUs of the same kind",
         )
-    found = named or newest_record(runs, lambda one: _tells(one, kind))
+    found = named or (newest_record(runs, lambda one: _tells(one, kind)) if kind else None)
     margins = Margins()
     if found is not None:
         run, held = found
@@ -69,9 +69,9 @@ def margins_for(
     return margins if overhead is None else replace(margins, overhead=round(overhead * GIB))
 
 
-def _tells(record: MemoryRecord, kind: str | None) -> bool:
+def _tells(record: MemoryRecord, kind: str) -> bool:
     full = record.allocated_bytes >= TELLING * record.device_bytes
-    return full and kind is not None and _same(record.device, kind)
+    return full and _same(record.device, kind)
 
 
 def _same(one: str, other: str) -> bool:
