@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,10 @@ import torch
 from pipeline.dist import Dist
 from pipeline.errors import UsageError
 from pipeline.memory_record import read_record, record_memory
-from pipeline.planning.estimate import Estimate, Step, Work
 from pipeline.planning.hardware import Hardware
 from pipeline.planning.margins import Margins, margins_for, shortages
 from pipeline.planning.planner import Topology
-from pipeline.planning.strategy import Copies, Held
+from pipeline.planning.strategy import Held
 from tests.support.runs import context
 
 GIB = 1 << 30
@@ -91,13 +91,10 @@ def test_a_training_on_gpus_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_too_little() -> None:
-    told = Estimate(
+    told: Any = SimpleNamespace(
         device={"backward": Held.of({"x": 70 * GIB}), "load": Held.of({"x": GIB})},
         host={"load": Held.of({"x": 100 * GIB})},
-        offloaded={}, storage=[], formulas={}, traffic=[], copies=Copies(),
-        step=Step(microbatches=1, micro_batch=1, of_rank=1, samples=1, tokens=1),
-        work=Work(products=0, attention=0, again=0, moved=0),
-    )  # fmt: skip
+    )
     site = Topology(ranks=8, local_ranks=8, device="cuda")
     margins = Margins(overhead=GIB, fragmentation=0.1)
     less = Hardware(device_memory=78 * GIB - 1, host_memory=99 * GIB)
@@ -107,5 +104,5 @@ def test_what_is_too_little() -> None:
     ]  # fmt: skip
     enough = Hardware(device_memory=78 * GIB, host_memory=100 * GIB)
     assert not list(shortages(told, site, enough, margins))
-    cpus = replace(site, device="cpu")
-    assert [s.place for s in shortages(told, cpus, less, margins)] == ["host"]
+    on_cpus = shortages(told, replace(site, device="cpu"), less, margins)
+    assert [s.place for s in on_cpus] == ["host"]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.length import Length
-from pipeline.planning.estimate import Estimate, Step, Work
+from pipeline.planning.estimate import Work
 from pipeline.planning.hardware import MEASURED, Hardware, Rate
 from pipeline.planning.planner import Topology
 from pipeline.planning.step_time import ATTENTION, PRODUCTS, sent, speed, step_time
-from pipeline.planning.strategy import Copies, Held, Traffic
+from pipeline.planning.strategy import Copies, Traffic
 
 FOUR = Topology(ranks=4, local_ranks=4, device="cuda")
 WORK = Work(products=300.0, attention=50.0, again=50.0, moved=70.0)
@@ -23,14 +22,9 @@ COPIES = Copies(up=40, down=30, disk=6)
 
 def estimate(
     *traffic: Traffic, work: Work = WORK, copies: Copies = COPIES, steps: int | None = None
-) -> Estimate:
-    held = {"backward": Held.of({"x": 8})}
-    length = Length(steps=steps)
-    step = Step(microbatches=1, micro_batch=1, of_rank=1, samples=4, tokens=80, length=length)
-    return Estimate(
-        device=held, host=held, offloaded={}, storage=[], formulas={}, traffic=traffic,
-        copies=copies, step=step, work=work,
-    )  # fmt: skip
+) -> Any:
+    step = SimpleNamespace(tokens=80, length=Length(steps=steps))
+    return SimpleNamespace(traffic=traffic, copies=copies, step=step, work=work)
 
 
 def traffic(collective: str, size: int, ranks: int, apart: int = 1) -> Traffic:
@@ -47,9 +41,11 @@ def rates(measured: bool = False, **values: float) -> dict[str, Rate]:
     return {names[name]: Rate(value, origin) for name, value in values.items()}
 
 
-def test_a_rank_sends_what_the_best_algorithms_send() -> None:
-    kinds = ("all-gather", "reduce-scatter", "all-reduce")
-    assert [sent(traffic(kind, 100, 4)) for kind in kinds] == [75.0, 75.0, 150.0]
+@pytest.mark.parametrize(
+    ("kind", "size"), [("all-gather", 75.0), ("reduce-scatter", 75.0), ("all-reduce", 150.0)]
+)
+def test_a_rank_sends_what_the_best_algorithms_send(kind: str, size: float) -> None:
+    assert sent(traffic(kind, 100, 4)) == size
 
 
 def test_the_bound_takes_every_resource_at_its_full_rate() -> None:
@@ -83,26 +79,6 @@ def test_measured_rates_are_those_that_programs_reach() -> None:
     assert time.expected == pytest.approx(3.6)
     # The cores of a CPU do both.
     assert step_time(told, replace(FOUR, device="cpu"), hardware).expected == 6.0
-
-
-amounts = st.floats(min_value=0, max_value=1e6)
-
-
-@given(
-    st.lists(amounts, min_size=4, max_size=4), amounts, amounts, st.sampled_from(["cuda", "cpu"])
-)
-def test_no_step_is_expected_below_the_bound(
-    work: Sequence[float], up: float, gathered: float, device: str
-) -> None:
-    told = estimate(
-        traffic("all-gather", round(gathered), 4),
-        work=Work(products=work[0], attention=work[1], again=work[2], moved=work[3]),
-        copies=Copies(up=round(up)),
-    )
-    hardware = Hardware(rates=rates(flops=3.0, bandwidth=2.0, peers=5.0, up=7.0))
-    time = step_time(told, replace(FOUR, device=device), hardware)
-    assert time.least <= time.expected * (1 + 1e-9)
-    assert time.expected <= sum(time.reached.values()) * (1 + 1e-9)
 
 
 def test_speed_and_cost_of_a_training() -> None:
