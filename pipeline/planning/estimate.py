@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.accelerators import GIB
@@ -12,7 +11,7 @@ from pipeline.length import Length
 from pipeline.planning.memory import step_peaks
 from pipeline.planning.planner import Job, Results, Topology, forecasts
 from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import ModelShape, SampleShape
+from pipeline.planning.shapes import ModelShape
 from pipeline.planning.strategy import LOAD, Copies, Held, StrategyMemory, Traffic
 
 PROCESSES = "processes"
@@ -116,13 +115,13 @@ def assemble(
 ) -> Estimate:
     """Put together what planners have told; `traced` stands for the device's memory. Raises
     UsageError where nobody tells of a strategy or of a step."""
-    caveats = tuple(_caveats(told))
+    extras, model = [*told.each(Extras)], told.require(ModelShape, "the model has no shape")
+    caveats = (*model.caveats, *(caveat for extra in extras for caveat in extra.caveats))
     why = "; ".join(["this recipe cannot be planned: {}", *caveats])
     profile: Profile = told.require(Profile, "the model has no profile")
     step = told.require(Step, why.format("no slot tells how it trains"))
     strategy: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, strategy, samples=step.micro_batch, microbatches=step.microbatches)
-    extras = [*told.each(Extras)]
     needs = [need for extra in extras for need in extra.host]
     device = traced or peaks.of("device")
     on_cpu = topology.device == "cpu"
@@ -174,15 +173,3 @@ def _host(
         for phase in [need.phase] if need.phase else [one for one in held if one != LOAD]:
             phases.setdefault(phase, Counter(base))[need.what] += need.bytes
     return {phase: Held.of(items) for phase, items in phases.items()}
-
-
-def _caveats(told: Results) -> Iterator[str]:
-    """Say what is left out of account."""
-    model, samples = told.latest(ModelShape), told.latest(SampleShape)
-    if model and samples and samples.length > (model.context or math.inf):
-        yield (
-            f"samples of {samples.length} tokens are longer than the {model.context} positions "
-            "that the model's config states"
-        )
-    yield from model.caveats if model else ()
-    yield from (caveat for extra in told.each(Extras) for caveat in extra.caveats)

@@ -69,6 +69,7 @@ class MemoryPlan:
             **asdict(self.estimate),
             "seconds": asdict(self.time) | ends,
             "speed": self.speed and asdict(self.speed),
+            "warnings": [*map(str, self.plan.warnings)],
             "fits": self.fits,
             "short": [asdict(short) for short in self.short],
         }

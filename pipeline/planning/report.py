@@ -31,6 +31,7 @@ def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
     yield from _moved(drawn)
     yield from _time(drawn)
     yield from (f"not counted: {caveat}" for caveat in estimate.caveats)
+    yield from (f"warning: {warning}" for warning in drawn.plan.warnings)
     if drawn.traced is not None and drawn.profiled is not None:
         told, apart = gib(drawn.profiled), drawn.profiled / estimate.peak - 1
         yield f"{drawn.traced}; without --trace: {told} GiB at the peak of a rank: {apart:+.1%}"

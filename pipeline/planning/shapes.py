@@ -63,8 +63,6 @@ class ModelShape:
     """Numbers of the model as it is exported, without adapters."""
     proven: int
     """Numbers of the root and the largest block of that."""
-    context: int | None = None
-    """Tokens of the samples that it is made for; None: its config does not say."""
     caveats: tuple[str, ...] = ()
 
     def counted(self) -> Iterator[tuple[Weight, int]]:

@@ -13,7 +13,6 @@ from pipeline.planning.shapes import ModelShape
 from pipeline.stage import Context
 from stages.model.hf import HfModel
 from stages.model.paths import is_local
-from stages.model.positions import stated_context
 from stages.model.read import read_config
 
 LEFT_OUT = {
@@ -36,8 +35,7 @@ class HfPlanner(Planner[HfModel]):
 
     def forecast(self, topology: Topology, model: ModelShape) -> ModelShape:
         caveats = [what for name, what in LEFT_OUT.items() if getattr(self.stage, name) is not None]
-        context = stated_context(read_config(self.stage))
-        return dataclasses.replace(model, context=context, caveats=(*model.caveats, *caveats))
+        return dataclasses.replace(model, caveats=(*model.caveats, *caveats))
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.activation_checkpointing is None:

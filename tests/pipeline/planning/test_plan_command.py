@@ -276,23 +276,12 @@ def test_every_stage_of_ours_but_evaluation_has_a_planner() -> None:
     assert ours - {"evaluate.lm"} == {entry.name for entry in installed_entries(GROUP)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "context"),
-    [
-        ({"max_position_embeddings": 63}, 63),
-        ({"max_position_embeddings": 64}, None),
-        # Scaled angles add positions.
-        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "linear", "factor": 1.5}},
-         48),
-    ],
-)  # fmt: skip
-def test_samples_that_are_longer_than_the_models_context_are_told(
-    plan: Any, changes: dict[str, Any], context: int | None
-) -> None:
-    stages = SLOTS | {"model": {"use": "model.hf", "config": LLAMA | changes}}
-    beyond = f"samples of 64 tokens are longer than the {context} positions that the model's config"
-    caveats = told(plan(stages, "--json"))["caveats"]
-    assert caveats == ([] if context is None else [f"{beyond} states"])
+def test_what_a_check_warns_of_is_told(plan: Any) -> None:
+    config = LLAMA | {"max_position_embeddings": 63}
+    stages = SLOTS | {"model": {"use": "model.hf", "config": config}}
+    (warning,) = told(plan(stages, "--json"))["warnings"]
+    assert "have 64 tokens, and the model's config states 63 positions" in warning
+    assert f"warning: {warning}" in plan(stages).stdout.splitlines()
 
 
 def test_what_comes_after_training(plan: Any) -> None:
