@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.accelerators import GIB
 from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins, Shortage
+from pipeline.planning.margins import Margins
 from pipeline.planning.planner import (
     CHUNK,
     NARROW_FROZEN,
@@ -26,19 +27,16 @@ from pipeline.planning.planner import (
     Tier,
     Topology,
 )
-from pipeline.planning.report import memory
-from pipeline.planning.search import Base, Changes, Saved, Way, balanced, best, leanest
+from pipeline.planning.search import KEPT, Base, Changes, Saved, Way, balanced, best, leanest
 from pipeline.planning.step_time import StepTime
-from pipeline.planning.strategies import choose, suited
+from pipeline.planning.strategies import choose, on_more_nodes, suited
 from pipeline.presets import Strategy
 from pipeline.registry import Registry
 
 ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
 """Field -> what it saves, in GiB; each halving of micro-batches saves 2."""
-ORDERS = {
-    "again": RECOMPUTE, "chunk": CHUNK, "moments": NARROW_MOMENTS, "frozen": NARROW_FROZEN
-}  # fmt: skip
+ORDERS = [RECOMPUTE, CHUNK, NARROW_MOMENTS, NARROW_FROZEN]
 
 
 @dataclass(frozen=True)
@@ -48,18 +46,22 @@ class Stage:
     set: Mapping[str, Any]
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        for name, order in ORDERS.items():
+        for name, order in zip(SAVED, ORDERS, strict=True):
             if name not in self.set:
                 yield Saving(order=order, what=name, fields={name: True})
-        size = self.set.get("micro", 4)
-        if size > 1:
-            yield Saving(order=SMALLER, what="smaller", fields={"micro": size // 2})
+        if self.set.get("micro", 4) > 1:
+            fields = {"micro": self.set.get("micro", 4) // 2}
+            yield Saving(order=SMALLER, what="smaller", fields=fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(Base):
     """A recipe that needs so many GiB under each strategy, of all nodes together."""
 
+    recipe: Path = Path()
+    asked: Asked = field(default_factory=lambda: Asked(gpus=8))
+    margins: Margins = field(default_factory=Margins)
+    registry: Registry = field(default_factory=lambda: Registry([]))
     needs: Mapping[str, float]
     lacks: Sequence[str] = ()
     """Fields that the model cannot have."""
@@ -87,28 +89,14 @@ class Fake(Base):
         return plan_of(needed, seconds=seconds)
 
 
-def fake(**needs_and_more: Any) -> Fake:
-    return Fake(
-        recipe=Path(), asked=Asked(gpus=8), margins=Margins(), registry=Registry([]),
-        **needs_and_more,
-    )  # fmt: skip
-
-
-def plan_of(
-    device: float, *, hosts: int | None = None, seconds: float = 4.0, unknown: Sequence[str] = ()
-) -> Any:
-    """A plan that needs so many GiB of a GPU with ROOM, and 3 GiB of a host."""
-    gib = 1 << 30
-    short = Shortage(
-        place="device", what="memory of a GPU", phase="", needed=int(device * gib), there=0
-    )
+def plan_of(device: float, *, seconds: float = 4.0, unknown: Sequence[str] = ()) -> Any:
+    """A plan that needs so many GiB of a GPU with ROOM."""
     parts = {"compute": seconds}
     return SimpleNamespace(
-        topology=Topology(ranks=8, local_ranks=8, device="cuda"),
-        hardware=SimpleNamespace(device_memory=ROOM * gib, host_memory=hosts and hosts * gib),
+        hardware=SimpleNamespace(device_memory=ROOM * GIB),
         margins=SimpleNamespace(of=lambda tensors: tensors),
-        estimate=SimpleNamespace(peak=int(device * gib), host_peak=3 * gib),
-        short=[short] if device > ROOM else [],
+        estimate=SimpleNamespace(peak=device * GIB),
+        short=["memory"] if device > ROOM else [],
         time=StepTime(parts=parts, reached=parts, unknown=unknown, overlaps=True),
         idle=0,
     )
@@ -121,59 +109,53 @@ def planners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planners, "installed", lambda: found)
 
 
-def saved(way: Way) -> str:
-    """Fields, and the size of micro-batches."""
-    changes = {path.partition(".")[2]: value for path, value in way.saving.items()}
-    named = (name if value is True else f"{name}={value}" for name, value in changes.items())
-    return " ".join(named)
-
-
-def found(base: Base, **how: bool) -> Way:
-    return balanced(leanest(base, {}, **how))
-
-
-@given(needs=st.floats(0, 40), saves=st.fixed_dictionaries(dict.fromkeys(SAVED, st.floats(0, 6))))
-def test_what_is_saved_in_the_end_is_needed_or_makes_room(
-    needs: float, saves: Mapping[str, float]
+@given(
+    needs=st.integers(0, 40), saves=st.fixed_dictionaries(dict.fromkeys(SAVED, st.integers(0, 6)))
+)
+def test_what_is_saved_is_needed_or_makes_room_at_no_cost_of_time(
+    needs: int, saves: Mapping[str, int]
 ) -> None:
-    way = found(fake(needs={"": needs}, saves=saves))
+    way = balanced(leanest(Fake(needs={"": needs}, saves=saves), {}))
+    too_much = needs - saves["again"] - saves["chunk"] - 4 - ROOM
     if not way.fits:
-        slower = saves["again"] + saves["chunk"] + 4
-        assert needs - slower - max(saves["moments"], saves["frozen"]) > ROOM
+        assert too_much > max(saves["moments"], saves["frozen"])
         return
-    assert sum(one.order > SMALLER for one in way.saved) <= 1
-    for order in {one.order for one in way.saved}:
-        less = way.less(order)
-        slower_step = less.drawn.time.expected > way.drawn.time.expected
-        roomier = way.drawn.estimate.peak < less.drawn.estimate.peak
-        assert not less.fits or roomier or slower_step
+    fields = [one.what for one in way.saved]
+    narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
+    assert len(narrowed) == (too_much > 0)
+    short = needs - ROOM - sum(narrowed)
+    again = short > saves["chunk"] + 4
+    assert ("again" in fields) is again
+    short -= again * saves["again"]
+    most = saves["chunk"] + 4 - short
+    enough = [
+        chunk + halved
+        for chunk in (0, 1)
+        for halved in (0, 1, 2)
+        if chunk * saves["chunk"] + 2 * halved - short >= KEPT * most
+    ]
+    assert len(way.saved) == again + len(narrowed) + min(enough)
+    assert ROOM - way.drawn.estimate.peak / GIB >= KEPT * most
 
 
 @pytest.mark.parametrize(
-    ("needs", "expected"),
+    ("needs", "cannot", "expected"),
     [
-        (9, "chunk micro=1"),  # which cost no time
-        (16, "chunk micro=1"),
-        (18, "again chunk micro=1"),
-        (22, "again chunk micro=1"),
-        (25, "again chunk micro=1 moments"),
-        (28, "again chunk micro=1 frozen"),  # in place of moments, which do not do
+        (9, {}, "chunk smaller smaller"),  # which cost no time
+        (18, {}, "again chunk smaller smaller"),
+        (25, {}, "again chunk smaller smaller moments"),
+        (28, {}, "again chunk smaller smaller frozen"),  # in place of moments, which do not do
+        (18, {"lacks": ["chunk"]}, "again smaller smaller"),
+        (18, {"refuses": ["chunk"]}, "again smaller smaller"),
     ],
 )
-def test_what_costs_time_is_saved_before_what_is_computed(needs: int, expected: str) -> None:
-    assert saved(found(fake(needs={"": needs}))) == expected
-
-
-def test_nothing_in_fewer_bits_where_it_may_not_be() -> None:
-    least = found(fake(needs={"": 25}), narrow=False)
-    assert not least.fits
-    assert saved(least) == "again chunk micro=1"
-
-
-@pytest.mark.parametrize("how", ["lacks", "refuses"])
-def test_what_cannot_be_saved_is_left_out(how: str) -> None:
-    base = fake(needs={"": 18}, **{how: ["chunk"]})
-    assert saved(found(base)) == "again micro=1"
+def test_what_costs_time_is_saved_before_what_is_computed(
+    needs: int, cannot: dict[str, Any], expected: str
+) -> None:
+    base = Fake(needs={"": needs}, **cannot)
+    way = balanced(leanest(base, {}))
+    assert " ".join(one.what for one in way.saved) == expected
+    assert not leanest(base, {}, narrow=False).narrow
 
 
 def way_of(drawn: Any, *orders: int) -> Way:
@@ -184,7 +166,6 @@ def way_of(drawn: Any, *orders: int) -> Way:
 @pytest.mark.parametrize(
     ("ways", "chosen"),
     [
-        ([way_of(plan_of(11))], None),
         ([way_of(plan_of(11)), way_of(plan_of(9), RECOMPUTE)], 1),
         ([way_of(plan_of(9, seconds=4.3)), way_of(plan_of(9), RECOMPUTE)], 0),
         ([way_of(plan_of(9, seconds=4.5)), way_of(plan_of(9), RECOMPUTE)], 1),
@@ -194,45 +175,45 @@ def way_of(drawn: Any, *orders: int) -> Way:
         ([way_of(plan_of(9.5)), way_of(plan_of(8))], 1),
     ],
 )
-def test_the_best_way(ways: Sequence[Way], chosen: int | None) -> None:
-    assert best(ways) is (None if chosen is None else ways[chosen])
+def test_the_best_way(ways: Sequence[Way], chosen: int) -> None:
+    assert best(ways) is ways[chosen]
+    assert best([way_of(plan_of(11))]) is None
 
 
-def strategy(name: str, order: int) -> Strategy:
-    return Strategy(name=name, use=f"wrap.{name}", fields={}, what=name, order=order)
-
-
-DDP, FSDP = strategy("ddp", Tier.REPLICATED), strategy("fsdp", Tier.SHARDED)
-HYBRID = strategy("hybrid", Tier.SHARDED_WITHIN_NODES)
-SLOW, DISK = strategy("slow", Tier.OFFLOADED), strategy("disk", Tier.OFFLOADED_TO_DISK)
+TIERS = {
+    "ddp": Tier.REPLICATED, "hybrid": Tier.SHARDED_WITHIN_NODES, "fsdp": Tier.SHARDED,
+    "slow": Tier.OFFLOADED, "disk": Tier.OFFLOADED_TO_DISK,
+}  # fmt: skip
+STRATEGIES = [
+    Strategy(name=name, use=f"wrap.{name}", fields={}, what=name, order=order)
+    for name, order in TIERS.items()
+]
 
 
 @pytest.mark.parametrize(
     ("needs", "expected"),
     [
-        ((9, 9, 1, 1), "ddp"),
-        ((22, 9, 1, 1), "fsdp"),  # before anything is computed again
-        ((50, 27, 1, 1), "fsdp"),  # in fewer bits, before anything is offloaded
-        ((50, 50, 9, 1), "slow"),
-        ((50, 50, 50, 9), "disk"),
+        ((9, 9, 1, 1), "ddp fsdp"),
+        ((22, 9, 1, 1), "fsdp ddp"),  # before anything is computed again
+        ((50, 27, 1, 1), "fsdp ddp"),  # in fewer bits, before anything is offloaded
+        ((50, 50, 9, 1), "slow ddp fsdp"),
+        ((50, 50, 50, 9), "disk ddp fsdp slow"),
     ],
 )
 def test_the_strategy_that_gives_up_least(needs: Sequence[int], expected: str) -> None:
-    names = ["wrap.ddp", "wrap.fsdp", "wrap.slow", "wrap.disk"]
-    base = fake(needs=dict(zip(names, needs, strict=True)))
-    tried, refused = choose(base, [DDP, FSDP, SLOW, DISK], "wrap")
-    assert tried[0].strategy.name == expected
-    assert refused == []
-    later = {"ddp": {"slow", "disk"}, "fsdp": {"slow", "disk"}, "slow": {"disk"}, "disk": set()}
-    assert not {one.strategy.name for one in tried} & later[expected]
+    needed = zip(("wrap.ddp", "wrap.fsdp", "wrap.slow", "wrap.disk"), needs, strict=True)
+    base = Fake(needs=dict(needed), refuses=["wrap.hybrid"])
+    tried, (refused,) = choose(base, STRATEGIES, "wrap")
+    assert " ".join(one.strategy.name for one in tried) == expected
+    assert refused.startswith("hybrid: ")
+    assert "no wrap.hybrid" in refused
 
 
-def test_what_does_not_go_with_the_recipe_is_refused() -> None:
-    base = fake(needs={"wrap.ddp": 9}, refuses=["wrap.fsdp"])
-    tried, (refused,) = choose(base, [DDP, FSDP], "wrap")
-    assert [one.strategy for one in tried] == [DDP]
-    assert refused.startswith("fsdp: ")
-    assert "no wrap.fsdp" in refused
+@pytest.mark.parametrize(("needs", "nodes"), [(30, 2), (100, 8), (22 * 512, 512), (22 * 513, None)])
+def test_the_fewest_nodes_with_what_costs_time_alone(needs: int, nodes: int | None) -> None:
+    node = Topology(ranks=8, local_ranks=8, device="cuda")
+    way = on_more_nodes(Fake(needs={"": needs}), node, {})
+    assert (way and way.base.asked.nodes) == nodes
 
 
 @pytest.mark.parametrize(
@@ -247,10 +228,4 @@ def test_what_does_not_go_with_the_recipe_is_refused() -> None:
 )
 def test_strategies_that_differ_there(ranks: int, local: int, device: str, names: str) -> None:
     topology = Topology(ranks=ranks, local_ranks=local, device=device)
-    found = suited([DDP, HYBRID, FSDP, SLOW, DISK], topology)
-    assert " ".join(one.name for one in found) == names
-
-
-def test_a_host_that_is_not_known_is_a_condition() -> None:
-    assert memory(plan_of(2)) == "2.0 GiB of 10.0 a GPU, if a host has 3.0 GiB"
-    assert memory(plan_of(2, hosts=4)) == "2.0 GiB of 10.0 a GPU, 3.0 GiB of 4.0 a host"
+    assert " ".join(one.name for one in suited(STRATEGIES, topology)) == names
