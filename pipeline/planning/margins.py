@@ -1,17 +1,13 @@
-"""Memory that a GPU needs beyond its tensors, and whether all of it is there."""
+"""Memory that a GPU needs beyond its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.accelerators import GIB, find_accelerator
 from pipeline.errors import UsageError
 from pipeline.memory_record import MemoryRecord, newest_record, read_record
-from pipeline.planning.estimate import Estimate
-from pipeline.planning.hardware import Hardware
-from pipeline.planning.planner import Topology
 
 BESIDE = round(1.2 * GIB)
 """Bytes of a GPU in use beside torch's allocator: a CUDA context of 0.3 GiB and libraries' kernels
@@ -77,29 +73,3 @@ def _tells(record: MemoryRecord, kind: str) -> bool:
 def _same(one: str, other: str) -> bool:
     known = find_accelerator(one)
     return one == other or (known is not None and known is find_accelerator(other))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shortage:
-    """Where there is too little, in bytes, everything counted."""
-
-    place: str
-    """`device` or `host`."""
-    what: str
-    """`memory of a GPU`, `host memory of a node`."""
-    phase: str
-    needed: int
-    there: int
-
-
-def shortages(
-    estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
-) -> Iterator[Shortage]:
-    """Everything that does not fit; nothing where the hardware is not known."""
-    host = "host", "host memory of a node", estimate.host, hardware.host_memory
-    gpu = "device", "memory of a GPU", estimate.device, hardware.device_memory
-    for place, what, phases, there in [host] if topology.device == "cpu" else [gpu, host]:
-        phase, held = max(phases.items(), key=lambda item: item[1].bytes)
-        needed = margins.of(held.bytes) if place == "device" else held.bytes
-        if there is not None and needed > there:
-            yield Shortage(place=place, what=what, phase=phase, needed=needed, there=there)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from pipeline.artifacts import Precision
 from pipeline.plan import Plan, plan_file
 from pipeline.planning.estimate import Estimate, ask, assemble
 from pipeline.planning.hardware import Asked, Hardware, hardware_of, site_of
-from pipeline.planning.margins import Margins, Shortage, shortages
+from pipeline.planning.margins import Margins
 from pipeline.planning.planner import Job, Topology
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape
@@ -31,7 +31,8 @@ class MemoryPlan:
     margins: Margins
     estimate: Estimate
     model: ModelShape
-    short: Sequence[Shortage]
+    short: Mapping[str, str]
+    """Memory of which there is too little, `device` or `host` -> the phase that needs the most."""
     time: StepTime
     speed: Speed | None
     traced: str | None = None
@@ -71,7 +72,7 @@ class MemoryPlan:
             "speed": self.speed and asdict(self.speed),
             "warnings": [*map(str, self.plan.warnings)],
             "fits": self.fits,
-            "short": [asdict(short) for short in self.short],
+            "short": self.short,
         }
 
 
@@ -109,12 +110,27 @@ def draw_up(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) 
         margins=margins,
         estimate=estimate,
         model=profile.model,
-        short=[*shortages(estimate, topology, hardware, margins)],
+        short=shortages(estimate, topology, hardware, margins),
         time=time,
         speed=speed(time, estimate, topology, hardware),
         traced=traced,
         profiled=profiled,
     )
+
+
+def shortages(
+    estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
+) -> dict[str, str]:
+    """What does not fit, as `MemoryPlan.short`; nothing where the hardware is not known."""
+    places = {"host": (estimate.host, estimate.host_peak, hardware.host_memory)}
+    if topology.device != "cpu":
+        needed = margins.of(estimate.peak)
+        places = {"device": (estimate.device, needed, hardware.device_memory)} | places
+    return {
+        place: max(phases, key=lambda phase: phases[phase].bytes)
+        for place, (phases, needed, there) in places.items()
+        if there is not None and needed > there
+    }
 
 
 def estimated(plan: Plan, topology: Topology) -> Estimate:

@@ -15,7 +15,9 @@ from pipeline.throughput import human
 def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
     """Whether it fits, memory, disk, network and time, and how each item comes about."""
     estimate = drawn.estimate
-    yield from _verdict(drawn)
+    too_much = f"does not fit ({', '.join(drawn.short.values())})"
+    said = f"{too_much if drawn.short else 'fits'}: {memory(drawn)}"
+    yield "whether it fits: say --gpu or --memory" if drawn.fits is None else said
     yield from _head(drawn)
     yield ""
     if drawn.topology.device != "cpu":
@@ -37,16 +39,6 @@ def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
         yield f"{drawn.traced}; without --trace: {told} GiB at the peak of a rank: {apart:+.1%}"
     if explain:
         yield from ["", "how these come about", *_explanations(estimate)]
-
-
-def _verdict(drawn: MemoryPlan) -> Iterator[str]:
-    """Whether it fits; a line for each shortage."""
-    for short in drawn.short:
-        needed, there = gib(short.needed), gib(short.there)
-        yield f"does not fit: {needed} GiB of {short.what} needed ({short.phase}), {there} there"
-    if not drawn.short:
-        known = drawn.fits is not None
-        yield f"fits: {memory(drawn)}" if known else "whether it fits: say --gpu or --memory"
 
 
 def memory(drawn: MemoryPlan) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import pipeline.commands.plan
 from pipeline.cli import main
 from pipeline.commands.machines import link
 from pipeline.doctor.report import Machine
@@ -103,7 +104,10 @@ def test_links_are_names_numbers_of_them_or_gb_a_second() -> None:
     assert [link(said) for said in ("400G", "12.5", "4x100gbe", "8x400g")] == [50, 12.5, 50, 400]
 
 
-def test_a_plan_begins_with_its_verdict_and_ends_with_what_is_expected() -> None:
+def test_a_plan_begins_with_its_verdict_and_ends_with_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline.commands.plan, "_remedies", lambda *_: [])
     steps = ("train.epochs=null", "train.steps=200", "train.global_batch_size=16")
     two = ("--nodes", "2", "--gpu", "H100", "--price", "2", "--interconnect", "8x400g")
     plan = ("plan", RECIPE, "train.micro_batch_size=1", *steps, *two)
@@ -120,3 +124,5 @@ def test_a_plan_begins_with_its_verdict_and_ends_with_what_is_expected() -> None
     assert any(f"{speed['tokens_per_second']:,.0f} tokens/s" in line for line in shown)
     (network,) = (line for line in shown if line.startswith("network b"))
     assert network.endswith("  rate asked for")
+    short = pipe(*plan, "--host-memory", "1")
+    assert (short.exit_code, short.stdout[:32]) == (3, "does not fit (forward and loss):")

@@ -16,7 +16,8 @@ from pipeline.dist import Dist
 from pipeline.errors import UsageError
 from pipeline.memory_record import read_record, record_memory
 from pipeline.planning.hardware import Hardware
-from pipeline.planning.margins import Margins, margins_for, shortages
+from pipeline.planning.margins import Margins, margins_for
+from pipeline.planning.memory_plan import shortages
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import Held
 from tests.support.runs import context
@@ -94,15 +95,13 @@ def test_what_is_too_little() -> None:
     told: Any = SimpleNamespace(
         device={"backward": Held.of({"x": 70 * GIB}), "load": Held.of({"x": GIB})},
         host={"load": Held.of({"x": 100 * GIB})},
+        peak=70 * GIB,
+        host_peak=100 * GIB,
     )
     site = Topology(ranks=8, local_ranks=8, device="cuda")
     margins = Margins(overhead=GIB, fragmentation=0.1)
     less = Hardware(device_memory=78 * GIB - 1, host_memory=99 * GIB)
-    found = list(shortages(told, site, less, margins))
-    assert [(s.what, s.phase, s.needed) for s in found] == [
-        ("memory of a GPU", "backward", 78 * GIB), ("host memory of a node", "load", 100 * GIB)
-    ]  # fmt: skip
+    assert shortages(told, site, less, margins) == {"device": "backward", "host": "load"}
     enough = Hardware(device_memory=78 * GIB, host_memory=100 * GIB)
-    assert not list(shortages(told, site, enough, margins))
-    on_cpus = shortages(told, replace(site, device="cpu"), less, margins)
-    assert [s.place for s in on_cpus] == ["host"]
+    assert shortages(told, site, enough, margins) == {}
+    assert shortages(told, replace(site, device="cpu"), less, margins) == {"host": "load"}
