@@ -59,10 +59,9 @@ def test_figures_in_a_recipe_s_comment_are_the_plan_s(path: Path) -> None:
     ((ranks, gpu, figure),) = PLANNED.findall(path.read_text("utf-8"))
     said = planned(path, gpu)
     assert f", {ranks} x {gpu}" in said.splitlines()[1]
-    needed = re.search(r"\(assumed until measured\): ([\d.]+) GiB of", said)
+    needed = re.match(r"fits: ([\d.]+) GiB of [\d.]+ a GPU", said)
     assert needed is not None
     assert round(float(needed[1])) == int(figure)
-    assert said.startswith("fits: ")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
