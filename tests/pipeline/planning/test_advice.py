@@ -14,19 +14,10 @@ from hypothesis import strategies as st
 
 from pipeline.accelerators import GIB
 from pipeline.errors import Problem, RecipeError, StageError
+from pipeline.planning import planner
 from pipeline.planning.hardware import Asked
 from pipeline.planning.margins import Margins
-from pipeline.planning.planner import (
-    CHUNK,
-    NARROW_FROZEN,
-    NARROW_MOMENTS,
-    RECOMPUTE,
-    SMALLER,
-    Planners,
-    Saving,
-    Tier,
-    Topology,
-)
+from pipeline.planning.planner import Planners, Saving, Tier, Topology
 from pipeline.planning.search import KEPT, Base, Changes, Saved, Way, balanced, best, leanest
 from pipeline.planning.step_time import StepTime
 from pipeline.planning.strategies import choose, on_more_nodes, suited
@@ -36,7 +27,10 @@ from pipeline.registry import Registry
 ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
 """Field -> what it saves, in GiB; each halving of micro-batches saves 2."""
-ORDERS = [RECOMPUTE, CHUNK, NARROW_MOMENTS, NARROW_FROZEN]
+ORDERS = {
+    "again": planner.RECOMPUTE, "chunk": planner.CHUNK,
+    "moments": planner.NARROW_MOMENTS, "frozen": planner.NARROW_FROZEN,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,12 +40,12 @@ class Stage:
     set: Mapping[str, Any]
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        for name, order in zip(SAVED, ORDERS, strict=True):
+        for name, order in ORDERS.items():
             if name not in self.set:
                 yield Saving(order=order, what=name, fields={name: True})
         if self.set.get("micro", 4) > 1:
             fields = {"micro": self.set.get("micro", 4) // 2}
-            yield Saving(order=SMALLER, what="smaller", fields=fields)
+            yield Saving(order=planner.SMALLER, what="smaller", fields=fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +109,12 @@ def planners(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_saved_is_needed_or_makes_room_at_no_cost_of_time(
     needs: int, saves: Mapping[str, int]
 ) -> None:
-    way = balanced(leanest(Fake(needs={"": needs}, saves=saves), {}))
+    found = balanced(leanest(Fake(needs={"": needs}, saves=saves), {}))
     too_much = needs - saves["again"] - saves["chunk"] - 4 - ROOM
-    if not way.fits:
+    if not found.fits:
         assert too_much > max(saves["moments"], saves["frozen"])
         return
-    fields = [one.what for one in way.saved]
+    fields = [one.what for one in found.saved]
     narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
     assert len(narrowed) == (too_much > 0)
     short = needs - ROOM - sum(narrowed)
@@ -134,8 +128,8 @@ def test_what_is_saved_is_needed_or_makes_room_at_no_cost_of_time(
         for halved in (0, 1, 2)
         if chunk * saves["chunk"] + 2 * halved - short >= KEPT * most
     ]
-    assert len(way.saved) == again + len(narrowed) + min(enough)
-    assert ROOM - way.drawn.estimate.peak / GIB >= KEPT * most
+    assert len(found.saved) == again + len(narrowed) + min(enough)
+    assert ROOM - found.drawn.estimate.peak / GIB >= KEPT * most
 
 
 @pytest.mark.parametrize(
@@ -153,31 +147,30 @@ def test_what_costs_time_is_saved_before_what_is_computed(
     needs: int, cannot: dict[str, Any], expected: str
 ) -> None:
     base = Fake(needs={"": needs}, **cannot)
-    way = balanced(leanest(base, {}))
-    assert " ".join(one.what for one in way.saved) == expected
+    assert " ".join(one.what for one in balanced(leanest(base, {})).saved) == expected
     assert not leanest(base, {}, narrow=False).narrow
 
 
-def way_of(drawn: Any, *orders: int) -> Way:
-    base = SimpleNamespace(drawn=lambda changes: drawn)
-    return Way(base=base, start={}, saved=[Saved(order, "", {}) for order in orders])  # type: ignore[arg-type]
+def way(device: float, *saved: str, **how: Any) -> Way:
+    base: Any = SimpleNamespace(drawn=lambda changes: plan_of(device, **how))
+    return Way(base=base, start={}, saved=[Saved(ORDERS[one], one, {}) for one in saved])
 
 
 @pytest.mark.parametrize(
     ("ways", "chosen"),
     [
-        ([way_of(plan_of(11)), way_of(plan_of(9), RECOMPUTE)], 1),
-        ([way_of(plan_of(9, seconds=4.3)), way_of(plan_of(9), RECOMPUTE)], 0),
-        ([way_of(plan_of(9, seconds=4.5)), way_of(plan_of(9), RECOMPUTE)], 1),
-        ([way_of(plan_of(9, seconds=9), RECOMPUTE), way_of(plan_of(9), NARROW_MOMENTS)], 0),
-        ([way_of(plan_of(9), NARROW_FROZEN), way_of(plan_of(9), NARROW_MOMENTS, CHUNK)], 1),
-        ([way_of(plan_of(9, seconds=9, unknown=["network"])), way_of(plan_of(9), CHUNK)], 0),
-        ([way_of(plan_of(9.5)), way_of(plan_of(8))], 1),
+        ([way(11), way(9, "again")], 1),
+        ([way(9, seconds=4.3), way(9, "again")], 0),
+        ([way(9, seconds=4.5), way(9, "again")], 1),
+        ([way(9, "again", seconds=9), way(9, "moments")], 0),
+        ([way(9, "frozen"), way(9, "chunk", "moments")], 1),
+        ([way(9, seconds=9, unknown=["network"]), way(9, "chunk")], 0),
+        ([way(9.5), way(8)], 1),
     ],
 )
 def test_the_best_way(ways: Sequence[Way], chosen: int) -> None:
     assert best(ways) is ways[chosen]
-    assert best([way_of(plan_of(11))]) is None
+    assert best([way(11)]) is None
 
 
 TIERS = {
@@ -212,8 +205,8 @@ def test_the_strategy_that_gives_up_least(needs: Sequence[int], expected: str) -
 @pytest.mark.parametrize(("needs", "nodes"), [(30, 2), (100, 8), (22 * 512, 512), (22 * 513, None)])
 def test_the_fewest_nodes_with_what_costs_time_alone(needs: int, nodes: int | None) -> None:
     node = Topology(ranks=8, local_ranks=8, device="cuda")
-    way = on_more_nodes(Fake(needs={"": needs}), node, {})
-    assert (way and way.base.asked.nodes) == nodes
+    found = on_more_nodes(Fake(needs={"": needs}), node, {})
+    assert (found and found.base.asked.nodes) == nodes
 
 
 @pytest.mark.parametrize(
