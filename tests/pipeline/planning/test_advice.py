@@ -16,21 +16,17 @@ from pipeline.accelerators import GIB
 from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
 from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins
 from pipeline.planning.planner import Planners, Saving, Tier, Topology
 from pipeline.planning.search import KEPT, Base, Changes, Saved, Way, balanced, best, leanest
 from pipeline.planning.step_time import StepTime
 from pipeline.planning.strategies import choose, on_more_nodes, suited
 from pipeline.presets import Strategy
-from pipeline.registry import Registry
 
 ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
 """Field -> what it saves, in GiB; each halving of micro-batches saves 2."""
-ORDERS = {
-    "again": planner.RECOMPUTE, "chunk": planner.CHUNK,
-    "moments": planner.NARROW_MOMENTS, "frozen": planner.NARROW_FROZEN,
-}  # fmt: skip
+KINDS = (planner.RECOMPUTE, planner.CHUNK, planner.NARROW_MOMENTS, planner.NARROW_FROZEN)
+ORDERS = dict(zip(SAVED, KINDS, strict=True))
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,8 @@ class Fake(Base):
 
     recipe: Path = Path()
     asked: Asked = field(default_factory=lambda: Asked(gpus=8))
-    margins: Margins = field(default_factory=Margins)
-    registry: Registry = field(default_factory=lambda: Registry([]))
+    margins: Any = None
+    registry: Any = None
     needs: Mapping[str, float]
     lacks: Sequence[str] = ()
     """Fields that the model cannot have."""
@@ -198,8 +194,7 @@ def test_the_strategy_that_gives_up_least(needs: Sequence[int], expected: str) -
     base = Fake(needs=dict(needed), refuses=["wrap.hybrid"])
     tried, (refused,) = choose(base, STRATEGIES, "wrap")
     assert " ".join(one.strategy.name for one in tried) == expected
-    assert refused.startswith("hybrid: ")
-    assert "no wrap.hybrid" in refused
+    assert refused == "hybrid: wrap: no wrap.hybrid"
 
 
 @pytest.mark.parametrize(("needs", "nodes"), [(30, 2), (100, 8), (22 * 512, 512), (22 * 513, None)])
