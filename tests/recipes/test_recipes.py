@@ -46,7 +46,7 @@ def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
 
 def planned(path: Path, gpu: str) -> str:
     """What `pipe plan` says of a recipe on that GPU."""
-    return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).output
+    return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).stdout
 
 
 PLANNED = re.compile(r"# Planned for (\d+) x (\w+): (\d+) GiB a GPU\.")
