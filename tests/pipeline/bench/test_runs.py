@@ -17,7 +17,7 @@ from pipeline import cli
 from pipeline.bench import measure as measuring
 from pipeline.bench.results import Row
 from pipeline.plan import make_plan
-from pipeline.planning import strategy
+from pipeline.planning.strategy import BACKWARD, LOAD, RESUME, SAVE, Held
 from pipeline.recipe import load_recipe
 from pipeline.registry import Registry
 from tests.support.pipe import REPOSITORY
@@ -69,8 +69,8 @@ def test_memory_is_predicted_for_what_is_measured(
     real: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(load_recipe("r.yaml"))
-    held = {strategy.LOAD: 5, strategy.BACKWARD: 7, strategy.SAVE: 9, strategy.RESUME: 11}
-    peaks = {phase: strategy.Held(bytes=held[phase], items={}) for phase in held}
+    held = {LOAD: 5, BACKWARD: 7, SAVE: 9, RESUME: 11}
+    peaks = {phase: Held(bytes=held[phase], items={}) for phase in held}
     monkeypatch.setattr(measuring, "estimated", lambda *_: SimpleNamespace(device=peaks))
     assert measuring._predicted(plan) == 7
 
