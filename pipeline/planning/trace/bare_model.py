@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec, torch_dtype
 from pipeline.engine import Admit, DataShard, Engine, StepReport
 from pipeline.fake_tensors import with_values
 from pipeline.planning.planner import Topology
 from pipeline.planning.trace.marks import Marks
+from pipeline.planning.trace.torch_compat import cast_in
 
 
 class BareEngine(Engine):
@@ -43,12 +43,8 @@ class BareEngine(Engine):
         self.device = torch.device("cpu")
         self.shard = DataShard(index=0, count=topology.ranks)
 
-        def narrow(one: Any) -> Any:
-            floating = isinstance(one, Tensor) and one.is_floating_point()
-            return one.to(compute) if floating else one
-
         def enter(module: nn.Module, inputs: Any, named: Any) -> Any:
-            return tree_map(narrow, (inputs, named))
+            return cast_in((inputs, named), compute)
 
         for block in source.blocks(self.model):
             block.register_forward_pre_hook(enter, with_kwargs=True)

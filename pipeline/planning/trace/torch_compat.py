@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 
 from pipeline.launch.environment import stay_on_loopback
 
@@ -58,6 +58,15 @@ def computes_again() -> bool:
 def tensors_in(given: Any) -> Iterator[Tensor]:
     """Tensors in what an operation gives, which may be nested."""
     return (one for one in tree_iter(given) if isinstance(one, Tensor))
+
+
+def cast_in(given: Any, dtype: torch.dtype) -> Any:
+    """The same, which may be nested, with floating-point tensors in a dtype."""
+
+    def cast(one: Any) -> Any:
+        return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
+
+    return tree_map(cast, given)
 
 
 def asks_for_number(function: Any) -> bool:
