@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from pipeline.errors import UsageError, in_words, system_errors_as
+from pipeline.errors import UsageError, in_words
 from pipeline.files import replace_text
 
 if TYPE_CHECKING:
@@ -57,11 +57,13 @@ def read_record(place: Path) -> MemoryRecord:
     """The record in a run's folder, or in a file. Raises UsageError for what is none."""
     file = place / FILE if place.is_dir() else place
     try:
-        with system_errors_as(UsageError):
-            return MemoryRecord.model_validate_json(file.read_bytes())
+        return MemoryRecord.model_validate_json(file.read_bytes())
+    except OSError as error:
+        hint = f"a run writes {FILE} in its folder when it has trained on GPUs"
+        raise UsageError(f"{file} cannot be read: {in_words(error)}", hint=hint) from error
     except ValidationError as error:
         first = error.errors()[0]
-        told = ".".join(map(str, [*first["loc"], first["msg"]]))
+        told = f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
         raise UsageError(f"{file} is no record of a run's memory: {told}") from error
 
 

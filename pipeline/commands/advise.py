@@ -52,7 +52,7 @@ def advise(
 
     MODEL is a folder, a hub id, a GGUF file or a config.json. What only costs time is tried before
     what changes how it is computed (moments, master weights, frozen weights in fewer bits), that
-    before offloading. Of what fits, a step that is estimated to be the shortest is taken. Other
+    before offloading. Of what fits, a step is taken that is about the shortest. Other
     ways are shown with what they would need. Exit code 3 when nothing fits.
     """
     from pipeline.commands.stopping import stoppable

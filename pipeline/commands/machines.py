@@ -33,7 +33,7 @@ def amount(said: str, least: float = 1e-3) -> float:
     return number
 
 
-def any_amount(said: str) -> float:
+def spare(said: str) -> float:
     """The same, or nothing."""
     return amount(said, 0)
 
@@ -55,13 +55,13 @@ def link(said: str) -> float:
 
 OPTIONS = {
     "--gpus": (GPUS, "GPUs of a node."),
-    "--nodes": (click.IntRange(min=1, max=100_000), "Nodes of so many GPUs."),
+    "--nodes": (click.IntRange(min=1, max=100_000), "Nodes, of 8 GPUs without --gpus."),
     "--gpu": (str, "Kind of GPU, as in H100, or 'A100 40GB'."),
     "--memory": (amount, "GiB of a GPU, in place of what its kind has."),
     "--host-memory": (amount, "GiB of host memory of a node."),
     "--interconnect": (link, "A node's links to others: 100gbe, 8x400g, ..., or their GB/s."),
     "--nvme": (amount, "GB/s of the disk that state is offloaded to."),
-    "--overhead": (any_amount, "GiB of a GPU in use beside what torch allocates."),
+    "--overhead": (spare, "GiB of a GPU in use beside torch's memory, in place of what is known."),
     "--measured": (RUN, "A run on GPUs of the same kind, which tells what they lose beside "
                    "tensors. Default: the newest one in ./runs."),
     "--price": (amount, "Of a GPU for an hour: tells a training's cost."),

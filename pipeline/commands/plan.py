@@ -44,8 +44,8 @@ def plan(
 ) -> None:
     """Tell what RECIPE will need: memory in every phase, disk, network, time.
 
-    By arithmetic alone: no GPU, no weights, no network beyond the model's config. With --trace, the
-    actual model and strategy are run without memory, for models that arithmetic does not know too.
+    The model's blocks are run once on tensors without memory: no GPU, no weights, no network beyond
+    the model's config. With --trace the actual strategy is run so too.
     Exit code 3 when it does not fit.
 
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
@@ -87,6 +87,6 @@ def _remedies(drawn: MemoryPlan, base: Base) -> list[Remedy] | None:
 
     try:
         return list(remedies(drawn, base, in_order(base.registry)))
-    except PipeError as error:  # a profile, which a trace does without
+    except PipeError as error:
         click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
         return None

@@ -70,6 +70,8 @@ def advise(
     fits; and lines for people: the choice, its reasons, what else there is. Raises PipeError for
     what cannot be planned at all."""
     strategies = in_order(registry)
+    if not strategies:
+        raise UsageError("no installed stage offers a strategy")
     topology = site_of(asked, asked.procs or 1, "cpu" if on_cpu(asked) else "cuda")
     known = suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +151,7 @@ def _line(one: Candidate) -> str:
 
 
 def _others(tried: Sequence[Candidate]) -> Iterator[str]:
-    titles = {True: "fits too:", False: "needs too much, with all saved that can be:"}
+    titles = {True: "fits too:", False: "needs too much, with what can be saved:"}
     for fits, title in titles.items():
         found = [f"  {_line(one)}" for one in tried if one.way.fits is fits]
         yield from [title, *found] if found else []

@@ -127,7 +127,8 @@ def assemble(
     on_cpu = topology.device == "cpu"
     host = device if traced and on_cpu else peaks.of("host", both=on_cpu)
     disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
-    waiting = profile.total("offloaded", "forward").at(step.of_rank)
+    line = profile.total("offloaded", "forward")
+    waiting = round(line.fixed * step.microbatches + line.each * step.of_rank)
     copies = strategy.copies(step.microbatches)
     return Estimate(
         device=device,

@@ -95,8 +95,6 @@ class Profile:
     """A model under a recipe's settings, at one length of samples."""
 
     model: ModelShape
-    length: int
-    """Tokens of a sample."""
     parts: Mapping[str, Part]
     """Event and unit of a strategy's moments -> what runs then; a block's kind stands for it."""
     recomputed: tuple[bool, ...]

@@ -11,11 +11,14 @@ from pipeline.planning.step_time import crossing, sent
 from pipeline.planning.strategy import Held
 from pipeline.throughput import human
 
+WORDS = {"device": "GPU", "host": "host"}
+
 
 def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
     """Whether it fits, memory, disk, network and time, and how each item comes about."""
     estimate = drawn.estimate
-    too_much = f"does not fit ({', '.join(drawn.short.values())})"
+    short = (f"a {WORDS[place]} in {phase}" for place, phase in drawn.short.items())
+    too_much = f"does not fit ({', '.join(short)})"
     said = f"{too_much if drawn.short else 'fits'}: {memory(drawn)}"
     yield "whether it fits: say --gpu or --memory" if drawn.fits is None else said
     yield from _head(drawn)

@@ -126,8 +126,11 @@ def leanest(base: Base, start: Changes, *, narrow: bool = True) -> Way:
 
 def balanced(least: Way) -> Way:
     """The best of the ways with fewer savings that leave about as much memory as the quickest of
-    them can; the same where it does not fit."""
-    found = _quickest([way for way in _combinations(least) if way.fits])
+    them can, where it is known which these are; the same where it does not fit."""
+    found = [way for way in _combinations(least) if way.fits]
+    if any(way.drawn.time.unknown for way in found):
+        return best(found) or least
+    found = [*_quickest(found)]
     most = max((_free(way.drawn) for way in found), default=0.0)
     return best([way for way in found if _free(way.drawn) >= KEPT * most]) or least
 

@@ -3,6 +3,7 @@ find changes that would make a recipe fit."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -105,7 +106,7 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
 
 def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
     """At most one of each kind: savings of the recipe's own stages, another strategy with them,
-    more nodes. Raises PipeError where the recipe itself cannot be planned without a trace."""
+    more nodes. Raises PipeError where the recipe itself cannot be planned."""
     own = balanced(leanest(base, {}))
     if own.fits:
         yield Remedy(own)
@@ -127,7 +128,7 @@ def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> I
             way = on_more_nodes(base, drawn.topology, start)
             if way is not None:
                 there = way.drawn.topology
-                yield Remedy(
-                    balanced(way), ["--gpus", str(there.local_ranks), "--nodes", str(there.nodes)]
-                )
+                with contextlib.suppress(PipeError):
+                    way = balanced(way)
+                yield Remedy(way, ["--gpus", str(there.local_ranks), "--nodes", str(there.nodes)])
                 return

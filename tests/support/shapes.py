@@ -26,4 +26,4 @@ def weights_alone(source: ModelSource, *, recomputed: bool = False) -> Profile:
         proven=elements,
     )
     again = (recomputed,) * len(places)
-    return Profile(model=model, length=1, parts={}, recomputed=again)
+    return Profile(model=model, parts={}, recomputed=again)

@@ -50,7 +50,6 @@ def profile(job: Job) -> Profile:
         found.append((f"backward {kind}", parts.part(BACKWARD, place)))
     return Profile(
         model=_shape(source.vocab_size, plain, built, numbers, parts),
-        length=job.samples.length,
         parts=dict(found),
         recomputed=tuple(parts.repeats(place) for place in first),
     )

@@ -26,6 +26,8 @@ from stages.wrap.zero.stage import Zero
 
 SUMMED = 4
 """Bytes of a gradient's element summed over micro-batches: `grad_accum_dtype` is always fp32."""
+ENGINE_BUCKET = 500_000_000
+"""Elements that bf16_optimizer.py reduces at a time (engine.py), whatever the recipe says."""
 
 
 class Amounts(NamedTuple):
@@ -189,7 +191,7 @@ class ZeroMemory(StrategyMemory):
         if not self.offloaded:
             copied = self.m * self.part * (not self.low or self.m != SUMMED)
             taken = max(taken, copied + self.optimizer.update(self.part, self.part))
-        filled = min(self.trained, self.bucket)
+        filled = min(self.trained, ENGINE_BUCKET if self.accumulates else self.bucket)
         if self.accumulates:
             return max(taken, SUMMED * filled + self.r * self.trained * (self.r != SUMMED))
         rest = self.trained - filled * (not self.low)
@@ -220,7 +222,8 @@ class ZeroMemory(StrategyMemory):
         stage, far = self.stage.stage, self.stage.offload_param is not None
         if not (far or self.offloaded):
             return Copies()
-        times = (1 if stage == 1 else microbatches) * (stage == 3 or not self.low)
+        adds = stage == 3 or (not self.low and microbatches > 1)
+        times = (1 if stage == 1 else microbatches) * adds
         sums = SUMMED * self.part * times * self.offloaded
         read = self.share(self.gathered(microbatches)) if far else self.c * self.part
         return Copies(up=read + sums, down=self.m * self.part + sums)

@@ -83,7 +83,7 @@ def model(blocks: int, rows: int, words: int, again: bool = False) -> Profile:
         "backward 0": block,
         "backward embeddings": Part(peaks=last.peaks),
     }
-    return Profile(model=shape, length=1, parts=parts, recomputed=(again,))
+    return Profile(model=shape, parts=parts, recomputed=(again,))
 
 
 def share(wrap: Any, profile: Profile, ranks: int, compute: str = "bf16") -> StrategyMemory:
