@@ -14,9 +14,9 @@ from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology
 from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape
 from pipeline.planning.strategy import EXPORT, StrategyMemory
 from pipeline.stage import Context
-from pipeline.state.blocks import PASSAGE
 from pipeline.state.count import count
 from pipeline.state.retention import Retention
+from pipeline.state.staging import PASSAGE
 from pipeline.throughput import human
 from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage

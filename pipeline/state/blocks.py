@@ -16,9 +16,6 @@ BLOCK: Final = 16384
 CHUNK: Final = 256 * BLOCK
 """Bytes that are read, written or verified at a time; all the memory that one of these needs."""
 
-PASSAGE: Final = 1 << 30
-"""Bytes a rank, at most, of what passes."""
-
 SUM_BYTES = 8
 
 

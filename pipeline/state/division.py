@@ -1,4 +1,7 @@
-"""Which rank has which part of every tensor, said by rule: it does not grow with the ranks."""
+"""Which rank has which part of every tensor, said by rule: it does not grow with the ranks.
+
+numpy is imported where divisions are computed: manifests are read, and plans made, without it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import numpy as np
 from annotated_types import Ge
 
 from pipeline.state.spans import Misfit, require_cover
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 Count = Annotated[int, Ge(0)]
@@ -83,13 +86,15 @@ class Division:
 
     def __init__(self, runs: Sequence[Sequence[Run]]) -> None:
         self.runs = runs
-        numbers = np.repeat(np.arange(len(runs)), [len(own) for own in runs])
-        self._tensor = numbers.astype(np.int64)
 
     @functools.cached_property
     def _columns(self) -> NDArray[np.int64]:
-        columns = [[*run, run.parts, run.cut] for own in self.runs for run in own]
-        return np.array(columns, dtype=np.int64).reshape(-1, 9).T
+        """Shape (10, runs): numbers of tensors, and what is known of each of their runs."""
+        import numpy as np
+
+        every = [(number, run) for number, own in enumerate(self.runs) for run in own]
+        columns = [[number, *run, run.parts, run.cut] for number, run in every]
+        return np.array(columns, dtype=np.int64).reshape(-1, 10).T
 
     def require_sense(self, numels: Sequence[int], ranks: int) -> None:
         """Raises Misfit, with the tensor's number, unless every tensor is there once, on ranks that
@@ -117,7 +122,9 @@ class Division:
 
     def of(self, rank: int) -> Pieces:
         """The pieces of a rank, by tensor and start."""
-        start, stop, length, first, step, cuts, apart, parts, cut = self._columns
+        import numpy as np
+
+        tensor, start, stop, length, first, step, cuts, apart, parts, cut = self._columns
         swapped = apart > step
         outer, inner = np.maximum(step, apart), np.minimum(step, apart)
         rest = rank - first
@@ -129,4 +136,4 @@ class Division:
         low = begin + place * cut
         high = np.minimum(np.minimum(low + cut, begin + length), stop)
         there &= low < high
-        return Pieces(self._tensor[there], low[there], high[there])
+        return Pieces(tensor[there], low[there], high[there])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
 from pipeline.errors import CheckpointError
+from pipeline.state.manifest import FILE, Manifest
 from pipeline.state.store import Store, step_number
-
-if TYPE_CHECKING:
-    from pipeline.state.manifest import Manifest
 
 
 class Retention(BaseModel):
@@ -60,8 +57,6 @@ def heldout_loss(manifest: Manifest) -> float | None:
 
 def _stored_loss(store: Store, name: str) -> float | None:
     """None for a checkpoint that cannot be read, too."""
-    from pipeline.state.manifest import FILE, Manifest  # which loads numpy
-
     try:
         return heldout_loss(Manifest.load(store.get(name, FILE), name))
     except (OSError, CheckpointError):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipeline.state.planning import Layout
     from pipeline.state.spans import Span
 
+PASSAGE = 1 << 30
+"""Bytes a rank, at most, of what passes."""
 LONGEST_ITEM = max(ITEM_BYTES.values())
 """Places are multiples of this, as they are viewed in their tensors' dtypes."""
 
@@ -66,7 +68,7 @@ def stage(
     layout: Layout,
     tensors: Mapping[str, TensorEntry],
     passes: Callable[[str], bool],
-    passage: int = blocks.PASSAGE,
+    passage: int = PASSAGE,
 ) -> Staging:
     """The staging of a layout. Tensors whose key `passes` take no more than `passage` bytes."""
     items = list(_items(layout, tensors))

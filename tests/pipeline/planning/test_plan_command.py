@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from pipeline.cli import main
 from pipeline.planning.planner import GROUP, Planners
 from pipeline.registry import BUILT_IN, Registry, installed_entries
-from pipeline.state.blocks import PASSAGE
+from pipeline.state.staging import PASSAGE
 from tests.support.tier import spread
 
 RECIPES = Path(__file__).parents[3] / "recipes"

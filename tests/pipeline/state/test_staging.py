@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.state import blocks
-from pipeline.state.blocks import PASSAGE
 from pipeline.state.manifest import TensorEntry
 from pipeline.state.planning import Layout, Sharded
 from pipeline.state.spans import Span
-from pipeline.state.staging import Staging, stage
+from pipeline.state.staging import PASSAGE, Staging, stage
 
 KINDS = st.sampled_from(["F32", "BF16", "U8", "F64"])
 BLOCK = blocks.BLOCK
