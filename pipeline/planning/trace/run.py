@@ -16,7 +16,7 @@ from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, Trai
 from pipeline.dist import Dist
 from pipeline.engine import Engine
 from pipeline.errors import PipeError, StageError, UsageError
-from pipeline.fake_tensors import told_apart, without_values
+from pipeline.fake_tensors import without_values
 from pipeline.metrics import Metrics
 from pipeline.planning.planner import Extent, Job, PhaseListener, Results, needs_of
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
@@ -67,12 +67,11 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
         # Before a strategy changes the classes of modules.
         built = structure(source)
         results["unread"] = with_zero_weights(source)
-        stack.enter_context(told_apart())
         stack.enter_context(offloading(tracker, job.topology.device))
         if fake:
             stack.enter_context(without_values())
         stack.enter_context(tracker)
-        stack.enter_context(_explained())
+        stack.enter_context(explained())
         if bare:
             results["bare"] = _bare(job, results, marks)
         else:
@@ -103,8 +102,8 @@ def _context(job: Job) -> Iterator[Context]:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Inside, any error of a model's own code is a StageError."""
+def explained() -> Iterator[None]:
+    """Inside, any error of a model's own code is a StageError, as one that needs values is."""
     try:
         yield
     except PipeError:
@@ -146,7 +145,7 @@ def _listens(planner: Any) -> bool:
 
 def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
     """Run the stages that give declarations, whose tensors are real."""
-    with _explained():
+    with explained():
         _run(job, results, ctx, DECLARATIONS)
     return results.require(ModelSource, "no slot of the recipe gives a model to be traced")
 
