@@ -62,7 +62,8 @@ def plan(
     file = Path(recipe)
     base = Base(recipe=file, overrides=overrides, asked=asked, margins=margins, registry=known)
     with stoppable():
-        drawn = draw_up(base.checked({}), asked, margins, trace=trace)
+        # A plan without a trace may be among what would make it fit, and is drawn up once.
+        drawn = draw_up(base.checked({}), asked, margins, trace=True) if trace else base.drawn({})
     record: dict[str, Any] = drawn.record()
     if out is not None:
         with system_errors_as(UsageError):

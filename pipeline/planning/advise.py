@@ -174,10 +174,10 @@ def _more_nodes(task: Task, base: Base, strategies: Sequence[Strategy]) -> Itera
     # Enough samples for any number of nodes; memory hardly depends on it.
     batch = {"train.global_batch_size": task.global_batch or MOST_NODES * topology.local_ranks}
     starts = [{WRAP: one.generous, **batch} for one in strategies if one.order == Tier.SHARDED]
-    for way in [on_more_nodes(base, topology, start) for start in starts[:1]]:
-        if way is not None:
-            nodes = way.drawn.topology.nodes
-            yield f"without offloading, and with nothing in fewer bits, it fits on {nodes} nodes"
+    way = on_more_nodes(base, topology, starts[0]) if starts else None
+    if way is not None:
+        nodes = way.drawn.topology.nodes
+        yield f"without offloading, and with nothing in fewer bits, it fits on {nodes} nodes"
 
 
 def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:

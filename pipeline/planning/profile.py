@@ -176,6 +176,11 @@ def _code() -> Sequence[Any]:
     return [(path.name, about.st_size, about.st_mtime_ns) for path, about in files]
 
 
+@functools.cache
+def _adapter() -> TypeAdapter[Profile]:
+    return TypeAdapter(Profile)
+
+
 def _file(key: str) -> Path:
     given = os.environ.get("PIPE_PROFILES")
     return (Path(given) if given else FOLDER.expanduser()) / f"{key}.json"
@@ -184,7 +189,7 @@ def _file(key: str) -> Path:
 def _read(key: str) -> Profile | None:
     """The profile that is kept; None for one that is not there, or cannot be read as one."""
     try:
-        return TypeAdapter(Profile).validate_json(_file(key).read_bytes())
+        return _adapter().validate_json(_file(key).read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -194,4 +199,4 @@ def _write(key: str, profile: Profile) -> None:
     file = _file(key)
     with contextlib.suppress(OSError):
         private_folder(file.parent)
-        replace_text(file, TypeAdapter(Profile).dump_json(profile).decode() + "\n")
+        replace_text(file, _adapter().dump_json(profile).decode() + "\n")

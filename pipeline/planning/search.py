@@ -128,9 +128,9 @@ def balanced(least: Way) -> Way:
     """The best of the ways with fewer savings that leave about as much memory as the quickest of
     them can, where it is known which these are; the same where it does not fit."""
     found = [way for way in _combinations(least) if way.fits]
-    if any(way.drawn.time.unknown for way in found):
+    if _untimed(found):
         return best(found) or least
-    found = [*_quickest(found)]
+    found = _quickest(found)
     most = max((_free(way.drawn) for way in found), default=0.0)
     return best([way for way in found if _free(way.drawn) >= KEPT * most]) or least
 
@@ -148,9 +148,14 @@ def best(found: Sequence[Way]) -> Way | None:
     return min(_quickest(able), key=rank, default=None)
 
 
-def _quickest(found: Sequence[Way]) -> Sequence[Way]:
+def _untimed(found: Sequence[Way]) -> bool:
+    """Whether rates are missing to say which of them is quickest."""
+    return any(way.drawn.time.unknown for way in found)
+
+
+def _quickest(found: list[Way]) -> list[Way]:
     """The ways whose step is not longer than the shortest by what the estimate can tell."""
-    if any(way.drawn.time.unknown for way in found):
+    if _untimed(found):
         return found
     longest = TELLING * min((way.drawn.time.expected for way in found), default=0.0)
     return [way for way in found if way.drawn.time.expected <= longest]

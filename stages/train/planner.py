@@ -53,17 +53,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             yield Saving(order=SMALLER, what=what, fields={"micro_batch_size": half})
 
     def forecast(self, topology: Topology, samples: SampleShape) -> Step:
-        config = self.stage
-        most = -(-config.global_batch_size // topology.ranks)
-        size = min(config.microbatch_size(topology.ranks), most)
-        return Step(
-            microbatches=-(-most // size),
-            micro_batch=size,
-            of_rank=most,
-            samples=config.global_batch_size,
-            tokens=config.global_batch_size * samples.length,
-            length=config.length(),
-        )
+        return step_of(self.stage, topology, samples)
 
     def trace(
         self,
@@ -78,7 +68,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         from stages.model.masks_compat import masks_of_values
         from stages.train.loss import SummedLoss
 
-        step = CausalLmPlanner.forecast(self, topology, samples)
+        step = step_of(self.stage, topology, samples)
         batch = _batch(extent.samples or step.micro_batch, samples, engine.device)
         self.prepare(engine.model)
         loss = SummedLoss(engine.model, self.stage.loss_chunk_size)
@@ -100,6 +90,20 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
     def prepare(self, model: Any) -> None:
         """Change a model as the stage itself does."""
+
+
+def step_of(config: TrainCausalLm, topology: Topology, samples: SampleShape) -> Step:
+    """An optimizer step as the common loop cuts it."""
+    most = -(-config.global_batch_size // topology.ranks)
+    size = min(config.microbatch_size(topology.ranks), most)
+    return Step(
+        microbatches=-(-most // size),
+        micro_batch=size,
+        of_rank=most,
+        samples=config.global_batch_size,
+        tokens=config.global_batch_size * samples.length,
+        length=config.length(),
+    )
 
 
 def _batch(size: int, samples: SampleShape, device: Any) -> Any:
@@ -143,10 +147,11 @@ class HfTrainerPlanner(CausalLmPlanner):
         precision: Precision,
         optimizer: OptimizerShape,
     ) -> tuple[StrategyMemory, Step, Extras]:
-        strategy = plainly_replicated(topology, profile, precision, optimizer)
+        share = plainly_replicated(topology, profile, precision, optimizer)
         model, own = profile.model, self._own
         size = model.stored * BYTES[precision.master] + optimizer.state(model.trained)
         saved = checkpoints(Retention(last=own.keep), own.save_every, size)
         saves = (f"what {name} saves" for name in LEFT_OUT if own.arguments.get(name))
         caveats = ["host memory that checkpoints pass through", *saves]
-        return strategy, super().forecast(topology, samples), Extras(saved=saved, caveats=caveats)
+        step = step_of(self.stage, topology, samples)
+        return share, step, Extras(saved=saved, caveats=caveats)

@@ -25,16 +25,16 @@ SENTENCES = {
         gemma4_unified_assistant hunyuan_v1_dense hunyuan_v1_moe lfm2_moe ministral
         moss_transcribe_diarize musicgen musicgen_melody qwen4_exp qwen4_exp_text reformer zamba""",
     "the model cannot be run on tensors without values": """bailing_hybrid jetmoe kimi_linear
-        longcat_flash minimax openai-gpt prophetnet rwkv xlstm xmod""",
+        longcat_flash minimax openai-gpt prophetnet xlstm xmod""",
     "the model runs some of its blocks more than once": "hrm_text",
     "its config has no num_hidden_layers": "blt",
     "the model's config cannot be used": "dots3_note mamba2",
     "the default config cannot be made": "gemma4_assistant",
 }
 """Part of what is said -> types without a plan."""
-MUTE = {kind for kinds in SENTENCES.values() for kind in kinds.split()}
 SLOW = {"rwkv"}
-"""Types whose loops over tokens take minutes before they come to what cannot be run."""
+"""Types that loop over tokens for minutes; what comes of them was not seen."""
+MUTE = SLOW | {kind for kinds in SENTENCES.values() for kind in kinds.split()}
 NAMED = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
@@ -61,7 +61,7 @@ def _apart(model: dict[str, object], folder: Path) -> float:
 @pytest.mark.parametrize("kind", dict.fromkeys([*NAMED, *spread(every(), 8)]))
 def test_a_type_has_a_plan_or_a_sentence(kind: str, tmp_path: Path) -> None:
     if kind in SLOW:
-        return
+        pytest.skip("it loops over tokens for minutes")
     if kind not in MUTE:
         assert abs(apart(kind, tmp_path)) < 0.03
         return
