@@ -36,7 +36,7 @@ class Durable(ABC):
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
-        """What is needed to find the artifact again, as JSON."""
+        """Everything that is needed to find the artifact again, as JSON."""
 
     @classmethod
     @abstractmethod
@@ -45,7 +45,7 @@ class Durable(ABC):
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """Facts of a tensor that are known without reading it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -110,7 +110,7 @@ class ModelSource(ABC):
     """A causal language model, declared. No parameter exists until a wrap stage calls `build`."""
 
     name: str
-    """What a person calls it: the folder, hub id or file it comes from."""
+    """Its name for people: the folder, hub id or file it comes from."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -163,8 +163,8 @@ class ModelSource(ABC):
 
     @property
     def location(self) -> str | None:
-        """What others load it from: a folder or a hub id; None when it is nowhere as it is, being
-        random or changed, or stored in a form that they do not load by itself."""
+        """The place that others load it from, a folder or a hub id; None when it is nowhere as it
+        is, being random or changed, or stored in a form that they do not load by itself."""
         return None
 
     @property
@@ -238,8 +238,8 @@ class Sample:
     input_ids: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any]
     positions: np.ndarray[Any, Any] | None = None
-    """Of several documents in one sample: the place of each token in its own document, which begins
-    anew at 0 with each. No token attends to another document's. None: one document."""
+    """The place of each token in its document, which begins anew at 0 with each of several in one
+    sample. No token attends to another document's. None: one document."""
 
 
 class Samples(ABC):
@@ -270,7 +270,7 @@ class Samples(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a run trains and evaluates on."""
+    """Samples that a run trains and evaluates on."""
 
     train: Samples
     heldout: Samples | None
@@ -279,8 +279,8 @@ class Data:
     packed: bool = False
     """Whether samples can hold several documents: whether they have `positions`."""
     identity: Mapping[str, str | int | float | None]
-    """What makes a sample what it is: digests of the files and of the `tokenizer`, and every
-    setting that changes one. Equal identities have equal samples."""
+    """Everything that decides what a sample is: digests of the files and of the `tokenizer`, and
+    every setting that changes one. Equal identities have equal samples."""
 
     @property
     def fingerprint(self) -> str:
@@ -334,8 +334,8 @@ class OptimizerPlan:
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
     """A model's parameters -> torch parameter groups, each with `params` and its overrides."""
     moments: Sequence[str]
-    """What the optimizer keeps for each element of a parameter. Without a `packing`, keys of its
-    state that are tensors of the parameter's shape, zeros at first."""
+    """Names of what the optimizer keeps for each element of a parameter. Without a `packing`, keys
+    of its state that are tensors of the parameter's shape, zeros at first."""
     packing: Packing | None = None
     counts_updates: bool = True
     """Whether the optimizer's state has a `step`, the number of updates of the parameter."""
@@ -367,11 +367,12 @@ class Progress:
     """The lowest held-out loss so far, `eval_loss`, and the `step` at which it was reached; empty
     before the first evaluation."""
     patience: dict[str, float] = field(default_factory=dict)
-    """Of early stopping: the `eval_loss` to improve on, and for how many `evaluations` none did."""
+    """State of early stopping: the `eval_loss` to improve on, and for how many `evaluations` none
+    did."""
     stopped: str = ""
     """Why training ended before its last step, if it did."""
     recent_losses: list[float] = field(default_factory=list)
-    """Of the newest steps, where loss spikes are looked for; oldest first."""
+    """Losses of the newest steps, where loss spikes are looked for; oldest first."""
     left_out: list[list[int]] = field(default_factory=list)
     """Positions of the sample order that no update is from, as [start, stop) in ascending order:
     those of anomalous steps, and of steps that a rollback undid."""
@@ -380,7 +381,8 @@ class Progress:
     rollbacks: int = 0
     """How often training went back to a checkpoint."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """What the position means something for: model, tokenizer, data, seed, order, global batch."""
+    """Facts without which the position means nothing: model, tokenizer, data, seed, order, global
+    batch."""
 
     def differs_from(self, recorded: Mapping[str, Any]) -> bool:
         """Whether a record of this step's progress is out of date. Another origin alone is no news:
@@ -388,8 +390,8 @@ class Progress:
         return {**recorded, "origin": None} != {**vars(self), "origin": None}
 
     def taken_over(self) -> Progress:
-        """That of a new run which starts from here: as far on, in the data too, and nothing of what
-        evaluations and anomalies meant to this one."""
+        """The position of a new run which starts from here: as far on, in the data too, and nothing
+        of what evaluations and anomalies meant to this one."""
         return Progress(
             step=self.step,
             samples=self.samples,
@@ -430,7 +432,7 @@ class Checkpoints(ABC):
         """
 
     def room(self, length: Length) -> Iterator[Room]:
-        """What the checkpoints of a training of that length will need; called on rank 0 alone,
+        """Room that the checkpoints of a training of that length will need; called on rank 0 alone,
         before the first step."""
         return iter(())
 

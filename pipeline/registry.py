@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """What stands before the dot: `wrap`."""
+        """The part before the dot: `wrap`."""
         return kind_of(self.name)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def kind_of(name: str) -> str:
 
 
 def installed_entries(group: str) -> Iterator[Entry]:
-    """What the installed packages register in an entry-point group; nothing is imported."""
+    """Entries that installed packages register in a group; nothing is imported."""
     known: dict[object, tuple[str, str]] = {}  # metadata is read anew whenever it is asked for
     for point in importlib.metadata.entry_points(group=group):
         dist = point.dist
@@ -69,7 +69,7 @@ class Registry:
 
     @classmethod
     def installed(cls) -> Registry:
-        """What the installed packages register under `pipe.stages`."""
+        """Stages that the installed packages register under `pipe.stages`."""
         return cls(installed_entries(GROUP))
 
     def entries(self) -> list[Entry]:
@@ -100,7 +100,7 @@ class Registry:
         return self._loaded[name]
 
     def hint(self, name: str) -> str:
-        """What to say to somebody who asked for a stage that is not there."""
+        """Words for somebody who asked for a stage that is not there."""
         same_kind = self.names(kind_of(name))
         without_kind = [other for other in self._entries if other.partition(".")[2] == name]
         found = closest(name, same_kind) or closest(name, self._entries)
@@ -137,7 +137,7 @@ def _load(entry: Entry) -> type:
 
 
 def _fault(stage: object) -> str:
-    """What a class lacks to be a stage; empty when it is one."""
+    """The first thing that a class lacks to be a stage; empty when it is one."""
     if not isinstance(stage, type) or not dataclasses.is_dataclass(stage):
         return "is not a dataclass"
     if not stage.__dataclass_params__.frozen:  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 GPUS = click.IntRange(min=1, max=256)
-"""Of a node."""
+"""GPUs of a node."""
 MOST = 10**6
 """GiB, or GB/s, of anything in a machine."""
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -34,7 +34,7 @@ def amount(said: str, least: float = 1e-3) -> float:
 
 
 def spare(said: str) -> float:
-    """The same, or nothing."""
+    """GiB, of which there may be none."""
     return amount(said, 0)
 
 

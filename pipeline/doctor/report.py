@@ -1,4 +1,4 @@
-"""What was found and measured on a machine; the JSON that `pipe doctor` writes."""
+"""Findings and measurements of a machine; the JSON that `pipe doctor` writes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Software(Record):
 
 
 class Operators(Record):
-    """What compiles DeepSpeed's operators: paths, None where there is none."""
+    """Programs that compile DeepSpeed's operators: paths, None where there is none."""
 
     known: bool = False
     compiler: str | None = None
@@ -224,7 +224,8 @@ def read_machine(path: Path) -> Machine:
 
 
 def _first(error: ValidationError) -> str:
-    """What is wrong first, a version that this program does not know before everything else."""
+    """The first thing that is wrong, a version that this program does not know before everything
+    else."""
     problems = error.errors()
     for problem in problems:
         if problem["loc"] == ("schema_version",):

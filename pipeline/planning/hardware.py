@@ -47,14 +47,14 @@ class Hardware:
     """Name of a device; None on CPUs, and for a device of which only the memory is known."""
     device_memory: int | None = None
     host_memory: int | None = None
-    """Of one node."""
+    """Memory of one node."""
     rates: Mapping[str, Rate] = field(default_factory=dict)
     matmul: float = 1.0
     """Share of the data sheet's operations that large products reach."""
     peak: float | None = None
     """The data sheet's operations a second."""
     price: float | None = None
-    """Of one device for an hour."""
+    """Price of one device for an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ def draw_up(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) 
 def shortages(
     estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
 ) -> dict[str, str]:
-    """What does not fit, as `MemoryPlan.short`; nothing where the hardware is not known."""
+    """Find the memory that is short, as `MemoryPlan.short`; none where it is not known."""
     places = {"host": (estimate.host, estimate.host_peak, hardware.host_memory)}
     if topology.device != "cpu":
         needed = margins.of(estimate.peak)

@@ -176,7 +176,7 @@ class Results(dict[str, Any]):
             yield from (one for one in every if isinstance(one, kind))
 
     def require(self, kind: type[T], why: str) -> T:
-        """The same as `latest`. Raises UsageError, `why` it cannot go on, where there is none."""
+        """The latest result of this kind. Raises UsageError, `why` it cannot go on, without one."""
         found = self.latest(kind)
         if found is None:
             raise UsageError(why)

@@ -74,15 +74,15 @@ class Part:
     kept: Line = ZERO
     """Bytes of the device that are there when it ends, beyond those when it began."""
     offloaded: Line = ZERO
-    """The same of the host, for activations that go there."""
+    """Bytes of the host, likewise, for activations that go there."""
     peaks: tuple[Peak, ...] = ()
     """Moments that are the fullest for some number of samples, under some strategy."""
     products: Line = ZERO
     """Floating-point operations of matrix products, without what is computed again."""
     attention: Line = ZERO
-    """The same of attention kernels, between tokens that see each other."""
+    """Operations of attention kernels, between tokens that see each other."""
     again: Line = ZERO
-    """The same of what is computed a second time."""
+    """Operations of both kinds that are done a second time."""
     made: Line = ZERO
     """Bytes of all tensors that are made."""
 
@@ -101,7 +101,7 @@ class Profile:
     """Which kinds of blocks run again in backward, and so use their weights twice."""
 
     def part(self, event: Event, unit: Unit) -> Part:
-        """What runs at a moment, which may be nothing."""
+        """The part that runs at a moment, which may be nothing."""
         where = self.model.blocks[unit] if isinstance(unit, int) else unit
         return self.parts.get(f"{event} {where}", NOTHING)
 

@@ -77,7 +77,7 @@ class Way:
 
     base: Base
     start: Changes
-    """What is changed besides."""
+    """Changes that are made besides."""
     saved: Sequence[Saved] = ()
 
     @property
@@ -92,7 +92,7 @@ class Way:
 
     @property
     def drawn(self) -> MemoryPlan:
-        """What it would need. Raises PipeError."""
+        """Its plan. Raises PipeError."""
         return self.base.drawn(self.changes)
 
     @property
@@ -106,7 +106,7 @@ class Way:
         return max((one.order for one in self.saved if one.order > SMALLER), default=0)
 
     def less(self, order: int) -> Way:
-        """The same with one saving of an order less, the last."""
+        """This way without the last saving of an order."""
         last = [one for one in self.saved if one.order == order][-1]
         return replace(self, saved=[one for one in self.saved if one is not last])
 
@@ -168,7 +168,7 @@ def _free(drawn: MemoryPlan) -> float:
 
 
 def _combinations(least: Way) -> Iterator[Way]:
-    """Those of as many savings of each order as it takes with all others, or more."""
+    """Ways with as many savings of each order as it takes beside all others, or more."""
     choices = []
     for order, group in itertools.groupby(least.saved, key=lambda one: one.order):
         every, way = list(group), least

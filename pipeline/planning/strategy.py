@@ -58,7 +58,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one place holds at a time."""
+    """Bytes that one place holds at a time."""
 
     bytes: int
     items: Mapping[str, int]

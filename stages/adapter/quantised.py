@@ -43,7 +43,7 @@ class _FourBitSource(DerivedSource):
 
 
 class QuantisedSource(_FourBitSource):
-    """It keeps them packed, and unpacks each for its product."""
+    """A source that keeps them packed, and unpacks each for its product."""
 
     @functools.cached_property
     def _rounded(self) -> ModelSource:
@@ -72,7 +72,7 @@ class QuantisedSource(_FourBitSource):
 
 
 class RoundedSource(_FourBitSource):
-    """The same model in an ordinary module: its weights are the values that come out of 4 bits. Its
+    """This model in an ordinary module: its weights are the values that come out of 4 bits. Its
     base is a plain one."""
 
     @property

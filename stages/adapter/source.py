@@ -77,7 +77,7 @@ class AdaptedSource(AdaptedModel):
 
     @functools.cached_property
     def layers(self) -> Sequence[Layer]:
-        """What has an update."""
+        """Layers that have an update."""
         return layers(self.outline)
 
     @functools.cached_property

@@ -100,7 +100,7 @@ GGUF_OPTIONAL = {
     "attention.key_length": "head_dim",
     "context_length": "max_position_embeddings",
 }
-"""The same of what a file may leave out; the config's default stands for it then."""
+"""Fields that a file may leave out; the config's default stands for it then."""
 
 
 def _gguf(file: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is done to the module for the sake of training alone."""
+    """Changes of the module for the sake of training alone."""
 
     checkpointing: ActivationCheckpointing | None = None
     compile: Compile | None = None
@@ -164,7 +164,7 @@ class HfSource(ModelSource):
         return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
 
     def _stored(self) -> TensorReader:
-        """What the files hold, under the names of the module as far as they are known."""
+        """Tensors of the files, under the names of the module as far as they are known."""
         assert self._files is not None
         folder, gguf = self._files.folder, self._files.gguf
         files = weight_files(folder, gguf)

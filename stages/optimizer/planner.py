@@ -24,7 +24,7 @@ LOW_BIT: dict[Moments, tuple[float, float, float]] = {
 a parameter that an update takes where torch's kernels do not do: compiled (buffers of the code that
 torch 2.13 makes of it for CPUs, which a test counts), and not compiled, as traced."""
 ROUNDING = (4, 12)
-"""The same that stochastic rounding takes besides."""
+"""Bytes for each element that stochastic rounding takes besides, likewise."""
 
 
 class AdamWPlanner(Planner[AdamW]):

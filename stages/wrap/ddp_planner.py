@@ -60,7 +60,7 @@ class Replicated(TorchMemory):
         kept = zip(model.kinds, profile.recomputed, strict=True)
         kinds = tuple(() if again else weights for weights, again in kept)
         self._kept = UnitAmounts(replace(model, kinds=kinds), cast)
-        """The same of blocks that are not run again."""
+        """Bytes of these of blocks that are not run again."""
         table = 0 if model.tied else cast(model.embedding)
         self._behind = self._cast[ROOT] - table
 

@@ -82,7 +82,7 @@ def _cast(tensors: Any, dtype: torch.dtype) -> None:
 
 
 def with_zero_weights(source: ModelSource) -> ModelSource:
-    """The same source, with a reader that reads nothing."""
+    """A source like this one, with a reader that reads nothing."""
     same = copy.copy(source)
     same.weights = ZeroReader  # type: ignore[method-assign]
     return same

@@ -82,7 +82,7 @@ class _Parts:
         self.given = self._given(*self._pieces[0])
         """Names of the weights that get a gradient."""
         self.early = self._given((BACKWARD, START), (BACKWARD, HEAD))
-        """Those that get it before any block's."""
+        """Names of the weights that get it before any block's."""
 
     def _given(self, *parts: tuple[str, Any]) -> Collection[str]:
         stretches = (one for part in parts for one in self._pieces[0].get(part, ()))

@@ -21,12 +21,12 @@ class Structure:
     """A model's weights, and what its blocks are."""
 
     names: Sequence[str]
-    """Of the modules that are blocks."""
+    """Names of the modules that are blocks."""
     root: Sequence[Weight]
-    """What belongs to no block, tied ones once."""
+    """Weights that belong to no block, tied ones once."""
     blocks: Sequence[Sequence[Weight]]
     signatures: Sequence[Signature]
-    """Of each block; those of a kind have the same."""
+    """A signature for each block; blocks of a kind have the same."""
     tied: bool
     """Whether weights of the root are one that has two names."""
 

@@ -1,4 +1,4 @@
-"""What a trace needs of torch that is private to it; contract tests guard each."""
+"""Private parts of torch that a trace needs; contract tests guard each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
 
 
 def cast_in(given: Any, dtype: torch.dtype) -> Any:
-    """The same, which may be nested, with floating-point tensors in a dtype."""
+    """Cast the floating-point tensors in something, which may be nested."""
 
     def cast(one: Any) -> Any:
         return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
@@ -75,13 +75,13 @@ def asks_for_number(function: Any) -> bool:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """The same number for every object that stands for one storage."""
+    """A number that every object that stands for one storage has."""
     key: int = storage._cdata
     return key
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, which for a DTensor is a part."""
+    """The part of a tensor that this process holds, of a DTensor not all."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 

@@ -55,9 +55,9 @@ class Stretch:
     products: float = 0.0
     """Floating-point operations of matrix products."""
     attention: float = 0.0
-    """The same of attention kernels."""
+    """Operations of attention kernels."""
     again: float = 0.0
-    """The same of both that were done before, in forward."""
+    """Operations of both kinds that were done before, in forward."""
     made: int = 0
     """Bytes of new tensors."""
     repeats: bool = False
@@ -165,7 +165,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
 def operations(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any], out: Any
 ) -> tuple[str, float]:
-    """What kind of arithmetic an operation is, and how much: `attention` for fused kernels, half of
+    """The kind of arithmetic of an operation, and how much: `attention` for fused kernels, half of
     it where they are causal; `products` of matrices; nothing for all else."""
     packet = function._overloadpacket
     if packet in CPU_KERNELS:
