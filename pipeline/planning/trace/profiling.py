@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,7 @@ def profile(job: Job) -> Profile:
         found.append((f"forward {kind}", parts.part(FORWARD, place)))
         found.append((f"backward {kind}", parts.part(BACKWARD, place)))
     return Profile(
-        model=_shape(source.vocab_size, plain, built, numbers, parts),
+        model=_shape(source.vocab_size, plain, built, numbers, first, parts),
         parts=dict(found),
         recomputed=tuple(parts.repeats(place) for place in first),
     )
@@ -149,11 +149,11 @@ def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Leve
 
 
 def _shape(
-    vocabulary: int, plain: Structure, built: Structure, numbers: Sequence[int], parts: _Parts
-) -> ModelShape:
+    vocabulary: int, plain: Structure, built: Structure, numbers: Sequence[int],
+    first: Sequence[int], parts: _Parts,
+) -> ModelShape:  # fmt: skip
     """The whole model: blocks that were built stand for all of their kind; `plain` has the numbers
     that are exported."""
-    first = [numbers.index(kind) for kind in sorted(set(numbers))]
     known = {weight.name for weight in plain.weights}
     root, blocks = _elements(plain.root), [_elements(plain.blocks[place]) for place in first]
     added = [
@@ -179,5 +179,5 @@ def _shape(
     )
 
 
-def _elements(weights: Iterator[Weight] | Sequence[Weight]) -> int:
+def _elements(weights: Iterable[Weight]) -> int:
     return sum(weight.elements for weight in weights)
