@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import Checkpoints, Progress, TrainedRun
+from pipeline.binding import Results
 from pipeline.metrics import Metrics
 from pipeline.room import require_room
-from pipeline.signature import needs
 
 if TYPE_CHECKING:
-    from pipeline.plan import Plan, Step
+    from pipeline.plan import Plan
     from pipeline.stage import Context, Room
 
 Artifacts = Mapping[str, Any]
@@ -33,9 +33,9 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[
 def _rooms(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> Iterator[Room]:
     for step in plan.steps:
         if step.slot in slots and hasattr(step.stage, "foresee"):
-            inputs = _inputs(plan, step, "foresee", artifacts)
-            if inputs is not None:
-                yield from step.stage.foresee(dataclasses.replace(ctx, slot=step.slot), **inputs)
+            known, own = Results(artifacts), dataclasses.replace(ctx, slot=step.slot)
+            if not known.missing(step.stage, "foresee"):
+                yield from known.call(step.stage, "foresee", own)
 
 
 def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
@@ -56,7 +56,7 @@ def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
         stage_ctx = dataclasses.replace(
             ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
         )
-        _play(plan, stage_ctx, dict(artifacts), stack)
+        _play(plan, stage_ctx, Results(artifacts), stack)
     # After a failure everything stays, to be looked at, until the next rehearsal.
     ctx.dist.barrier()
     for remove in reversed(removals):
@@ -65,7 +65,7 @@ def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     ctx.log.info("rehearsal: passed in %.1f s; all of it is removed", time.monotonic() - began)
 
 
-def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack) -> None:
+def _play(plan: Plan, ctx: Context, artifacts: Results, stack: contextlib.ExitStack) -> None:
     checkpoints: Checkpoints | None = None
     for step in plan.steps:
         if step.gives is not None and issubclass(step.gives, TrainedRun):
@@ -76,30 +76,13 @@ def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib
             continue
         if not hasattr(step.stage, "rehearse"):
             continue
-        inputs = _inputs(plan, step, "rehearse", artifacts)
-        if inputs is None:
+        if artifacts.missing(step.stage, "rehearse"):
             continue
         ctx.log.info("rehearsal: %s: %s", step.slot, step.use)
-        made = step.stage.rehearse(dataclasses.replace(ctx, slot=step.slot), **inputs)
+        made = artifacts.call(step.stage, "rehearse", dataclasses.replace(ctx, slot=step.slot))
         artifacts[step.slot] = made
         checkpoints = made if isinstance(made, Checkpoints) else checkpoints
         stack.callback(getattr(made, "close", lambda: None))
-
-
-def _inputs(plan: Plan, step: Step, method: str, artifacts: Artifacts) -> dict[str, Any] | None:
-    """What a method takes, from the latest slots that give it; None if something is missing."""
-    found: dict[str, Any] = {}
-    stage: type = type(step.stage)
-    for need in needs(stage, method):
-        given = [
-            other.slot
-            for other in plan.steps
-            if other.slot in artifacts and other.gives and issubclass(other.gives, need.type)
-        ]
-        if not given and not need.optional:
-            return None
-        found[need.parameter] = artifacts[given[-1]] if given else None
-    return found
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pipeline.errors import PluginError, UsageError
 from pipeline.planning.planner import Planners
 from pipeline.registry import Entry, Registry
 from pipeline.signature import gives
+from pipeline.stage import Preset
 from pipeline.suggest import closest
 
 
@@ -35,6 +36,18 @@ class Strategy:
     def generous(self) -> dict[str, Any]:
         """The same, with what takes memory for time."""
         return {**self.slot, **self.at_first}
+
+
+def presets(use: str) -> Mapping[str, Preset]:
+    """Strategies that a stage's planner offers by name. Raises PluginError for what is none."""
+    told = getattr(Planners.installed().find(use), "presets", dict)
+    try:
+        found: dict[str, Preset] = dict(told())
+        if not all(isinstance(preset, Preset) for preset in found.values()):
+            raise TypeError("not all of them are a Preset")
+    except Exception as error:
+        raise PluginError(f"presets of stage `{use}`: {type(error).__name__}: {error}") from error
+    return found
 
 
 def strategies(registry: Registry) -> dict[str, Strategy]:
@@ -67,7 +80,6 @@ def chosen(names: list[str], registry: Registry) -> list[Strategy]:
 
 
 def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
-    planners = Planners.installed()
     for name in registry.names():
         try:
             entry, kind = registry.entry(name), registry.load(name)
@@ -77,7 +89,7 @@ def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
         if given is None or not issubclass(given, Engine):
             continue
         known = {field.name for field in dataclasses.fields(kind)}
-        for called, preset in planners.presets(name).items():
+        for called, preset in presets(name).items():
             if not {*preset.fields, *preset.at_first} <= known:
                 raise PluginError(
                     f"stage `{name}` of {entry}: its preset `{called}` has fields that it has not"

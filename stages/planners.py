@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.artifacts import ModelSource, Precision
 from pipeline.engine import Engine
-from pipeline.length import Length
-from pipeline.planning.estimate import Extras, HostNeed, Storage
+from pipeline.planning.estimate import Need
 from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology
-from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape
+from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape, Step
 from pipeline.planning.strategy import EXPORT, StrategyMemory
 from pipeline.stage import Context
 from pipeline.state.count import count
-from pipeline.state.retention import Retention
 from pipeline.state.staging import PASSAGE
 from pipeline.throughput import human
 from stages.adapter.lora import Lora
@@ -87,7 +85,8 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         precision: Precision,
         optimizer: OptimizerShape,
         strategy: StrategyMemory,
-    ) -> Extras:
+        step: Step,
+    ) -> tuple[Need, ...]:
         master = BYTES[precision.master]
         narrow = optimizer.bits < 16 * optimizer.moments  # whose values are saved in fp32
         bits = 32 * optimizer.moments if narrow else optimizer.bits
@@ -97,44 +96,28 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         on_host = strategy.masters[1] != "device"
         copied = 0 if waits else size - trained * on_host
         share, passing = (-(-part // topology.ranks) for part in (copied, size - copied))
-        need = HostNeed(
-            phase="",
-            what="copy for checkpoints",
-            bytes=(share + min(passing, PASSAGE)) * topology.on_node,
-            formula=f"{topology.on_node} ranks x (their share + {human(PASSAGE)} of what passes)",
+        formula = f"{topology.on_node} ranks x (their share + {human(PASSAGE)} of what passes)"
+        each = share + min(passing, PASSAGE)
+        kept = count(self.stage.retention, self.stage.every, step.length)
+        return (
+            Need("copy for checkpoints", each * topology.on_node, formula, phase=""),
+            Need(str(kept), kept.number * size, f"{kept.number} x {human(size)}"),
         )
-        saved = checkpoints(self.stage.retention, self.stage.every, size)
-        return Extras(host=[need], saved=saved)
-
-
-def checkpoints(retention: Retention, every: int | None, size: int) -> Callable[[Length], Storage]:
-    """The files of a training by its length: as many checkpoints as there will be at once."""
-
-    def saved(length: Length) -> Storage:
-        found = count(retention, every, length)
-        formula = f"{found.number} x {human(size)}"
-        return Storage(what=str(found), bytes=found.number * size, formula=formula)
-
-    return saved
 
 
 class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
     """Planner of the stages that export: disk for the files; host memory of rank 0's node for the
     proof, which holds one block at a time, in fp32 where an adapter is exported alone."""
 
-    def forecast(self, topology: Topology, model: ModelShape) -> Extras:
+    def forecast(self, topology: Topology, model: ModelShape) -> tuple[Need, ...]:
         each = wide = BYTES.get(self.stage.dtype, BYTES["fp32"])
         elements, adapter = model.exported, 0
         if isinstance(self.stage, ExportAdapter):
             elements, wide = model.trained, BYTES["fp32"]
             adapter = each * elements
-        proof = HostNeed(
-            phase=EXPORT,
-            what="proof of the export",
-            bytes=wide * model.proven + adapter + BUFFERS,
-            formula=f"{wide} bytes x (what is in no block + one block), an adapter, 64 MiB",
+        proof, formula = wide * model.proven + adapter + BUFFERS, f"{each} bytes x what is exported"
+        how = f"{wide} bytes x (what is in no block + one block), an adapter, 64 MiB"
+        return (
+            Need("export", each * elements, formula),
+            Need("proof of the export", proof, how, phase=EXPORT),
         )
-        files = Storage(
-            what="export", bytes=each * elements, formula=f"{each} bytes x what is exported"
-        )
-        return Extras(host=[proof], storage=[files])

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pipeline.accelerators import GIB
-from pipeline.length import Length
+from pipeline.binding import Results
 from pipeline.planning.memory import step_peaks
-from pipeline.planning.planner import Job, Results, Topology, forecasts
+from pipeline.planning.planner import Job, Topology, forecasts
 from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import ModelShape
+from pipeline.planning.shapes import ModelShape, Step
 from pipeline.planning.strategy import LOAD, Copies, Held, StrategyMemory, Traffic
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """An optimizer step, as the stage that trains cuts it: micro-batches of each rank, samples of
-    one and of the rank that has most, samples and tokens, padding counted, over all ranks, and the
-    length of the training."""
-
-    microbatches: int
-    micro_batch: int
-    of_rank: int
-    samples: int
-    tokens: int
-    length: Length = field(default_factory=Length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,32 +31,15 @@ class Work:
     moved: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Files that a stage writes."""
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a stage needs beside the step: files, or, with a phase, memory of one host, in all
+    phases from when the model is loaded where it is empty."""
 
     what: str
     bytes: int
     formula: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostNeed(Storage):
-    """Host memory of one node that a stage takes in a phase, beyond the step's; in all of them from
-    when the model is loaded, where `phase` is empty."""
-
-    phase: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extras:
-    """Needs of a stage beside the step, as of one that saves or exports: files, those of which a
-    longer training leaves more, host memory. `caveats` tell what this leaves out of account."""
-
-    storage: Sequence[Storage] = ()
-    saved: Callable[[Length], Storage] | None = None
-    host: Sequence[HostNeed] = ()
-    caveats: Sequence[str] = ()
+    phase: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +51,7 @@ class Estimate:
     device: Mapping[str, Held]
     host: Mapping[str, Held]
     offloaded: Mapping[str, int]
-    storage: Sequence[Storage]
+    storage: Sequence[Need]
     formulas: Mapping[str, str]
     traffic: Sequence[Traffic]
     copies: Copies
@@ -104,10 +73,8 @@ class Estimate:
 def ask(job: Job, profile: Profile) -> Results:
     """The model, what every slot's planner tells, and which slots tell nothing. Raises what
     planners raise."""
-    known = Results(profile=profile, model=profile.model)
-    told, mute = forecasts(job.plan, job.topology, job.planners, known)
-    told["mute"] = Extras(caveats=mute)
-    return told
+    known = Results({**job.told, "profile": profile, "model": profile.model})
+    return forecasts(job.plan, job.topology, job.planners, known)
 
 
 def assemble(
@@ -115,14 +82,13 @@ def assemble(
 ) -> Estimate:
     """Put together what planners have told; `traced` stands for the device's memory. Raises
     UsageError where nobody tells of a strategy or of a step."""
-    extras, model = [*told.each(Extras)], told.require(ModelShape, "the model has no shape")
-    caveats = (*model.caveats, *(caveat for extra in extras for caveat in extra.caveats))
+    model = told.require(ModelShape, "the model has no shape")
+    caveats, needs = (*model.caveats, *told.each(str)), [*told.each(Need)]
     why = "; ".join(["this recipe cannot be planned: {}", *caveats])
     profile: Profile = told.require(Profile, "the model has no profile")
     step = told.require(Step, why.format("no slot tells how it trains"))
     strategy: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, strategy, samples=step.micro_batch, microbatches=step.microbatches)
-    needs = [need for extra in extras for need in extra.host]
     device = traced or peaks.of("device")
     on_cpu = topology.device == "cpu"
     host = device if traced and on_cpu else peaks.of("host", both=on_cpu)
@@ -134,10 +100,7 @@ def assemble(
         device=device,
         host=_host(topology, host, needs),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
-        storage=[
-            *(extra.saved(step.length) for extra in extras if extra.saved),
-            *(file for extra in extras for file in extra.storage),
-        ],
+        storage=[need for need in needs if need.phase is None],
         formulas={
             **peaks.formulas,
             **{need.what: need.formula for need in needs},
@@ -161,16 +124,15 @@ def _work(profile: Profile, strategy: StrategyMemory, step: Step) -> Work:
     return Work(moved=moved, **{name: total(name) for name in names})
 
 
-def _host(
-    topology: Topology, held: Mapping[str, Held], needs: Sequence[HostNeed]
-) -> dict[str, Held]:
+def _host(topology: Topology, held: Mapping[str, Held], needs: Sequence[Need]) -> dict[str, Held]:
     ranks = topology.on_node
     base = {PROCESSES: PROCESS * ranks}
     phases = {
         phase: Counter(base | {item: size * ranks for item, size in one.items.items()})
         for phase, one in held.items()
     }
+    later = [phase for phase in held if phase != LOAD]
     for need in needs:
-        for phase in [need.phase] if need.phase else [one for one in held if one != LOAD]:
+        for phase in later if need.phase == "" else filter(None, [need.phase]):
             phases.setdefault(phase, Counter(base))[need.what] += need.bytes
     return {phase: Held.of(items) for phase, items in phases.items()}

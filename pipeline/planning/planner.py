@@ -16,24 +16,20 @@ need of the slots before: that is how they are found. Importing a planner import
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pipeline.errors import PluginError, UsageError
+from pipeline.binding import Results
 from pipeline.planning.shapes import SampleShape
 from pipeline.registry import Entry, installed_entries, load_entry
-from pipeline.signature import Need, needs
 
 if TYPE_CHECKING:
     from pipeline.plan import Plan
-    from pipeline.stage import Preset
 
 GROUP = "pipe.planners"
 FORECAST = "forecast"
 S = TypeVar("S")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +64,11 @@ class Planner(Generic[S]):
 @dataclass(frozen=True, kw_only=True)
 class Extent:
     """How much of a training is run: the model's first so many blocks, or all; and one micro-batch
-    of so many samples, or two steps as the recipe has them."""
+    of so many samples, or two steps as the recipe has them. `phase` is told when one begins."""
 
     blocks: int | None = None
     samples: int | None = None
-
-
-class PhaseListener(ABC):
-    """Is told where a training is."""
-
-    @abstractmethod
-    def phase(self, name: str) -> None:
-        """Hear that a phase begins."""
+    phase: Callable[[str], None] = lambda name: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,97 +133,43 @@ class Planners:
         found = {step.slot: (self.find(step.use), step.stage) for step in plan.steps}
         return {slot: kind(stage) for slot, (kind, stage) in found.items() if kind is not None}
 
-    def presets(self, use: str) -> Mapping[str, Preset]:
-        """Strategies that a stage offers by name. Raises PluginError for what is no preset."""
-        from pipeline.stage import Preset
-
-        kind: Any = self.find(use)
-        told: Mapping[str, Preset] = {}
-        if hasattr(kind, "presets"):
-            try:
-                told = kind.presets()
-                wrong = [name for name, preset in told.items() if not isinstance(preset, Preset)]
-                fault = f"`{wrong[0]}` is no Preset" if wrong else ""
-            except Exception as error:
-                fault = f"{type(error).__name__}: {error}"
-            if fault:
-                raise PluginError(f"presets of stage `{use}` of {self._entries[use]}: {fault}")
-        return told
-
-
-class Results(dict[str, Any]):
-    """Results of planners and stages, by slot, which are found again by their type."""
-
-    def latest(self, kind: type[T]) -> T | None:
-        """The result of the latest slot that gave something of this kind."""
-        return next(reversed([*self.each(kind)]), None)
-
-    def each(self, kind: type[T]) -> Iterator[T]:
-        """Everything of this kind, in the order of slots."""
-        for given in self.values():
-            every = given if isinstance(given, tuple) else (given,)
-            yield from (one for one in every if isinstance(one, kind))
-
-    def require(self, kind: type[T], why: str) -> T:
-        """The latest result of this kind. Raises UsageError, `why` it cannot go on, without one."""
-        found = self.latest(kind)
-        if found is None:
-            raise UsageError(why)
-        return found
-
-    def missing(self, owner: Any, method: str) -> Iterator[str]:
-        """Names of the types that a method cannot do without, and that nothing has given."""
-        for need in needs_of(owner, method):
-            if not need.optional and self.latest(need.type) is None:
-                yield need.type.__name__
-
-    def call(self, owner: Any, method: str, first: Any) -> Any:
-        """Call a method with `first`, and what it asks for by its annotations."""
-        found = {need.parameter: self.latest(need.type) for need in needs_of(owner, method)}
-        return getattr(owner, method)(first, **found)
-
-
-def needs_of(owner: Any, method: str) -> tuple[Need, ...]:
-    """Parameters that a method of an object needs."""
-    kind: type = type(owner)
-    return needs(kind, method)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked recipe, where it is to run, and its slots' planners."""
+    """A checked recipe, where it is to run, its planners by slot, and what they tell without a
+    profile of the model."""
 
     plan: Plan
     topology: Topology
     planners: Mapping[str, Any]
-    """Slot -> the planner of its stage."""
+    told: Results
     samples: SampleShape
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
         """The job of a recipe. Raises UsageError where no slot tells the length of its samples."""
         planners = Planners.installed().of(plan)
-        told = forecasts(plan, topology, planners, Results())[0]
+        told = forecasts(plan, topology, planners, Results())
         why = "nothing can be planned: no slot of the recipe tells the length of its samples"
         samples = told.require(SampleShape, why)
-        return cls(plan=plan, topology=topology, planners=planners, samples=samples)
+        return cls(plan=plan, topology=topology, planners=planners, told=told, samples=samples)
 
 
 def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
-) -> tuple[Results, list[str]]:
-    """Ask every slot's planner, and add its answer, by slot, to what is known; and say why the
-    other slots tell nothing. Raises what planners raise."""
+) -> Results:
+    """What is known, every planner's answer by slot, and sentences, why the other slots tell
+    nothing. Raises what planners raise."""
     told, mute = Results(known), []
     for step in plan.steps:
-        planner = planners.get(step.slot)
-        if not hasattr(planner, FORECAST):
-            mute += [f"slot `{step.slot}` ({step.use}) has no forecast"] if planner is None else []
-            continue
-        missing = ", ".join(told.missing(planner, FORECAST))
-        if missing:
-            need = f"slot `{step.slot}` ({step.use}) needs what no slot before it tells: {missing}"
-            mute.append(need)
-        else:
-            told[step.slot] = told.call(planner, FORECAST, topology)
-    return told, mute
+        planner, named = planners.get(step.slot), f"slot `{step.slot}` ({step.use})"
+        if planner is None:
+            mute.append(f"{named} has no forecast")
+        elif hasattr(planner, FORECAST):
+            missing = ", ".join(told.missing(planner, FORECAST))
+            if missing:
+                mute.append(f"{named} needs what no slot before it tells: {missing}")
+            else:
+                told[step.slot] = told.call(planner, FORECAST, topology)
+    told["mute"] = tuple(mute)
+    return told

@@ -6,9 +6,10 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.artifacts import Precision
+from pipeline.length import Length
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in a recipe's dtypes."""
@@ -119,6 +120,20 @@ class SampleShape:
 
     length: int
     packed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An optimizer step, as the stage that trains cuts it: micro-batches of each rank, samples of
+    one and of the rank that has most, samples and tokens, padding counted, over all ranks, and the
+    length of the training."""
+
+    microbatches: int
+    micro_batch: int
+    of_rank: int
+    samples: int
+    tokens: int
+    length: Length = field(default_factory=Length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from pipeline.annotations import dataclasses_in, field_types
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.field_table import plain_value
-from pipeline.planning.planner import Planners
+from pipeline.presets import presets
 from pipeline.signature import gives
 from pipeline.testing.configs import checked, make
 
@@ -46,11 +46,10 @@ def refusal(stage: type, key: str, invalid: Mapping[str, Any]) -> Iterator[str]:
 def preset_faults(stage: Any, use: str) -> Iterator[str]:
     """What is wrong with the strategies that a stage's planner offers; each is a slot without
     mistakes."""
-    presets = Planners.installed().presets(use)
-    given = gives(stage)
-    if presets and (given is None or not issubclass(given, Engine)):
+    offered, given = presets(use), gives(stage)
+    if offered and (given is None or not issubclass(given, Engine)):
         yield "has presets, which are for stages that give an Engine"
-    for name, preset in presets.items():
+    for name, preset in offered.items():
         found = make(stage, preset.fields)[1]
         if found:
             yield f"its preset `{name}` is refused: {_listed(found)}"

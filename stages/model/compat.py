@@ -222,10 +222,3 @@ def nearest_model(model: nn.Module, name: str) -> nn.Module:
 def is_remote_code(model: nn.Module) -> bool:
     """Whether the model's class came with the checkpoint."""
     return type(model).__module__.startswith("transformers_modules.")
-
-
-def compute_again(model: Any) -> None:
-    """Have a model compute each of its blocks again in backward, as the Trainer does."""
-    name = "activation_checkpointing_enable"  # of transformers 5.23 and newer
-    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})

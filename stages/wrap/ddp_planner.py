@@ -36,19 +36,11 @@ class Replicated(TorchMemory):
     """
 
     def __init__(
-        self,
-        ranks: int,
-        profile: Profile,
-        optimizer: OptimizerShape,
-        sizes: Sizes,
-        *,
-        views: bool,
-        buckets: bool = True,
+        self, ranks: int, profile: Profile, optimizer: OptimizerShape, sizes: Sizes, *, views: bool
     ) -> None:
-        """Without `buckets`, nothing is reduced."""
         model = profile.model
         super().__init__(ranks, model, optimizer, sizes)
-        self._views, self._buckets = views, buckets
+        self._views = views
         self._is_cast = sizes.master != sizes.compute
 
         def cast(weight: Weight) -> int:
@@ -80,19 +72,18 @@ class Replicated(TorchMemory):
         """In buckets, and beside them: all that have come, without those of the unit in backward.
         The first gradient of a tied weight waits for the second."""
         trained, table = self._own.all, self._model.embedding
-        buckets = trained * self._buckets
         if moment.event == "load":  # gradients are laid into buckets, whole or one by one
-            return buckets + (self._own.largest if self._views else buckets)
+            return trained + (self._own.largest if self._views else trained)
         if moment.event == "between":
-            return buckets
+            return trained
         backward = moment.event in IN_BACKWARD and moment.unit != "head"
         waits = table.elements * (backward and self._model.tied and table.trained)
         if self._views:
-            return buckets + waits
+            return trained + waits
         if moment.event == "step" or not moment.first:
-            return buckets + waits + trained
+            return 2 * trained + waits
         come = self._head + self._own.after(self._place(moment)) if backward else 0
-        return buckets + come
+        return trained + come
 
     def gradients(self, moment: Moment) -> Gradients:
         m, c = self._sizes.master, self._sizes.compute

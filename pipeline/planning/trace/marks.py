@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.planning.planner import PhaseListener
 from pipeline.planning.strategy import LOAD
 from pipeline.planning.trace.torch_compat import tensors_in
 from pipeline.planning.trace.tracker import MemoryTracker, Part, Position
@@ -20,7 +19,7 @@ the model. In backward: before everything (START), behind the loss (HEAD), behin
 (INPUT)."""
 
 
-class Marks(PhaseListener):
+class Marks:
     """Tells a tracker which phase and which part of the model runs."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
@@ -29,6 +28,7 @@ class Marks(PhaseListener):
         self._entered: dict[str, int] = {}
 
     def phase(self, name: str) -> None:
+        """Hear that a phase begins."""
         self._phase = name
         self._entered[name] = self._entered.get(name, -1) + 1
         self.part(START)

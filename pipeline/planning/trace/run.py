@@ -6,19 +6,20 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, TrainedRun
+from pipeline.binding import Results, needs_of
 from pipeline.dist import Dist
 from pipeline.engine import Engine
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import without_values
 from pipeline.metrics import Metrics
-from pipeline.planning.planner import Extent, Job, PhaseListener, Results, needs_of
+from pipeline.planning.planner import Extent, Job
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
 from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.structure import Structure, structure
@@ -56,7 +57,8 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
     values are needed."""
     tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
-    results = Results(topology=job.topology, samples=job.samples, extent=extent, listener=marks)
+    heard = replace(extent, phase=marks.phase)
+    results = Results(topology=job.topology, samples=job.samples, extent=heard)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(_context(job))
         if not bare:
@@ -121,26 +123,15 @@ def trainers(job: Job) -> Sequence[Any]:
     no trace: its memory would be left out."""
     found = []
     for step in job.plan.steps:
-        planner = job.planners.get(step.slot)
-        trains = issubclass(step.gives or object, TrainedRun) and any(
-            need.type is Data for need in needs_of(step.stage, "run")
-        )
-        if _listens(planner):
-            found.append(planner)
-        elif trains:
-            raise UsageError(
-                f"this recipe cannot be traced: what trains in {step.slot}, {step.use}, has no "
-                "trace"
-            )
+        takes = (need.type for need in needs_of(step.stage, "run"))
+        if issubclass(step.gives or object, TrainedRun) and Data in takes:
+            found.append(job.planners.get(step.slot))
+            if not hasattr(found[-1], TRACE):
+                who = f"what trains in {step.slot}, {step.use}"
+                raise UsageError(f"this recipe cannot be traced: {who}, has no trace")
     if not found:
         raise UsageError("nothing is trained that could be traced", hint="give it a train slot")
     return found
-
-
-def _listens(planner: Any) -> bool:
-    return hasattr(planner, TRACE) and any(
-        need.type is PhaseListener for need in needs_of(planner, TRACE)
-    )
 
 
 def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:

@@ -1,4 +1,4 @@
-"""What FSDP, DDP, accelerate and averages hold: by hand, beside traces, and which way it grows."""
+"""What FSDP, DDP and averages hold: by hand, beside traces, and which way it grows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from pipeline.planning.strategy import (
 )
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
-from stages.wrap.accelerate_planner import plainly_replicated
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_planner import DdpPlanner
 from stages.wrap.fsdp import Fsdp
@@ -123,15 +122,6 @@ def test_a_block_in_backward_by_hand() -> None:
     held = share(Fsdp(), profile, 8).held(Moment("reduce", 1))
     whole = 2 * root + 2 * block + 2 * (head + block) + 4 * block
     assert sum(item.bytes for item in held) == shards + whole
-
-
-def test_accelerate_keeps_gradients_beside_buckets_between_processes() -> None:
-    profile = model(blocks=4, rows=512, words=1024)
-    elements = profile.model.trained
-    for ranks, each in ((1, 16), (2, 20)):
-        topology = Topology(ranks=ranks, local_ranks=ranks, device="cuda")
-        strategy = plainly_replicated(topology, profile, policy("fp32"), ADAM)
-        assert peaks(profile, strategy)[UPDATE].bytes == each * elements
 
 
 @pytest.mark.parametrize("wrap", [Fsdp(), Fsdp(cpu_offload=True), Ddp()])

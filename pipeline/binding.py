@@ -1,0 +1,48 @@
+"""Bind what slots have given to the annotated parameters of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pipeline.errors import UsageError
+from pipeline.signature import Need, needs
+
+T = TypeVar("T")
+
+
+class Results(dict[str, Any]):
+    """Results by slot, in the order of slots, which are found again by their type."""
+
+    def latest(self, kind: type[T]) -> T | None:
+        """The result of the latest slot that gave something of this kind."""
+        return next(reversed([*self.each(kind)]), None)
+
+    def each(self, kind: type[T]) -> Iterator[T]:
+        """Everything of this kind, in the order of slots; a tuple stands for all that is in it."""
+        for given in self.values():
+            every = given if isinstance(given, tuple) else (given,)
+            yield from (one for one in every if isinstance(one, kind))
+
+    def require(self, kind: type[T], why: str) -> T:
+        """The latest result of this kind. Raises UsageError, `why` it cannot go on, without one."""
+        found = self.latest(kind)
+        if found is None:
+            raise UsageError(why)
+        return found
+
+    def missing(self, owner: object, method: str) -> list[str]:
+        """Names of the types that a method cannot do without, and that nothing has given."""
+        required = (need.type for need in needs_of(owner, method) if not need.optional)
+        return [kind.__name__ for kind in required if self.latest(kind) is None]
+
+    def call(self, owner: object, method: str, first: object) -> Any:
+        """Call a method with `first`, and what it asks for by its annotations."""
+        found = {need.parameter: self.latest(need.type) for need in needs_of(owner, method)}
+        return getattr(owner, method)(first, **found)
+
+
+def needs_of(owner: object, method: str) -> tuple[Need, ...]:
+    """Parameters that a method of an object needs. Raises PluginError for one without a class."""
+    kind: type = type(owner)
+    return needs(kind, method)
