@@ -16,8 +16,7 @@ from pipeline.registry import Registry
 
 if TYPE_CHECKING:
     from pipeline.planning.memory_plan import MemoryPlan
-    from pipeline.planning.search import Base
-    from pipeline.planning.strategies import Remedy
+    from pipeline.planning.search import Base, Way
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -51,6 +50,7 @@ def plan(
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
     from pipeline.commands.stopping import stoppable
+    from pipeline.planning import strategies
     from pipeline.planning.memory_plan import draw_up
     from pipeline.planning.report import lines
     from pipeline.planning.search import Base
@@ -72,16 +72,16 @@ def plan(
         click.echo("\n".join(lines(drawn, explain=explain)))
     found = _remedies(drawn, base) if drawn.short else []
     if as_json:
-        remedies = None if found is None else [remedy.record() for remedy in found]
+        remedies = None if found is None else [*map(strategies.record, found)]
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
     elif drawn.short and found is not None:
         said = "it would fit with" if found else "nothing here makes it fit"
-        click.echo("\n".join([said, *(f"  {remedy.line()}" for remedy in found)]))
+        click.echo("\n".join([said, *(f"  {strategies.line(way)}" for way in found)]))
     if drawn.short:
         sys.exit(NoFit.exit_code)
 
 
-def _remedies(drawn: MemoryPlan, base: Base) -> list[Remedy] | None:
+def _remedies(drawn: MemoryPlan, base: Base) -> list[Way] | None:
     """None, and a line on stderr, where they cannot be told."""
     from pipeline.planning.strategies import remedies
     from pipeline.presets import in_order

@@ -16,7 +16,7 @@ from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import memory
 from pipeline.planning.search import Base, Changes, Way, overrides
-from pipeline.planning.strategies import MOST_NODES, Candidate, choose, on_more_nodes, suited
+from pipeline.planning.strategies import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.presets import Strategy, in_order
 from pipeline.registry import Registry
 
@@ -85,17 +85,17 @@ def advise(
         tried, refused = choose(base, known, WRAP)
         if not tried:
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
-        chosen, fits = tried[0], tried[0].way.fits
-        on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
-        rest = [*_warnings(chosen.way.drawn)] if fits else []
-        if topology.device != "cpu" and not (on_gpus and not chosen.way.narrow):
+        chosen, fits = tried[0], tried[0].fits
+        on_gpus = fits and chosen.strategy is not None and chosen.strategy.order < Tier.OFFLOADED
+        rest = [*_warnings(chosen.drawn)] if fits else []
+        if topology.device != "cpu" and not (on_gpus and not chosen.narrow):
             rest += _more_nodes(task, base, strategies)
         if not task.lora and not on_gpus:
             low_rank = Path(folder) / "low_rank.yaml"
             low_rank.write_text(drafted(replace(trial, lora=True), asked, wrap), "utf-8")
             rest += _low_rank(replace(base, recipe=low_rank), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-        reasons = _reasons(chosen.way)
+        reasons = _reasons(chosen)
     return _told(task, asked, chosen, reasons, rest) if fits else (None, rest)
 
 
@@ -110,11 +110,11 @@ def _require_sound(base: Base) -> None:
 
 
 def _told(
-    task: Task, asked: Asked, chosen: Candidate, reasons: Mapping[str, str], rest: Sequence[str]
+    task: Task, asked: Asked, chosen: Way, reasons: Mapping[str, str], rest: Sequence[str]
 ) -> tuple[str, list[str]]:
     """The recipe, which begins with what is said of it, and the same for people."""
-    changes, drawn = chosen.way.changes, chosen.way.drawn
-    said = [f"chosen: {_named(chosen.strategy)}", f"  {_numbers(drawn)}"]
+    changes, drawn = chosen.changes, chosen.drawn
+    said = [f"chosen: {_named(chosen)}", f"  {_numbers(drawn)}"]
     why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
     recipe = drafted(task, asked, changes, head=[*said, *rest], reasons=reasons)
     return recipe, [*said, *why, *rest]
@@ -124,7 +124,7 @@ def _reasons(way: Way) -> Mapping[str, str]:
     """Path -> what a change does, and what the recipe would need without it."""
     found: dict[str, str] = {}
     for one in way.saved:
-        needed = memory(way.less(one.order).drawn)
+        needed = memory(way.without(one).drawn)
         found |= dict.fromkeys(one.changes, f"{one.what}; without it {needed}")
     return found
 
@@ -140,20 +140,20 @@ def _numbers(drawn: MemoryPlan) -> str:
     return ", ".join(parts)
 
 
-def _named(strategy: Strategy) -> str:
-    return f"{strategy.name} ({strategy.what})"
+def _named(way: Way) -> str:
+    return f"{way.strategy.name} ({way.strategy.what})" if way.strategy else ""
 
 
-def _line(one: Candidate) -> str:
+def _line(one: Way) -> str:
     """The strategy, what is saved besides, and what it needs."""
-    words = " ".join(["", "with", *overrides(one.way.saving)] if one.way.saved else [])
-    return f"{_named(one.strategy)}{words}: {_numbers(one.way.drawn)}"
+    words = " ".join(["", "with", *overrides(one.saving)] if one.saved else [])
+    return f"{_named(one)}{words}: {_numbers(one.drawn)}"
 
 
-def _others(tried: Sequence[Candidate]) -> Iterator[str]:
+def _others(tried: Sequence[Way]) -> Iterator[str]:
     titles = {True: "fits too:", False: "needs too much, with what can be saved:"}
     for fits, title in titles.items():
-        found = [f"  {_line(one)}" for one in tried if one.way.fits is fits]
+        found = [f"  {_line(one)}" for one in tried if one.fits is fits]
         yield from [title, *found] if found else []
 
 
@@ -183,7 +183,7 @@ def _more_nodes(task: Task, base: Base, strategies: Sequence[Strategy]) -> Itera
 def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
     """Say what fits where low-rank updates are trained in place of all weights."""
     tried, _ = choose(base, [one for one in strategies if one.order < Tier.OFFLOADED], WRAP)
-    if tried and tried[0].way.fits:
+    if tried and tried[0].fits:
         yield f"low-rank updates (--lora) would fit with {_line(tried[0])}"
 
 

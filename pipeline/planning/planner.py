@@ -83,9 +83,9 @@ class Saving:
     """Fields of other slots that go with it, by the type that the slot gives."""
 
 
-REDUCE, RECOMPUTE, CHUNK, SMALLER = 1, 2, 3, 4
-"""Orders of savings that cost time alone: gradients reduced more often, activations computed again,
-logits in chunks, smaller micro-batches."""
+CHUNK, SMALLER, REDUCE, RECOMPUTE = 1, 2, 3, 4
+"""Orders of savings that cost time alone: logits in chunks, smaller micro-batches, gradients
+reduced more often, activations computed again, which costs the most."""
 NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 5, 6, 7
 """Orders of those that change what is computed, each tried only where those before do not do:
 moments, master weights, frozen weights in fewer bits."""

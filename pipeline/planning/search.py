@@ -1,15 +1,14 @@
 """Recipes that need less memory, by what their stages say that they can do without.
 
-Savings that cost time alone come first. Only where all of them together do not do, what is computed
-is changed too, in one way.
+All savings that cost time alone are made first. Only where they do not do, what is computed is
+changed too, in one way. Then each saving is given back, if it fits without, the dearest first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +18,13 @@ from pipeline.plan import Plan
 from pipeline.planning.hardware import Asked
 from pipeline.planning.margins import Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
-from pipeline.planning.planner import SMALLER, Planners
+from pipeline.planning.planner import RECOMPUTE, Planners
+from pipeline.presets import Strategy
 from pipeline.registry import Registry
 
 TELLING = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within
 what estimates were off on real steps."""
-KEPT = 0.9
-"""Share of the memory that can be left free that is left free, where that costs no time."""
 
 Changes = Mapping[str, Any]
 """Changes of a recipe: `slot` or `slot.field` -> value."""
@@ -46,6 +44,8 @@ class Base:
     asked: Asked
     margins: Margins
     registry: Registry
+    options: Sequence[str] = ()
+    """Options that name machines other than those of the command."""
     cannot: set[int] = field(default_factory=set)
     """Orders of savings that the model turned out not to have."""
     _drawn: dict[tuple[str, ...], MemoryPlan] = field(default_factory=dict, init=False)
@@ -73,12 +73,13 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A recipe with savings."""
+    """A recipe with savings, maybe under another strategy."""
 
     base: Base
     start: Changes
     """Changes that are made besides."""
     saved: Sequence[Saved] = ()
+    strategy: Strategy | None = None
 
     @property
     def saving(self) -> Changes:
@@ -103,12 +104,11 @@ class Way:
     @property
     def narrow(self) -> int:
         """How much is changed of what is computed: 0 for nothing, or an order of savings."""
-        return max((one.order for one in self.saved if one.order > SMALLER), default=0)
+        return max((one.order for one in self.saved if one.order > RECOMPUTE), default=0)
 
-    def less(self, order: int) -> Way:
-        """This way without the last saving of an order."""
-        last = [one for one in self.saved if one.order == order][-1]
-        return replace(self, saved=[one for one in self.saved if one is not last])
+    def without(self, saved: Saved) -> Way:
+        """This way without one of its savings."""
+        return replace(self, saved=[one for one in self.saved if one is not saved])
 
 
 def leanest(base: Base, start: Changes, *, narrow: bool = True) -> Way:
@@ -116,68 +116,32 @@ def leanest(base: Base, start: Changes, *, narrow: bool = True) -> Way:
     `narrow` changes one thing in what is computed. Raises RecipeError where the recipe cannot be
     changed so, and StageError and UsageError as planning does."""
     every = [one for one in _savings(base, start) if one.order not in base.cannot]
-    slower = [one for one in every if one.order <= SMALLER]
-    for more in [[], *([one] for one in every if narrow and one.order > SMALLER)]:
+    slower = [one for one in every if one.order <= RECOMPUTE]
+    for more in [[], *([one] for one in every if narrow and one.order > RECOMPUTE)]:
         way = _possible(Way(base=base, start=start, saved=[*slower, *more]))
         if way.fits:
             break
     return way
 
 
-def balanced(least: Way) -> Way:
-    """The best of the ways with fewer savings that leave about as much memory as the quickest of
-    them can, where it is known which these are; the same where it does not fit."""
-    found = [way for way in _combinations(least) if way.fits]
-    if _untimed(found):
-        return best(found) or least
-    found = _quickest(found)
-    most = max((_free(way.drawn) for way in found), default=0.0)
-    return best([way for way in found if _free(way.drawn) >= KEPT * most]) or least
+def balanced(way: Way) -> Way:
+    """The way without the savings that it fits without; the same where it does not fit."""
+    for one in reversed(way.saved if way.fits else ()):
+        less = way.without(one)
+        way = less if less.fits else way
+    return way
 
 
 def best(found: Sequence[Way]) -> Way | None:
-    """The first way with the fewest savings, or of these one that is not tight, among those that
-    fit, change what is computed the least, and are quickest. None if none fits."""
+    """The first way with the fewest savings among those that fit, change what is computed the
+    least, and, where rates of all are known, are quickest by what the estimate can tell. None if
+    none fits."""
     able = [way for way in found if way.fits]
     able = [way for way in able if way.narrow == min(one.narrow for one in able)]
-
-    def rank(way: Way) -> tuple[int, bool]:
-        there = way.drawn.hardware.device_memory or 0
-        return len(way.saved), _free(way.drawn) < (1 - KEPT) * there
-
-    return min(_quickest(able), key=rank, default=None)
-
-
-def _untimed(found: Sequence[Way]) -> bool:
-    """Whether rates are missing to say which of them is quickest."""
-    return any(way.drawn.time.unknown for way in found)
-
-
-def _quickest(found: list[Way]) -> list[Way]:
-    """The ways whose step is not longer than the shortest by what the estimate can tell."""
-    if _untimed(found):
-        return found
-    longest = TELLING * min((way.drawn.time.expected for way in found), default=0.0)
-    return [way for way in found if way.drawn.time.expected <= longest]
-
-
-def _free(drawn: MemoryPlan) -> float:
-    """Bytes of a GPU that are left; 0 where that is not known."""
-    there = drawn.hardware.device_memory
-    return there - drawn.margins.of(drawn.estimate.peak) if there else 0.0
-
-
-def _combinations(least: Way) -> Iterator[Way]:
-    """Ways with as many savings of each order as it takes beside all others, or more."""
-    choices = []
-    for order, group in itertools.groupby(least.saved, key=lambda one: one.order):
-        every, way = list(group), least
-        choice = [every]
-        while choice[-1] and (way := way.less(order)).fits:
-            choice.append(choice[-1][:-1])
-        choices.append(choice)
-    for chosen in itertools.product(*choices):
-        yield replace(least, saved=[one for saved in chosen for one in saved])
+    if able and not any(way.drawn.time.unknown for way in able):
+        longest = TELLING * min(way.drawn.time.expected for way in able)
+        able = [way for way in able if way.drawn.time.expected <= longest]
+    return min(able, key=lambda way: len(way.saved), default=None)
 
 
 def _possible(way: Way) -> Way:

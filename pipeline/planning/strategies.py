@@ -8,10 +8,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.engine import Engine
 from pipeline.errors import PipeError, RecipeError, UsageError
+from pipeline.plan import Step
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.report import memory
@@ -22,55 +23,22 @@ MOST_NODES = 512
 """How far more nodes are looked for."""
 
 
-class Candidate(NamedTuple):
-    """The way of a strategy."""
-
-    strategy: Strategy
-    way: Way
-
-
-class Remedy(NamedTuple):
-    """Changes of a recipe, or machines, with which it would fit."""
-
-    way: Way
-    options: Sequence[str] = ()
-
-    def line(self) -> str:
-        """For people, to be pasted behind the command."""
-        words = shlex.join([*self.options, *overrides(self.way.changes)])
-        return f"{words}  ({memory(self.way.drawn)})"
-
-    def record(self) -> dict[str, Any]:
-        """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest
-        host."""
-        drawn = self.way.drawn
-        on_cpu = drawn.topology.device == "cpu"
-        return {
-            "options": list(self.options),
-            "overrides": overrides(self.way.changes),
-            "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
-            "host_bytes": drawn.estimate.host_peak,
-        }
-
-
-def choose(
-    base: Base, strategies: Sequence[Strategy], slot: str
-) -> tuple[list[Candidate], list[str]]:
-    """Every strategy that was tried, the best first if it fits, and those that cannot be tried, and
-    why. One that offloads is tried only where none before it fits. Raises StageError for a model of
-    which nothing can be told."""
-    tried: list[Candidate] = []
+def choose(base: Base, strategies: Sequence[Strategy], slot: str) -> tuple[list[Way], list[str]]:
+    """The way of every strategy that was tried, the best first if it fits, and those that cannot be
+    tried, and why. One that offloads is tried only where none before it fits. Raises StageError for
+    a model of which nothing can be told."""
+    tried: list[Way] = []
     refused = []
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         for strategy in tier:
             try:
                 way = balanced(leanest(base, {slot: strategy.generous}))
-                tried.append(Candidate(strategy, way))
+                tried.append(replace(way, strategy=strategy))
             except (RecipeError, UsageError) as error:
                 refused.append(f"{strategy.name}: {error}")
-        chosen = best([one.way for one in tried])
+        chosen = best(tried)
         if chosen is not None:
-            return sorted(tried, key=lambda one: (one.way is not chosen, not one.way.fits)), refused
+            return sorted(tried, key=lambda way: (way is not chosen, not way.fits)), refused
     return tried, refused
 
 
@@ -78,11 +46,12 @@ def on_more_nodes(base: Base, topology: Topology, start: Changes) -> Way | None:
     """The leanest way on the fewest nodes, doubling, on which it fits with these changes, nothing
     changed of what is computed, and a sample for each rank. None if it does not on MOST_NODES, or
     cannot be planned there."""
-    nodes = topology.nodes
+    nodes, local = topology.nodes, topology.local_ranks
     while (nodes := nodes * 2) <= MOST_NODES:
-        asked = replace(base.asked, nodes=nodes, gpus=topology.local_ranks)
+        asked = replace(base.asked, nodes=nodes, gpus=local)
+        options = ["--gpus", str(local), "--nodes", str(nodes)]
         try:
-            way = leanest(replace(base, asked=asked), start, narrow=False)
+            way = leanest(replace(base, asked=asked, options=options), start, narrow=False)
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
         if way.fits and not way.drawn.idle:
@@ -104,31 +73,48 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
     return [one for one in strategies if differs(one.order)]
 
 
-def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> Iterator[Remedy]:
-    """At most one of each kind: savings of the recipe's own stages, another strategy with them,
-    more nodes. Raises PipeError where the recipe itself cannot be planned."""
+def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> Iterator[Way]:
+    """Changes with which a recipe would fit, at most one way of each kind: savings of its own
+    stages, another strategy with them, more nodes. Raises PipeError where the recipe itself cannot
+    be planned."""
     own = balanced(leanest(base, {}))
     if own.fits:
-        yield Remedy(own)
+        yield own
     wraps = [one for one in drawn.plan.steps if issubclass(one.gives or object, Engine)]
-    others = [
-        strategy
-        for strategy in strategies
-        for step in wraps[:1]
-        if (step.use, *(getattr(step.stage, name, None) for name in strategy.fields))
-        != (strategy.use, *strategy.fields.values())
-    ]
+    others = [one for one in strategies for step in wraps[:1] if not _is(step, one)]
     slot = wraps[0].slot if wraps else ""
     tried, _ = choose(base, suited(others, drawn.topology), slot)
-    if tried and tried[0].way.fits:
-        yield Remedy(tried[0].way)
-    if drawn.topology.device != "cpu":
-        sharded = [{slot: one.generous} for one in others if one.order == Tier.SHARDED]
-        for start in ({}, *sharded):
-            way = on_more_nodes(base, drawn.topology, start)
-            if way is not None:
-                there = way.drawn.topology
-                with contextlib.suppress(PipeError):
-                    way = balanced(way)
-                yield Remedy(way, ["--gpus", str(there.local_ranks), "--nodes", str(there.nodes)])
-                return
+    if tried and tried[0].fits:
+        yield tried[0]
+    sharded = [{slot: one.generous} for one in others if one.order == Tier.SHARDED]
+    for start in ({}, *sharded) if drawn.topology.device != "cpu" else ():
+        way = on_more_nodes(base, drawn.topology, start)
+        if way is not None:
+            with contextlib.suppress(PipeError):
+                way = balanced(way)
+            yield way
+            return
+
+
+def _is(step: Step, strategy: Strategy) -> bool:
+    """Whether a slot has a strategy already."""
+    fields = {name: getattr(step.stage, name, None) for name in strategy.fields}
+    return (step.use, fields) == (strategy.use, strategy.fields)
+
+
+def line(way: Way) -> str:
+    """What to write behind a command, for people, and what it comes to."""
+    words = shlex.join([*way.base.options, *overrides(way.changes)])
+    return f"{words}  ({memory(way.drawn)})"
+
+
+def record(way: Way) -> dict[str, Any]:
+    """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest host."""
+    drawn = way.drawn
+    on_cpu = drawn.topology.device == "cpu"
+    return {
+        "options": list(way.base.options),
+        "overrides": overrides(way.changes),
+        "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
+        "host_bytes": drawn.estimate.host_peak,
+    }

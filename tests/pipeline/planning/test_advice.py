@@ -17,7 +17,7 @@ from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
 from pipeline.planning.hardware import Asked
 from pipeline.planning.planner import Planners, Saving, Tier, Topology
-from pipeline.planning.search import KEPT, Base, Changes, Saved, Way, balanced, best, leanest
+from pipeline.planning.search import Base, Changes, Saved, Way, balanced, best, leanest
 from pipeline.planning.step_time import StepTime
 from pipeline.planning.strategies import choose, on_more_nodes, suited
 from pipeline.presets import Strategy
@@ -102,41 +102,32 @@ def planners(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     needs=st.integers(0, 40), saves=st.fixed_dictionaries(dict.fromkeys(SAVED, st.integers(0, 6)))
 )
-def test_what_is_saved_is_needed_or_makes_room_at_no_cost_of_time(
-    needs: int, saves: Mapping[str, int]
-) -> None:
-    found = balanced(leanest(Fake(needs={"": needs}, saves=saves), {}))
+def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
+    base = Fake(needs={"": needs}, saves=saves)
+    found = balanced(leanest(base, {}))
     too_much = needs - saves["again"] - saves["chunk"] - 4 - ROOM
     if not found.fits:
         assert too_much > max(saves["moments"], saves["frozen"])
         return
+    assert not any(found.without(one).fits for one in found.saved)
     fields = [one.what for one in found.saved]
     narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
     assert len(narrowed) == (too_much > 0)
-    short = needs - ROOM - sum(narrowed)
-    again = short > saves["chunk"] + 4
-    assert ("again" in fields) is again
-    short -= again * saves["again"]
-    most = saves["chunk"] + 4 - short
-    enough = [
-        chunk + halved
-        for chunk in (0, 1)
-        for halved in (0, 1, 2)
-        if chunk * saves["chunk"] + 2 * halved - short >= KEPT * most
-    ]
-    assert len(found.saved) == again + len(narrowed) + min(enough)
-    assert ROOM - found.drawn.estimate.peak / GIB >= KEPT * most
+    # What costs the most is there only where all else is not enough.
+    assert ("again" in fields) is (needs - ROOM - sum(narrowed) > saves["chunk"] + 4)
 
 
 @pytest.mark.parametrize(
     ("needs", "cannot", "expected"),
     [
-        (9, {}, "chunk smaller smaller"),  # which cost no time
-        (18, {}, "again chunk smaller smaller"),
-        (25, {}, "again chunk smaller smaller moments"),
-        (28, {}, "again chunk smaller smaller frozen"),  # in place of moments, which do not do
-        (18, {"lacks": ["chunk"]}, "again smaller smaller"),
-        (18, {"refuses": ["chunk"]}, "again smaller smaller"),
+        (9, {}, ""),
+        (12, {}, "chunk"),
+        (16, {}, "chunk smaller"),
+        (18, {}, "chunk again"),
+        (25, {}, "chunk smaller again moments"),
+        (28, {}, "chunk smaller again frozen"),  # in place of moments, which do not do
+        (18, {"lacks": ["chunk"]}, "smaller again"),
+        (18, {"refuses": ["chunk"]}, "smaller again"),
     ],
 )
 def test_what_costs_time_is_saved_before_what_is_computed(
@@ -161,7 +152,6 @@ def way(device: float, *saved: str, **how: Any) -> Way:
         ([way(9, "again", seconds=9), way(9, "moments")], 0),
         ([way(9, "frozen"), way(9, "chunk", "moments")], 1),
         ([way(9, seconds=9, unknown=["network"]), way(9, "chunk")], 0),
-        ([way(9.5), way(8)], 1),
     ],
 )
 def test_the_best_way(ways: Sequence[Way], chosen: int) -> None:
@@ -193,7 +183,7 @@ def test_the_strategy_that_gives_up_least(needs: Sequence[int], expected: str) -
     needed = zip(("wrap.ddp", "wrap.fsdp", "wrap.slow", "wrap.disk"), needs, strict=True)
     base = Fake(needs=dict(needed), refuses=["wrap.hybrid"])
     tried, (refused,) = choose(base, STRATEGIES, "wrap")
-    assert " ".join(one.strategy.name for one in tried) == expected
+    assert " ".join(one.strategy.name for one in tried if one.strategy) == expected
     assert refused == "hybrid: wrap: no wrap.hybrid"
 
 
