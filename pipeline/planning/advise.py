@@ -36,7 +36,7 @@ SLOTS: Mapping[str, Mapping[str, Any]] = {
 }
 BATCH = 64
 """Samples of a step, where nothing is said."""
-TOKENS = 32768
+TOKENS = 8192
 """Tokens of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
 EXAMPLE = """\
 {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}

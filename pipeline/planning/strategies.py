@@ -25,21 +25,27 @@ MOST_NODES = 512
 
 def choose(base: Base, strategies: Sequence[Strategy], slot: str) -> tuple[list[Way], list[str]]:
     """The way of every strategy that was tried, the best first if it fits, and those that cannot be
-    tried, and why. One that offloads is tried only where none before it fits. Raises StageError for
-    a model of which nothing can be told."""
+    tried, and why. What is computed is changed only where nothing fits without, and one that
+    offloads is tried only where none before it fits. Raises StageError for a model of which nothing
+    can be told."""
     tried: list[Way] = []
-    refused = []
+    refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
-        for strategy in tier:
-            try:
-                way = balanced(leanest(base, {slot: strategy.generous}))
-                tried.append(replace(way, strategy=strategy))
-            except (RecipeError, UsageError) as error:
-                refused.append(f"{strategy.name}: {error}")
-        chosen = best(tried)
-        if chosen is not None:
-            return sorted(tried, key=lambda way: (way is not chosen, not way.fits)), refused
-    return tried, refused
+        every = [*tier]
+        for narrow in (False, True):
+            found = []
+            for strategy in every:
+                try:
+                    way = leanest(base, {slot: strategy.generous}, narrow=narrow)
+                    found.append(replace(balanced(way), strategy=strategy))
+                except (RecipeError, UsageError) as error:
+                    refused[strategy.name] = f"{strategy.name}: {error}"
+            chosen = best(found)
+            if chosen is not None:
+                found = sorted(found, key=lambda way: (way is not chosen, not way.fits))
+                return [*found, *tried], [*refused.values()]
+        tried += found
+    return tried, [*refused.values()]
 
 
 def on_more_nodes(base: Base, topology: Topology, start: Changes) -> Way | None:
