@@ -20,10 +20,9 @@ import yaml
 from tables import markdown
 
 from pipeline.accelerators import GB, GIB
-from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins
+from pipeline.planning.hardware import Asked, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
-from pipeline.planning.strategy import STEP, UPDATE
+from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE
 
 RUNS = Path(__file__).parent / "publications" / "runs.yaml"
 CLOSE = 0.15
@@ -132,7 +131,7 @@ def runs() -> Iterator[Run]:
 def told(run: Run, plan: MemoryPlan) -> float:
     """The plan's bytes of a training step, measured as the source does."""
     device = plan.estimate.device
-    tensors = max(device[phase].bytes for phase in STEP)
+    tensors = max(device[phase].bytes for phase in (FORWARD, BACKWARD, UPDATE))
     whole = plan.margins.of(tensors)
     return {
         "allocated": tensors,
@@ -172,7 +171,7 @@ def speed_table(planned: Planned, remarks: Mapping[str, str]) -> Iterator[str]:
         speed = plan.speed
         if run.tokens is None or speed is None or speed.mfu is None:
             continue
-        expected = speed.tokens_per_second_per_rank
+        expected = speed.tokens_per_second / plan.topology.ranks
         ratio = expected / run.tokens
         ratios.append(ratio)
         speeds = [f"{run.tokens:.0f}", f"{expected:.0f}", f"{ratio:.2f}"]

@@ -24,8 +24,7 @@ import yaml
 from shapes import SHAPES
 
 from pipeline.doctor.report import read_machine
-from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins
+from pipeline.planning.hardware import Asked, Margins
 from pipeline.planning.memory_plan import check, draw_up
 
 WRAPS: dict[str, dict[str, Any]] = {

@@ -28,8 +28,7 @@ from tables import markdown
 from zero_memory_rank import SPOKEN, TOKENS, Job
 
 from pipeline.plan import Plan, plan_file
-from pipeline.planning.estimate import ask
-from pipeline.planning.memory import step_peaks
+from pipeline.planning.estimate import ask, step_peaks
 from pipeline.planning.planner import Job as Planned
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import BACKWARD, FORWARD, LOAD, SAVE, UPDATE, StrategyMemory

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.engine import Engine
 from pipeline.errors import PluginError, UsageError
-from pipeline.planning.planner import Planners
+from pipeline.planning.planner import Planner, Planners
 from pipeline.registry import Entry, Registry
 from pipeline.signature import gives
 from pipeline.stage import Preset
@@ -40,9 +40,9 @@ class Strategy:
 
 def presets(use: str) -> Mapping[str, Preset]:
     """Strategies that a stage's planner offers by name. Raises PluginError for what is none."""
-    told = getattr(Planners.installed().find(use), "presets", dict)
+    kind = Planners.installed().find(use) or Planner
     try:
-        found: dict[str, Preset] = dict(told())
+        found = dict(kind.presets())
         if not all(isinstance(preset, Preset) for preset in found.values()):
             raise TypeError("not all of them are a Preset")
     except Exception as error:

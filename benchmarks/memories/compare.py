@@ -10,13 +10,11 @@ from pathlib import Path
 
 from memories.cases import Case
 
-from pipeline.planning.estimate import Step, ask
-from pipeline.planning.memory import step_peaks
+from pipeline.planning.estimate import Step, ask, step_peaks
 from pipeline.planning.planner import Job
-from pipeline.planning.strategy import STEP, Held, StrategyMemory
+from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
 from pipeline.planning.trace.profiling import profile
-from pipeline.planning.trace.run import Traced, run
-from pipeline.planning.trace.traced import by_phase, tops_of, trace
+from pipeline.planning.trace.run import run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Pair:
 
 def step_peak(peaks: Mapping[str, Held]) -> int:
     """The highest of a training step's phases."""
-    return max(peaks[phase].bytes for phase in STEP)
+    return max(peaks[phase].bytes for phase in (FORWARD, BACKWARD, UPDATE))
 
 
 def job(case: Case, folder: Path, device: str) -> Job:
@@ -54,7 +52,7 @@ def profile_and_trace(case: Case) -> Pair:
         told = ask(here, found)
         strategy = told.require(StrategyMemory, "nothing wraps the model")
         step = told.require(Step, "nothing is trained")
-        traced = trace(here, strategy)
+        traced = run(here)
     peaks = step_peaks(
         found, strategy, samples=step.micro_batch, microbatches=step.microbatches
     ).of("device", both=device == "cpu")
@@ -66,11 +64,7 @@ def trace_and_tensors(case: Case) -> Pair:
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), "cpu")
         told, reference = run(here), run(here, fake=False)
-    return Pair(case=case, told=_peak(told), reference=_peak(reference))
-
-
-def _peak(traced: Traced) -> int:
-    return step_peak(by_phase(tops_of(traced.stretches)))
+    return Pair(case=case, told=step_peak(told.peaks), reference=step_peak(reference.peaks))
 
 
 def summary(pairs: Iterable[Pair]) -> tuple[float, float]:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from pipeline.planning.hardware import Asked
-    from pipeline.planning.margins import Margins
+    from pipeline.planning.hardware import Asked, Margins
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -83,8 +82,7 @@ def asked_for(
     """The machines, and what their GPUs lose beside tensors. Raises UsageError for a file that
     describes no machine, or no run's memory."""
     from pipeline.doctor.report import read_machine
-    from pipeline.planning.hardware import Asked
-    from pipeline.planning.margins import margins_for
+    from pipeline.planning.hardware import Asked, margins_for
 
     found = None if machine is None else read_machine(machine)
     asked = Asked(disk=nvme, machine=found, **said)

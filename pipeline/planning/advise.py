@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError, UsageError
-from pipeline.planning.hardware import Asked, narrow_dtype, site_of
-from pipeline.planning.margins import Margins
+from pipeline.planning.hardware import Asked, Margins, narrow_dtype, site_of
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import memory

@@ -1,22 +1,42 @@
-"""Put together what a recipe will need at a place from what its slots' planners tell."""
+"""What a recipe needs at a place: a profile and a strategy's share together at every moment of a
+step, and what other slots' planners tell beside it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.accelerators import GIB
 from pipeline.binding import Results
-from pipeline.planning.memory import step_peaks
+from pipeline.planning import strategy
 from pipeline.planning.planner import Job, Topology, forecasts
-from pipeline.planning.profile import Profile
+from pipeline.planning.profile import ZERO, Peak, Profile
 from pipeline.planning.shapes import ModelShape, Step
-from pipeline.planning.strategy import LOAD, Copies, Held, StrategyMemory, Traffic
+from pipeline.planning.strategy import (
+    LOAD,
+    Copies,
+    Gradients,
+    Held,
+    Item,
+    Moment,
+    Place,
+    StrategyMemory,
+    Traffic,
+    Unit,
+)
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
+
+
+KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
+AVERAGE = "average of weights"
+OFFLOADED, ARRIVED = "offloaded activations", "gradients before they are reduced"
+PASSES = ((True, True),), ((True, False), (False, True))
+"""Micro-batches that tell of a step of one, and of one of several: whether no gradients are there,
+whether it is the last. What is between the first and the last needs no more than these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +107,15 @@ def assemble(
     why = "; ".join(["this recipe cannot be planned: {}", *caveats])
     profile: Profile = told.require(Profile, "the model has no profile")
     step = told.require(Step, why.format("no slot tells how it trains"))
-    strategy: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
-    peaks = step_peaks(profile, strategy, samples=step.micro_batch, microbatches=step.microbatches)
+    share: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
+    peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
     device = traced or peaks.of("device")
     on_cpu = topology.device == "cpu"
     host = device if traced and on_cpu else peaks.of("host", both=on_cpu)
     disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
     line = profile.total("offloaded", "forward")
     waiting = round(line.fixed * step.microbatches + line.each * step.of_rank)
-    copies = strategy.copies(step.microbatches)
+    copies = share.copies(step.microbatches)
     return Estimate(
         device=device,
         host=_host(topology, host, needs),
@@ -106,21 +126,21 @@ def assemble(
             **{need.what: need.formula for need in needs},
             PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs",
         },
-        traffic=[*strategy.traffic(step.microbatches)],
+        traffic=[*share.traffic(step.microbatches)],
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
-        work=_work(profile, strategy, step),
+        work=_work(profile, share, step),
         caveats=caveats,
     )
 
 
-def _work(profile: Profile, strategy: StrategyMemory, step: Step) -> Work:
+def _work(profile: Profile, share: StrategyMemory, step: Step) -> Work:
     def total(field: str) -> float:
         line = profile.total(field)
         return line.fixed * step.microbatches + line.each * step.of_rank
 
     names = "products", "attention", "again"
-    moved = 2 * total("made") + strategy.updated
+    moved = 2 * total("made") + share.updated
     return Work(moved=moved, **{name: total(name) for name in names})
 
 
@@ -136,3 +156,101 @@ def _host(topology: Topology, held: Mapping[str, Held], needs: Sequence[Need]) -
         for phase in later if need.phase == "" else filter(None, [need.phase]):
             phases.setdefault(phase, Counter(base))[need.what] += need.bytes
     return {phase: Held.of(items) for phase, items in phases.items()}
+
+
+class Peaks:
+    """The fullest moment of each phase, of each place and of device and host together."""
+
+    def __init__(self) -> None:
+        self.formulas: dict[str, str] = {}
+        """Item -> how it comes about."""
+        self._tops: dict[str, dict[str, Held]] = {}
+
+    def note(self, phase: str, items: Iterable[Item]) -> None:
+        """Note what is held at a moment."""
+        held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "disk": Counter()}
+        for item in items:
+            held[item.where][item.name] += item.bytes
+            if item.bytes:
+                self.formulas.setdefault(item.name, item.formula)
+        held["both"] = Counter(held["device"])
+        held["both"].update(held["host"])
+        for place, sizes in held.items():
+            tops = self._tops.setdefault(place, {})
+            if phase not in tops or sizes.total() > tops[phase].bytes:
+                tops[phase] = Held.of(sizes)
+
+    def of(self, place: Place, *, both: bool = False) -> dict[str, Held]:
+        """Phase -> what a place holds at most, `both`: with the host's memory as one."""
+        return self._tops["both" if both else place]
+
+
+def step_peaks(
+    profile: Profile, share: StrategyMemory, *, samples: int, microbatches: int
+) -> Peaks:
+    """Peaks of loading, a step, saving and resuming, with micro-batches of so many samples."""
+    peaks = Peaks()
+    peaks.note(strategy.LOAD, _held(share, Moment("load")))
+    for first, last in PASSES[min(microbatches, 2) - 1]:
+        _note_pass(profile, share, samples, peaks, first=first, last=last)
+    peaks.note(strategy.UPDATE, _held(share, Moment("step")))
+    for phase in (strategy.UPDATE, strategy.SAVE, strategy.RESUME):
+        peaks.note(phase, _held(share, Moment("between")))
+    return peaks
+
+
+def _held(share: StrategyMemory, moment: Moment) -> Iterator[Item]:
+    """Items that a strategy holds at a moment, and averages of the weights that a rank updates."""
+    yield from share.held(moment)
+    if moment.event != "load":
+        elements, place = share.masters
+        size = share.averaged
+        yield Item(AVERAGE, place, size * elements, f"{size} bytes x trained of this rank")
+
+
+def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Moment]]:
+    """Phases and moments of a micro-batch, in order."""
+    units: list[Unit] = ["embeddings", *range(blocks), "head"]
+    for unit in units:
+        yield strategy.FORWARD, Moment("gather", unit, first, last)
+        yield strategy.FORWARD, Moment("forward", unit, first, last)
+    yield strategy.FORWARD, Moment("loss", "head", first, last)
+    yield strategy.BACKWARD, Moment("begin", "head", first, last)
+    for unit in reversed(units):
+        for event in strategy.IN_BACKWARD:
+            if event != "regather" or isinstance(unit, int):
+                yield strategy.BACKWARD, Moment(event, unit, first, last)
+
+
+def _note_pass(
+    profile: Profile, share: StrategyMemory, samples: int, peaks: Peaks, *, first: bool, last: bool
+) -> None:
+    """Note every moment of a micro-batch of so many samples."""
+    kept = logits = host = 0
+    for phase, moment in _moments(len(profile.model.blocks), first=first, last=last):
+        part, at_head = profile.part(moment.event, moment.unit), moment.unit == "head"
+        if moment.event == "reduce":  # the head is through
+            kept, logits = kept + logits, 0
+        items = [
+            *_held(share, moment),
+            Item(KEPT, "device", kept, "what blocks keep for backward"),
+            Item(LOGITS, "device", logits, "from the last block to the loss"),
+            Item(OFFLOADED, "host", host, "inputs of blocks that are computed again"),
+        ]
+        left = share.gradients(moment) if moment.event == "backward" else Gradients(0, 0)
+        for peak in part.peaks or (Peak(ZERO),):
+            peaks.note(phase, [*items, *_inside(peak, left, samples, at_head=at_head)])
+        host += part.offloaded.at(samples)
+        logits += part.kept.at(samples) * at_head
+        kept += part.kept.at(samples) * (not at_head)
+
+
+def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iterator[Item]:
+    """Items that are held beside those in the midst of a part."""
+    size = peak.bytes.at(samples)
+    what = LOGITS if at_head else COMPUTED
+    yield Item(what, "device", max(size, 0), "the fullest moment inside a part")
+    # What is given back meanwhile is part of what was kept.
+    yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
+    unreduced = left.kept * peak.arrived + left.passing * peak.newest
+    yield Item(ARRIVED, "device", unreduced, "of a unit in backward")

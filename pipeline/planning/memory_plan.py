@@ -10,13 +10,11 @@ from typing import Any
 from pipeline.artifacts import Precision
 from pipeline.plan import Plan, plan_file
 from pipeline.planning.estimate import Estimate, ask, assemble
-from pipeline.planning.hardware import Asked, Hardware, hardware_of, site_of
-from pipeline.planning.margins import Margins
+from pipeline.planning.hardware import Asked, Hardware, Margins, hardware_of, site_of
 from pipeline.planning.planner import Job, Topology
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
-from pipeline.planning.strategy import StrategyMemory
 from pipeline.registry import Registry
 from pipeline.saved_plan import VERSION, identity
 
@@ -35,10 +33,8 @@ class MemoryPlan:
     """Memory of which there is too little, `device` or `host` -> the phase that needs the most."""
     time: StepTime
     speed: Speed | None
-    traced: str | None = None
-    """How much of the model was traced, where it was, for people."""
     profiled: int | None = None
-    """Beside a trace: bytes of the device at the peak, as the model's profile says."""
+    """Where it was traced: bytes of the device at the peak, as the model's profile says."""
 
     @property
     def fits(self) -> bool | None:
@@ -59,8 +55,7 @@ class MemoryPlan:
             "schema_version": VERSION,
             "name": self.plan.recipe.name,
             "identity": identity(self.plan, self.topology.local_ranks).model_dump(),
-            "level": "trace" if self.traced else "profile",
-            "traced": self.traced,
+            "level": "profile" if self.profiled is None else "trace",
             "ranks": self.topology.ranks,
             "idle_ranks": self.idle,
             "nodes": self.topology.nodes,
@@ -92,14 +87,12 @@ def draw_up(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) 
     job = Job.of(plan, topology)
     profile = profile_of(job)
     told = ask(job, profile)
-    estimate, traced, profiled = assemble(topology, told), None, None
+    estimate, profiled = assemble(topology, told), None
     if trace:
-        from pipeline.planning.trace import traced as tracing
+        from pipeline.planning.trace.run import run
 
-        strategy: StrategyMemory = told.require(StrategyMemory, "no slot wraps the model")
-        found = tracing.trace(job, strategy)
-        traced, profiled = found.how, estimate.peak
-        estimate = assemble(topology, told, traced=found.peaks)
+        profiled = estimate.peak
+        estimate = assemble(topology, told, traced=run(job).peaks)
     policy = told.latest(Precision)
     hardware = hardware_of(asked, topology, compute=policy.compute if policy else "fp32")
     time = step_time(estimate, topology, hardware)
@@ -113,7 +106,6 @@ def draw_up(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) 
         short=shortages(estimate, topology, hardware, margins),
         time=time,
         speed=speed(time, estimate, topology, hardware),
-        traced=traced,
         profiled=profiled,
     )
 

@@ -1,16 +1,13 @@
-"""A planner: what planning asks of a stage, registered beside it.
+"""A planner: what planning and benchmarking ask of a stage, registered beside it.
 
-A planner is a class with an entry point in the group `pipe.planners`, under the stage's name. It is
-made with the checked stage, and may have
+A planner is a class with an entry point in the group `pipe.planners`, under the stage's name. It
+derives from `Planner`, and may have two methods more, whose further parameters are annotated, as
+those of `run` are, with what they need of the slots before:
 
-- `forecast(self, topology, ...)`: what the stage will need, from what other slots have told;
-- `trace(self, ctx, ...)`: the stage's `run` for tensors without values;
-- `savings(self, ranks)`: changes of the stage's fields with which a step needs less memory;
-- `presets(cls)`: strategies by name, of a stage that wraps a model;
-- `depends(self)`: what a profile of the model depends on of the stage's settings, if not on all.
+- `forecast(self, topology, ...)`: what the stage will need;
+- `trace(self, ctx, ...)`: the stage's `run` for tensors without values.
 
-Further parameters of `forecast` and `trace` are annotated, as those of `run` are, with what they
-need of the slots before: that is how they are found. Importing a planner imports no torch.
+Importing a planner imports no torch.
 """
 
 from __future__ import annotations
@@ -21,11 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.binding import Results
+from pipeline.errors import PluginError
 from pipeline.planning.shapes import SampleShape
 from pipeline.registry import Entry, installed_entries, load_entry
 
 if TYPE_CHECKING:
     from pipeline.plan import Plan
+    from pipeline.stage import Presets
 
 GROUP = "pipe.planners"
 FORECAST = "forecast"
@@ -51,14 +50,6 @@ class Topology:
     def on_node(self) -> int:
         """Processes of the fullest node."""
         return min(self.local_ranks, self.ranks)
-
-
-class Planner(Generic[S]):
-    """Answers for a stage; a base to derive from, of which nothing need be overridden. It stands
-    for stages that need nothing to speak of beside a step."""
-
-    def __init__(self, stage: S) -> None:
-        self.stage = stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,26 +97,51 @@ class Tier:
     OFFLOADED_TO_DISK = 60
 
 
+class Planner(Generic[S]):
+    """Answers for a stage, made with the checked stage. As it is, it stands for one that needs
+    nothing to speak of beside a step."""
+
+    def __init__(self, stage: S) -> None:
+        self.stage = stage
+
+    def depends(self) -> Mapping[str, Any]:
+        """The settings of the stage on which a profile of the model depends, all if not told."""
+        stage: Any = self.stage
+        return dataclasses.asdict(stage)
+
+    def savings(self, ranks: int) -> Iterable[Saving]:
+        """Changes of the stage's fields with which a step on so many ranks needs less memory."""
+        return ()
+
+    @classmethod
+    def presets(cls) -> Presets:
+        """Strategies by name, of a stage that wraps a model."""
+        return {}
+
+
 class Planners:
     """Planner classes by stage, loaded when they are asked for."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries = {entry.name: entry for entry in entries}
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, type[Planner[Any]]] = {}
 
     @classmethod
     def installed(cls) -> Planners:
         """Planners that the installed packages register under `pipe.planners`."""
         return cls(installed_entries(GROUP))
 
-    def find(self, use: str) -> Any | None:
+    def find(self, use: str) -> type[Planner[Any]] | None:
         """The planner's class of a stage; None for one without. Raises PluginError naming the
         package that is at fault."""
         entry = self._entries.get(use)
         if entry is None:
             return None
         if use not in self._loaded:
-            self._loaded[use] = load_entry(entry, GROUP, "the planner of stage")
+            kind = load_entry(entry, GROUP, "the planner of stage")
+            if not (isinstance(kind, type) and issubclass(kind, Planner)):
+                raise PluginError(f"the planner of stage `{use}` of {entry} is no Planner")
+            self._loaded[use] = kind
         return self._loaded[use]
 
     def of(self, plan: Plan) -> dict[str, Any]:

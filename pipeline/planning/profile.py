@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 
 from pipeline.artifacts import ModelSource, Precision, TrainedRun
 from pipeline.files import private_folder, replace_text
-from pipeline.planning.planner import Job
+from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.strategy import Event, Unit
 from pipeline.rundir import versions
@@ -116,6 +116,9 @@ class Profile:
         return Line(fixed, each)
 
 
+ADAPTER = TypeAdapter(Profile)
+
+
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
     """The peaks of which no other one is at least as full for every number of samples from one on
     and at any bytes that a strategy keeps for an element."""
@@ -153,18 +156,13 @@ def _key(job: Job) -> str:
         "samples": dataclasses.asdict(job.samples),
         "device": job.topology.device,
         "stages": [
-            [step.use, _settings(step.stage, job.planners.get(step.slot))]
+            [step.use, (job.planners.get(step.slot) or Planner(step.stage)).depends()]
             for step in job.plan.steps
             if issubclass(step.gives or object, DECIDE)
         ],
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _settings(stage: Any, planner: Any) -> Any:
-    """The settings of a stage that a profile depends on: all, unless its planner says."""
-    return planner.depends() if hasattr(planner, "depends") else dataclasses.asdict(stage)
 
 
 @functools.cache
@@ -176,11 +174,6 @@ def _code() -> Sequence[Any]:
     return [(path.name, about.st_size, about.st_mtime_ns) for path, about in files]
 
 
-@functools.cache
-def _adapter() -> TypeAdapter[Profile]:
-    return TypeAdapter(Profile)
-
-
 def _file(key: str) -> Path:
     given = os.environ.get("PIPE_PROFILES")
     return (Path(given) if given else FOLDER.expanduser()) / f"{key}.json"
@@ -189,7 +182,7 @@ def _file(key: str) -> Path:
 def _read(key: str) -> Profile | None:
     """The profile that is kept; None for one that is not there, or cannot be read as one."""
     try:
-        return _adapter().validate_json(_file(key).read_bytes())
+        return ADAPTER.validate_json(_file(key).read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -199,4 +192,4 @@ def _write(key: str, profile: Profile) -> None:
     file = _file(key)
     with contextlib.suppress(OSError):
         private_folder(file.parent)
-        replace_text(file, _adapter().dump_json(profile).decode() + "\n")
+        replace_text(file, ADAPTER.dump_json(profile).decode() + "\n")

@@ -37,9 +37,9 @@ def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
     yield from _time(drawn)
     yield from (f"not counted: {caveat}" for caveat in estimate.caveats)
     yield from (f"warning: {warning}" for warning in drawn.plan.warnings)
-    if drawn.traced is not None and drawn.profiled is not None:
+    if drawn.profiled is not None:
         told, apart = gib(drawn.profiled), drawn.profiled / estimate.peak - 1
-        yield f"{drawn.traced}; without --trace: {told} GiB at the peak of a rank: {apart:+.1%}"
+        yield f"traced; without --trace: {told} GiB at the peak of a rank: {apart:+.1%}"
     if explain:
         yield from ["", "how these come about", *_explanations(estimate)]
 
@@ -94,11 +94,6 @@ def _margins(drawn: MemoryPlan) -> Iterator[str]:
         f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB "
         f"beside them ({margins.source}): {gib(margins.of(peak))} GiB"
     )
-    if margins.measured is not None:
-        yield (
-            f"that run's tensors took {gib(margins.measured)} GiB at the peak; the plan says "
-            f"{gib(peak)} ({peak / margins.measured - 1:+.1%})"
-        )
 
 
 def _moved(drawn: MemoryPlan) -> Iterator[str]:
@@ -132,7 +127,7 @@ def _time(drawn: MemoryPlan) -> Iterator[str]:
     if speed is not None:
         yield (
             f"expected: {speed.tokens_per_second:,.0f} tokens/s, "
-            f"{speed.tokens_per_second_per_rank:,.0f} per rank"
+            f"{speed.tokens_per_second / drawn.topology.ranks:,.0f} per rank"
             + (f", MFU {speed.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s" if speed.mfu and peak else "")
         )
     if speed is not None and speed.hours is not None:

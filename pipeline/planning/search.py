@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError, StageError
 from pipeline.plan import Plan
-from pipeline.planning.hardware import Asked
-from pipeline.planning.margins import Margins
+from pipeline.planning.hardware import Asked, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
 from pipeline.planning.planner import RECOMPUTE, Planners
 from pipeline.presets import Strategy
@@ -172,7 +171,7 @@ def _offered(plan: Plan) -> list[Saved]:
     """Savings of all stages, those first that are tried first."""
     found = []
     for slot, planner in Planners.installed().of(plan).items():
-        for saving in planner.savings(plan.view.procs) if hasattr(planner, "savings") else ():
+        for saving in planner.savings(plan.view.procs):
             changed = [(slot, saving.fields)]
             for given, fields in saving.beside.items():
                 kind = (one.slot for one in plan.steps if issubclass(one.gives or object, given))

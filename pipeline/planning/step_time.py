@@ -112,7 +112,6 @@ class Speed:
     known. Hours and cost are those of all steps, on all ranks."""
 
     tokens_per_second: float
-    tokens_per_second_per_rank: float
     mfu: float | None
     hours: float | None
     cost: float | None
@@ -129,7 +128,6 @@ def speed(
     hours = steps and steps * seconds / 3600
     return Speed(
         tokens_per_second=tokens,
-        tokens_per_second_per_rank=tokens / topology.ranks,
         mfu=peak and (work.products + work.attention) / (seconds * peak),
         hours=hours,
         cost=hours and hardware.price and hours * topology.ranks * hardware.price,

@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple
 LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
 UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
 EXPORT = "export"
-STEP = (FORWARD, BACKWARD, UPDATE)
-"""Phases of a training step."""
 
 Place = Literal["device", "host", "disk"]
 """Memory of the accelerator, of its machine, or files of offloaded state."""
@@ -114,9 +112,6 @@ class StrategyMemory(ABC):
     """Elements of the trained weights that this rank updates, and where they are."""
     updated: int
     """Bytes that an update reads and writes in the device's memory."""
-    reach: int = 1
-    """For how many units ahead something may be held. A trace needs a model that is deeper by them,
-    because the last units have none ahead."""
 
     @abstractmethod
     def held(self, moment: Moment) -> Iterator[Item]:

@@ -48,7 +48,6 @@ class Sharded(TorchMemory):
         home: Place = "host" if config.cpu_offload else "device"
         super().__init__(topology.ranks, model, optimizer, sizes, shards=shards, home=home)
         self._config = config
-        self.reach = max(1, config.forward_prefetch, config.backward_prefetch)
         self._stays = config.sharding not in ("full_shard", "hybrid_shard")
         """Whether what forward has gathered is there until backward."""
         self._late = not config.reduce_every_microbatch

@@ -26,6 +26,7 @@ GOOD = '''
 
     from pipeline.artifacts import ModelSource, OptimizerPlan
     from pipeline.errors import Problem
+    from pipeline.planning.planner import Planner
     from pipeline.stage import Context, PlanView
 
 
@@ -60,7 +61,7 @@ GOOD = '''
             raise AssertionError("never run")
 
 
-    class ThingPlanner:
+    class ThingPlanner(Planner):
         """Offers strategies."""
 
         @classmethod

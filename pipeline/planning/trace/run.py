@@ -20,6 +20,7 @@ from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import without_values
 from pipeline.metrics import Metrics
 from pipeline.planning.planner import Extent, Job
+from pipeline.planning.strategy import Held
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
 from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.structure import Structure, structure
@@ -31,6 +32,7 @@ DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 WHOLE = Extent()
 TRACE = "trace"
 """The method of planners that stands for a stage's `run`."""
+TENSORS = "tensors, as traced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,15 @@ class Traced:
     names: Mapping[str, str]
     """Parameter -> the one that it is tied to, or itself. Empty for a model in a strategy."""
 
+    @property
+    def peaks(self) -> dict[str, Held]:
+        """Phase -> the most that the device holds in it."""
+        found: dict[str, int] = {}
+        for one in self.stretches:
+            most = max(level.device for level in one.levels)
+            found[one.position.phase] = max(most, found.get(one.position.phase, 0))
+        return {phase: Held.of({TENSORS: size}) for phase, size in found.items()}
+
 
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError where none is."""
@@ -55,7 +66,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
     """Training steps of rank 0. Without `fake`, on real tensors, by the engines that train; with
     `bare`, without a strategy. Raises UsageError where nothing is trained, and StageError where
     values are needed."""
-    tracker = MemoryTracker(fake=fake)
+    training, tracker = _trainers(job), MemoryTracker(fake=fake)
     marks = Marks(tracker)
     heard = replace(extent, phase=marks.phase)
     results = Results(topology=job.topology, samples=job.samples, extent=heard)
@@ -78,7 +89,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
             results["bare"] = _bare(job, results, marks)
         else:
             _run(job, results, ctx, (Engine,), real=not fake)
-        engine = _train(job, results, ctx, marks, built.names)
+        engine = _train(training, results, ctx, marks, built.names)
     names = engine.names if isinstance(engine, BareEngine) else {}
     return Traced(source=source, built=built, stretches=tracker.stretches, names=names)
 
@@ -118,7 +129,7 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-def trainers(job: Job) -> Sequence[Any]:
+def _trainers(job: Job) -> Sequence[Any]:
     """Planners of the slots that train. Raises UsageError if there are none, or if one of them has
     no trace: its memory would be left out."""
     found = []
@@ -163,7 +174,9 @@ def _run(
             results[step.slot] = results.call(owner, method, ctx)
 
 
-def _train(job: Job, results: Results, ctx: Context, marks: Marks, names: Sequence[str]) -> Engine:
+def _train(
+    training: Sequence[Any], results: Results, ctx: Context, marks: Marks, names: Sequence[str]
+) -> Engine:
     """Run what trains; modules of these names are the model's blocks."""
     why = "the strategy cannot be traced, but it is planned without --trace"
     engine = results.require(Engine, why)
@@ -171,6 +184,6 @@ def _train(job: Job, results: Results, ctx: Context, marks: Marks, names: Sequen
     named = {f".{name}": module for name, module in engine.model.named_modules()}
     blocks = [next(one for at, one in named.items() if at.endswith(f".{name}")) for name in names]
     with marks.watching(engine.model, blocks):
-        for planner in trainers(job):
+        for planner in training:
             results.call(planner, TRACE, ctx)
     return engine

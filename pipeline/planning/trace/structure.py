@@ -1,4 +1,4 @@
-"""A model's weights and blocks, and the shallower models that stand for it."""
+"""A model's weights and blocks."""
 
 from __future__ import annotations
 
@@ -85,20 +85,3 @@ def kinds(signatures: Sequence[Signature]) -> list[int]:
         known.setdefault((place == 0, signature), len(known))
         for place, signature in enumerate(signatures)
     ]
-
-
-def depths(signatures: Sequence[Signature], reach: int = 1) -> tuple[int, int] | None:
-    """Two numbers of blocks, the larger less than all, between which a model grows as it does
-    beyond: by whole periods of kinds of blocks. None where there are none.
-
-    Something may be held for `reach` blocks ahead: each half has one of every kind that has those.
-    """
-    count = len(signatures)
-    for period in range(1, count // 2):
-        pairs = zip(signatures, signatures[period:], strict=False)
-        first = 1 + max((at for at, (one, other) in enumerate(pairs) if one != other), default=-1)
-        least = max(2 * (reach + period), 2 * (first + period) + 1)
-        shallow = least + (count - least) % period
-        if shallow + period < count:
-            return shallow, shallow + period
-    return None

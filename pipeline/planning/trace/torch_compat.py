@@ -69,11 +69,6 @@ def cast_in(given: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, given)
 
 
-def asks_for_number(function: Any) -> bool:
-    """Whether the operation is `Tensor.item()`, or what goes by it (`bool`, `float`)."""
-    return function is torch.ops.aten._local_scalar_dense.default
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
     """A number that every object that stands for one storage has."""
     key: int = storage._cdata

@@ -127,13 +127,13 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         return out
 
     def _run(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        if self._fake and torch_compat.asks_for_number(function):
+        if self._fake and function is aten._local_scalar_dense.default:  # Tensor.item()
             return 1.0
         if torch_compat.adds_gradients(function, arguments):
             return arguments[0].add_(arguments[1])
         out = function(*arguments, **named)
         # What is detached shares its argument's memory, which may be none that counts.
-        if function is not torch.ops.aten.detach.default:
+        if function is not aten.detach.default:
             for tensor in map(torch_compat.local, torch_compat.tensors_in(out)):
                 if device_of(tensor).type != "meta" and not (self._fake and has_values(tensor)):
                     self._add(tensor.untyped_storage())

@@ -12,7 +12,7 @@ from pipeline.errors import PipeError
 from pipeline.planning.estimate import ask, assemble
 from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.trace.profiling import profile
-from pipeline.planning.trace.traced import trace
+from pipeline.planning.trace.run import run
 from tests.support.every_family import every, small
 from tests.support.tier import spread
 
@@ -53,7 +53,7 @@ def _apart(model: dict[str, object], folder: Path) -> float:
     here = job(case, folder, "cuda")
     told = ask(here, profile(here))
     strategy: StrategyMemory = told.require(StrategyMemory, "")
-    reference = step_peak(trace(here, strategy).peaks)
+    reference = step_peak(run(here).peaks)
     return step_peak(assemble(here.topology, told).device) / reference - 1
 
 

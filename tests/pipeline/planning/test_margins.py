@@ -15,8 +15,7 @@ import torch
 from pipeline.dist import Dist
 from pipeline.errors import UsageError
 from pipeline.memory_record import read_record, record_memory
-from pipeline.planning.hardware import Hardware
-from pipeline.planning.margins import Margins, margins_for
+from pipeline.planning.hardware import Hardware, Margins, margins_for
 from pipeline.planning.memory_plan import shortages
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import Held
@@ -55,16 +54,15 @@ def test_the_newest_run_on_such_gpus_is_taken(tmp_path: Path) -> None:
     found = margins_for("H100 SXM", record=None, overhead=None, runs=tmp_path)
     assert found.source == "measured by run newer"
     assert found.of(40 * GIB) == 44 * GIB
-    assert found.measured is None
     assert margins_for("H100", record=None, overhead=0.5, runs=tmp_path).of(40 * GIB) == 42.5 * GIB
     assert margins_for(None, record=None, overhead=None, runs=tmp_path) == Margins()
 
 
-def test_a_run_that_is_named_is_compared(tmp_path: Path) -> None:
+def test_a_run_that_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path, "mine", allocated_bytes=GIB, reserved_bytes=2 * GIB)
     for place in (run, run / "memory.json"):
         found = margins_for("H100", record=place, overhead=None, runs=tmp_path)
-        assert (found.measured, found.fragmentation, found.overhead) == (GIB, 1.0, 2 * GIB)
+        assert (found.fragmentation, found.overhead) == (1.0, 2 * GIB)
     with pytest.raises(UsageError, match=r"is of a run on NVIDIA H100.*the plan is for A100"):
         margins_for("A100", record=run, overhead=None, runs=tmp_path)
     with pytest.raises(UsageError, match="No such file"):

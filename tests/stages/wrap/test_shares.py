@@ -13,7 +13,7 @@ from memories.cases import DORA, EAGER, NARROW, Case, llama, own
 from memories.compare import profile_and_trace
 
 from pipeline.artifacts import Precision
-from pipeline.planning.memory import AVERAGE, step_peaks
+from pipeline.planning.estimate import AVERAGE, step_peaks
 from pipeline.planning.planner import Topology
 from pipeline.planning.profile import Line, Part, Peak, Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
