@@ -32,6 +32,9 @@ class Strategy:
         """What a recipe says to have it."""
         return {"use": self.use, **self.fields}
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.what})"
+
     @property
     def generous(self) -> dict[str, Any]:
         """The same, with what takes memory for time."""

@@ -48,18 +48,17 @@ SLOW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training that is asked for."""
+    """A training that is asked for: fields of the model slot, tokens of a sample, samples of a step
+    (None: BATCH, or one for each GPU), and of a forward pass to begin with (None: what makes TOKENS
+    on a GPU, 1 on CPUs)."""
 
     name: str
     model: Mapping[str, Any]
-    """Fields of the model slot."""
     data: Path
     lora: bool
     sequence: int
     global_batch: int | None
-    """Samples of a step; None: BATCH, or one for each GPU."""
     micro_batch: int | None
-    """Samples of a forward pass, to begin with; None: what makes TOKENS on a GPU, 1 on CPUs."""
 
 
 def advise(
@@ -71,7 +70,7 @@ def advise(
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
-    topology = site_of(asked, asked.procs or 1, "cpu" if on_cpu(asked) else "cuda")
+    topology = site_of(asked, asked.procs or 1, "cuda" if asked.on_gpus else "cpu")
     known = suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
         file, data = Path(folder) / "recipe.yaml", Path(folder) / "data.jsonl"
@@ -85,7 +84,7 @@ def advise(
         if not tried:
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
         chosen, fits = tried[0], tried[0].fits
-        on_gpus = fits and chosen.strategy is not None and chosen.strategy.order < Tier.OFFLOADED
+        on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
         rest = [*_warnings(chosen.drawn)] if fits else []
         if topology.device != "cpu" and not (on_gpus and not chosen.narrow):
             rest += _more_nodes(task, base, strategies)
@@ -113,7 +112,7 @@ def _told(
 ) -> tuple[str, list[str]]:
     """The recipe, which begins with what is said of it, and the same for people."""
     changes, drawn = chosen.changes, chosen.drawn
-    said = [f"chosen: {_named(chosen)}", f"  {_numbers(drawn)}"]
+    said = [f"chosen: {chosen.strategy}", f"  {_numbers(drawn)}"]
     why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
     recipe = drafted(task, asked, changes, head=[*said, *rest], reasons=reasons)
     return recipe, [*said, *why, *rest]
@@ -139,14 +138,10 @@ def _numbers(drawn: MemoryPlan) -> str:
     return ", ".join(parts)
 
 
-def _named(way: Way) -> str:
-    return f"{way.strategy.name} ({way.strategy.what})" if way.strategy else ""
-
-
 def _line(one: Way) -> str:
     """The strategy, what is saved besides, and what it needs."""
     words = " ".join(["", "with", *overrides(one.saving)] if one.saved else [])
-    return f"{_named(one)}{words}: {_numbers(one.drawn)}"
+    return f"{one.strategy}{words}: {_numbers(one.drawn)}"
 
 
 def _others(tried: Sequence[Way]) -> Iterator[str]:
@@ -186,11 +181,6 @@ def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
         yield f"low-rank updates (--lora) would fit with {_line(tried[0])}"
 
 
-def on_cpu(asked: Asked) -> bool:
-    """Whether nothing was said of GPUs."""
-    return not asked.of_gpus and (asked.machine is None or asked.machine.device == "cpu")
-
-
 def drafted(
     task: Task,
     asked: Asked,
@@ -201,7 +191,7 @@ def drafted(
 ) -> str:
     """YAML; `head`: comments at the top, `reasons`: `slot` or `slot.field` -> comment."""
     slots = {slot: dict(fields) for slot, fields in SLOTS.items()}
-    cpu, ranks = on_cpu(asked), asked.procs or 1
+    cpu, ranks = not asked.on_gpus, asked.procs or 1
     batch = task.global_batch or max(BATCH, ranks)
     most = task.micro_batch or (1 if cpu else max(TOKENS // task.sequence, 1))
     slots["model"] |= task.model

@@ -47,28 +47,20 @@ class Rate:
     value: float
     origin: str = SHEET
 
-    @property
-    def measured(self) -> bool:
-        """Whether it is what programs reach."""
-        return self.origin == MEASURED
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Machines of one kind, in bytes. None: not known, so nothing is said that depends on it."""
+    """Machines of one kind: a device's name, bytes, and price an hour, bytes of a node's memory,
+    rates by resource, the data sheet's operations a second (`peak`), and the share of them that
+    large products reach. None: not known, so nothing is said that depends on it."""
 
     kind: str | None = None
-    """Name of a device; None on CPUs, and for a device of which only the memory is known."""
     device_memory: int | None = None
     host_memory: int | None = None
-    """Memory of one node."""
     rates: Mapping[str, Rate] = field(default_factory=dict)
     matmul: float = 1.0
-    """Share of the data sheet's operations that large products reach."""
     peak: float | None = None
-    """The data sheet's operations a second."""
     price: float | None = None
-    """Price of one device for an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +85,9 @@ class Asked:
         return (self.gpus or PER_NODE) * (self.nodes or 1) if self.gpus or self.nodes else None
 
     @property
-    def overrides(self) -> Sequence[str]:
-        """Changes of the recipe that follow from it."""
-        measured = self.machine is not None and self.machine.device != "cpu"
-        return ["launch.device=cuda"] if measured or self.of_gpus else []
+    def on_gpus(self) -> bool:
+        """Whether anything was said of GPUs."""
+        return bool(self.of_gpus) or (self.machine is not None and self.machine.device != "cpu")
 
     @property
     def kind(self) -> str | None:
@@ -196,12 +187,10 @@ def _of_machine(
 
 @dataclass(frozen=True, kw_only=True)
 class Margins:
-    """Memory that a GPU loses between tensors and beside them."""
+    """Memory that a GPU loses: bytes beside tensors, and a share of tensors' bytes between them."""
 
     overhead: int = LOST_BESIDE
-    """Bytes beside them."""
     fragmentation: float = LOST_BETWEEN
-    """Share of tensors' bytes between them."""
     source: str = "assumed until measured"
 
     def of(self, tensors: int) -> int:

@@ -76,7 +76,7 @@ def check(
 ) -> Plan:
     """The recipe, checked for what is asked for. Raises RecipeError."""
     # The recipe's device gives way to options; one that is said beside them contradicts them.
-    lines = [*asked.overrides, *overrides]
+    lines = [*(["launch.device=cuda"] if asked.on_gpus else []), *overrides]
     return plan_file(recipe, lines, registry=registry, forecast=True, procs=asked.procs)
 
 

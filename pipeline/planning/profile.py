@@ -41,11 +41,10 @@ _made: dict[str, Profile] = {}
 
 @dataclass(frozen=True)
 class Line:
-    """An amount that grows with the samples of a micro-batch."""
+    """An amount that grows with the samples of a micro-batch: `each` more for each."""
 
     fixed: float
     each: float
-    """More for each sample."""
 
     def at(self, samples: int) -> int:
         """The amount of so many samples."""
@@ -57,34 +56,30 @@ ZERO = Line(0, 0)
 
 @dataclass(frozen=True)
 class Peak:
-    """A moment inside a part that may be its fullest."""
+    """A moment inside a part that may be its fullest: bytes of activations and temporaries, beyond
+    what was there when it began; elements of its weights whose gradients have come, which a
+    strategy may keep, and of the weight whose gradient comes then."""
 
     bytes: Line
-    """Activations and temporaries, beyond what was there when the part began."""
     arrived: int = 0
-    """Elements of the part's weights whose gradients have come, which a strategy may keep."""
     newest: int = 0
-    """Elements of the weight whose gradient comes at this moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Memory and work of a part of the model in one direction."""
+    """Memory and work of a part of the model in one direction: bytes that are there when it ends
+    beyond those when it began, of the device (`kept`) and of the host (`offloaded`); moments that
+    are the fullest for some number of samples, under some strategy; floating-point operations of
+    matrix products, of attention between tokens that see each other, and of both done a second
+    time (`again`); bytes of all tensors that are made."""
 
     kept: Line = ZERO
-    """Bytes of the device that are there when it ends, beyond those when it began."""
     offloaded: Line = ZERO
-    """Bytes of the host, likewise, for activations that go there."""
     peaks: tuple[Peak, ...] = ()
-    """Moments that are the fullest for some number of samples, under some strategy."""
     products: Line = ZERO
-    """Floating-point operations of matrix products, without what is computed again."""
     attention: Line = ZERO
-    """Operations of attention kernels, between tokens that see each other."""
     again: Line = ZERO
-    """Operations of both kinds that are done a second time."""
     made: Line = ZERO
-    """Bytes of all tensors that are made."""
 
 
 NOTHING = Part()
@@ -92,13 +87,13 @@ NOTHING = Part()
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model under a recipe's settings, at one length of samples."""
+    """A model under a recipe's settings, at one length of samples: what runs at an event and unit of
+    a strategy's moments, a block's kind standing for it, and which kinds of blocks run again in
+    backward, and so use their weights twice."""
 
     model: ModelShape
     parts: Mapping[str, Part]
-    """Event and unit of a strategy's moments -> what runs then; a block's kind stands for it."""
     recomputed: tuple[bool, ...]
-    """Which kinds of blocks run again in backward, and so use their weights twice."""
 
     def part(self, event: Event, unit: Unit) -> Part:
         """The part that runs at a moment, which may be nothing."""

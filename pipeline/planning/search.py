@@ -62,6 +62,9 @@ class Base:
         return self._drawn[key]
 
 
+OWN = Strategy(name="", use="", fields={}, what="that of the recipe")
+
+
 class Saved(NamedTuple):
     """A saving, as changes of a recipe."""
 
@@ -78,7 +81,7 @@ class Way:
     start: Changes
     """Changes that are made besides."""
     saved: Sequence[Saved] = ()
-    strategy: Strategy | None = None
+    strategy: Strategy = OWN
 
     @property
     def saving(self) -> Changes:

@@ -17,15 +17,15 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter, called as the model's module calls it; tied ones are one."""
+    """A parameter, called as the model's module calls it; tied ones are one. One that is `borrowed`
+    is held in the compute dtype (`ModelSource.borrowed`); elements of one that is `packed` are bytes
+    and no numbers, as those of weights in 4 bits."""
 
     name: str
     shape: tuple[int, ...]
     trained: bool = True
     borrowed: bool = False
-    """Whether it is held in the compute dtype (`ModelSource.borrowed`)."""
     packed: bool = False
-    """Whether its elements are bytes and no numbers, as those of weights in 4 bits."""
 
     @functools.cached_property
     def elements(self) -> int:
@@ -44,26 +44,24 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A language model's weights by unit: the root's, which belong to no block, and each block's.
-    Blocks of a kind are alike but for their names."""
+    """A language model's weights by unit: the root's, which belong to no block, in module order, and
+    those of one block of each kind; blocks of a kind are alike but for their names.
+
+    blocks: the number of each block's kind. late: names of the root's trained weights whose
+    gradients come before those of any block. tied: whether the embedding is the head as well.
+    parameters: numbers of all weights, those in 4 bits counted as numbers; exported: without
+    adapters; proven: of the root and the largest block of that.
+    """
 
     root: tuple[Weight, ...]
-    """In module order: the embeddings first."""
     kinds: tuple[tuple[Weight, ...], ...]
-    """The weights of one block of each kind."""
     blocks: tuple[int, ...]
-    """Number of each block's kind, in order."""
     late: tuple[str, ...]
-    """Names of the root's trained weights whose gradients come before those of any block."""
     tied: bool
-    """Whether the embedding is the head as well."""
     vocabulary: int
     parameters: int
-    """Numbers of all weights, those in 4 bits counted as numbers."""
     exported: int
-    """Numbers of the model as it is exported, without adapters."""
     proven: int
-    """Numbers of the root and the largest block of that."""
     caveats: tuple[str, ...] = ()
 
     def counted(self) -> Iterator[tuple[Weight, int]]:
@@ -138,18 +136,15 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShape:
-    """Memory that an optimizer keeps, and takes while it updates."""
+    """Memory of an optimizer (`OptimizerPlan.algorithm`): how many moments it keeps of an element,
+    bits of all of them, scales counted, and bytes that an update takes for a moment, for each
+    element of the largest parameter or, `at_once`, of all."""
 
     algorithm: str
-    """As `OptimizerPlan.algorithm`."""
     bits: float
-    """Bits of all moments of an element, scales counted."""
     moments: int
-    """How many numbers it keeps for each element."""
     taken: float = 0.0
-    """Bytes that an update takes for a moment, for each element of the largest parameter."""
     at_once: bool = False
-    """Whether it takes them for each element of all parameters."""
 
     def state(self, elements: int) -> int:
         """Bytes of the moments of so many elements."""

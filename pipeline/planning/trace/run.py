@@ -8,19 +8,19 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
-from pipeline.artifacts import Data, ModelSource, OptimizerPlan, Precision, TrainedRun
-from pipeline.binding import Results, needs_of
+from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, TrainedRun
+from pipeline.binding import Results
 from pipeline.dist import Dist
 from pipeline.engine import Engine
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.fake_tensors import without_values
 from pipeline.metrics import Metrics
 from pipeline.planning.planner import Extent, Job
-from pipeline.planning.strategy import Held
+from pipeline.planning.strategy import LOAD, Held
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
 from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.structure import Structure, structure
@@ -30,8 +30,8 @@ from pipeline.stage import Context
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 WHOLE = Extent()
-TRACE = "trace"
-"""The method of planners that stands for a stage's `run`."""
+TRACE, RUN = "trace", "run"
+"""Methods: of planners, which stands for that of stages."""
 TENSORS = "tensors, as traced"
 
 
@@ -66,7 +66,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
     """Training steps of rank 0. Without `fake`, on real tensors, by the engines that train; with
     `bare`, without a strategy. Raises UsageError where nothing is trained, and StageError where
     values are needed."""
-    training, tracker = _trainers(job), MemoryTracker(fake=fake)
+    tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
     heard = replace(extent, phase=marks.phase)
     results = Results(topology=job.topology, samples=job.samples, extent=heard)
@@ -86,10 +86,16 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
         stack.enter_context(tracker)
         stack.enter_context(explained())
         if bare:
-            results["bare"] = _bare(job, results, marks)
+            precision = results.require(Precision, "no slot of the recipe gives a precision")
+            results["bare"] = BareEngine(source, precision, job.topology, marks)
         else:
-            _run(job, results, ctx, (Engine,), real=not fake)
-        engine = _train(training, results, ctx, marks, built.names)
+            _run(job, results, ctx, (Engine,), TRACE if fake else RUN)
+        why = "the strategy cannot be traced, but it is planned without --trace"
+        engine: Engine = results.require(Engine, why)
+        stack.enter_context(marks.watching(engine.model, _blocks(engine, built.names)))
+        _run(job, results, ctx, (TrainedRun,), TRACE)
+        if tracker.stretches[-1].position.phase == LOAD:
+            raise UsageError("nothing is trained that could be traced")
     names = engine.names if isinstance(engine, BareEngine) else {}
     return Traced(source=source, built=built, stretches=tracker.stretches, names=names)
 
@@ -129,61 +135,27 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-def _trainers(job: Job) -> Sequence[Any]:
-    """Planners of the slots that train. Raises UsageError if there are none, or if one of them has
-    no trace: its memory would be left out."""
-    found = []
-    for step in job.plan.steps:
-        takes = (need.type for need in needs_of(step.stage, "run"))
-        if issubclass(step.gives or object, TrainedRun) and Data in takes:
-            found.append(job.planners.get(step.slot))
-            if not hasattr(found[-1], TRACE):
-                who = f"what trains in {step.slot}, {step.use}"
-                raise UsageError(f"this recipe cannot be traced: {who}, has no trace")
-    if not found:
-        raise UsageError("nothing is trained that could be traced", hint="give it a train slot")
-    return found
-
-
 def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
     """Run the stages that give declarations, whose tensors are real."""
     with explained():
-        _run(job, results, ctx, DECLARATIONS)
+        _run(job, results, ctx, DECLARATIONS, TRACE, RUN)
     return results.require(ModelSource, "no slot of the recipe gives a model to be traced")
 
 
-def _bare(job: Job, results: Results, marks: Marks) -> Engine:
-    precision = results.require(Precision, "no slot of the recipe gives a precision to trace in")
-    source = results.require(ModelSource, "")
-    return BareEngine(source, precision, job.topology, marks)
-
-
-def _run(
-    job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *, real: bool = False
-) -> None:
-    """Run the stages that give one of these: `trace` of their planners, if that is there and `real`
-    is not asked for."""
+def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
+    """Run the stages that give one of these, by the first of these methods that is there. Raises
+    UsageError for one that cannot have what it takes."""
     for step in job.plan.steps:
-        planner = job.planners.get(step.slot)
-        has_trace = hasattr(planner, TRACE) and not real
-        if issubclass(step.gives or object, gives) and (has_trace or real or Engine not in gives):
-            owner, method = (planner, TRACE) if has_trace else (step.stage, "run")
-            missing = [*results.missing(owner, method)]
+        owners = {TRACE: job.planners.get(step.slot), RUN: step.stage}
+        found = [(owners[method], method) for method in methods if hasattr(owners[method], method)]
+        if found and issubclass(step.gives or object, gives):
+            missing = results.missing(*found[0])
             if missing:
                 raise UsageError(f"slot `{step.slot}` cannot be traced without {missing[0]}")
-            results[step.slot] = results.call(owner, method, ctx)
+            results[step.slot] = results.call(*found[0], ctx)
 
 
-def _train(
-    training: Sequence[Any], results: Results, ctx: Context, marks: Marks, names: Sequence[str]
-) -> Engine:
-    """Run what trains; modules of these names are the model's blocks."""
-    why = "the strategy cannot be traced, but it is planned without --trace"
-    engine = results.require(Engine, why)
-    # A strategy may have put the model into another module.
+def _blocks(engine: Engine, names: Sequence[str]) -> list[nn.Module]:
+    """Modules of these names in a strategy, which may have put the model into another module."""
     named = {f".{name}": module for name, module in engine.model.named_modules()}
-    blocks = [next(one for at, one in named.items() if at.endswith(f".{name}")) for name in names]
-    with marks.watching(engine.model, blocks):
-        for planner in training:
-            results.call(planner, TRACE, ctx)
-    return engine
+    return [next(one for at, one in named.items() if at.endswith(f".{name}")) for name in names]

@@ -47,21 +47,17 @@ class Level(NamedTuple):
 
 @dataclass(kw_only=True)
 class Stretch:
-    """A program from one position to the next: levels at its beginning and whenever memory changed,
-    and its work."""
+    """A program from one position to the next: levels at its beginning and whenever memory changed;
+    floating-point operations of matrix products, of attention kernels, and of both that were done
+    before, in forward; bytes of new tensors; whether anything is computed a second time."""
 
     position: Position
     levels: list[Level]
     products: float = 0.0
-    """Floating-point operations of matrix products."""
     attention: float = 0.0
-    """Operations of attention kernels."""
     again: float = 0.0
-    """Operations of both kinds that were done before, in forward."""
     made: int = 0
-    """Bytes of new tensors."""
     repeats: bool = False
-    """Whether anything is computed a second time."""
 
 
 class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]

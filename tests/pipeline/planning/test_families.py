@@ -10,7 +10,6 @@ from memories.compare import job, step_peak
 
 from pipeline.errors import PipeError
 from pipeline.planning.estimate import ask, assemble
-from pipeline.planning.strategy import StrategyMemory
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import run
 from tests.support.every_family import every, small
@@ -52,7 +51,6 @@ def _apart(model: dict[str, object], folder: Path) -> float:
     case = Case(name="", model=model, ranks=2, length=96, samples=2)
     here = job(case, folder, "cuda")
     told = ask(here, profile(here))
-    strategy: StrategyMemory = told.require(StrategyMemory, "")
     reference = step_peak(run(here).peaks)
     return step_peak(assemble(here.topology, told).device) / reference - 1
 
