@@ -96,12 +96,11 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         on_host = strategy.masters[1] != "device"
         copied = 0 if waits else size - trained * on_host
         share, passing = (-(-part // topology.ranks) for part in (copied, size - copied))
-        formula = f"{topology.on_node} ranks x (their share + {human(PASSAGE)} of what passes)"
         each = share + min(passing, PASSAGE)
         kept = count(self.stage.retention, self.stage.every, step.length)
         return (
-            Need("copy for checkpoints", each * topology.on_node, formula, phase=""),
-            Need(str(kept), kept.number * size, f"{kept.number} x {human(size)}"),
+            Need("copy for checkpoints", each * topology.on_node, phase=""),
+            Need(f"{kept}, {human(size)} each", kept.number * size),
         )
 
 
@@ -115,9 +114,6 @@ class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
         if isinstance(self.stage, ExportAdapter):
             elements, wide = model.trained, BYTES["fp32"]
             adapter = each * elements
-        proof, formula = wide * model.proven + adapter + BUFFERS, f"{each} bytes x what is exported"
-        how = f"{wide} bytes x (what is in no block + one block), an adapter, 64 MiB"
-        return (
-            Need("export", each * elements, formula),
-            Need("proof of the export", proof, how, phase=EXPORT),
-        )
+        # What is in no block, one block, and an adapter.
+        proof = wide * model.proven + adapter + BUFFERS
+        return Need("export", each * elements), Need("proof of the export", proof, phase=EXPORT)

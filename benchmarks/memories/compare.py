@@ -53,9 +53,8 @@ def profile_and_trace(case: Case) -> Pair:
         strategy = told.require(StrategyMemory, "nothing wraps the model")
         step = told.require(Step, "nothing is trained")
         traced = run(here)
-    peaks = step_peaks(
-        found, strategy, samples=step.micro_batch, microbatches=step.microbatches
-    ).of("device", both=device == "cpu")
+    found_at = step_peaks(found, strategy, samples=step.micro_batch, microbatches=step.microbatches)
+    peaks = found_at.tops["both" if device == "cpu" else "device"]
     return Pair(case=case, told=step_peak(peaks), reference=step_peak(traced.peaks))
 
 

@@ -15,8 +15,7 @@ from pipeline.files import try_writing
 from pipeline.registry import Registry
 
 if TYPE_CHECKING:
-    from pipeline.planning.memory_plan import MemoryPlan
-    from pipeline.planning.search import Base, Way
+    from pipeline.planning.search import Way
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -26,7 +25,6 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.argument("overrides", nargs=-1)
 @machine_options
 @click.option("--trace", is_flag=True, help="Run the actual model on tensors without memory, too.")
-@click.option("--explain", is_flag=True, help="Say how each item comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--out", type=FILE, help="Save the plan, for `pipe run --plan`.")
 @click.pass_obj
@@ -36,7 +34,6 @@ def plan(
     recipe: str,
     overrides: tuple[str, ...],
     trace: bool,
-    explain: bool,
     as_json: bool,
     out: Path | None,
     **machines: Any,
@@ -54,6 +51,7 @@ def plan(
     from pipeline.planning.memory_plan import draw_up
     from pipeline.planning.report import lines
     from pipeline.planning.search import Base
+    from pipeline.presets import in_order
 
     asked, margins = asked_for(**machines)
     with system_errors_as(UsageError):
@@ -69,8 +67,12 @@ def plan(
         with system_errors_as(UsageError):
             out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if not as_json:
-        click.echo("\n".join(lines(drawn, explain=explain)))
-    found = _remedies(drawn, base) if drawn.short else []
+        click.echo("\n".join(lines(drawn)))
+    found: list[Way] | None = None
+    try:
+        found = [*strategies.remedies(drawn, base, in_order(known))] if drawn.short else []
+    except PipeError as error:
+        click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
     if as_json:
         remedies = None if found is None else [*map(strategies.record, found)]
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
@@ -79,15 +81,3 @@ def plan(
         click.echo("\n".join([said, *(f"  {strategies.line(way)}" for way in found)]))
     if drawn.short:
         sys.exit(NoFit.exit_code)
-
-
-def _remedies(drawn: MemoryPlan, base: Base) -> list[Way] | None:
-    """None, and a line on stderr, where they cannot be told."""
-    from pipeline.planning.strategies import remedies
-    from pipeline.presets import in_order
-
-    try:
-        return list(remedies(drawn, base, in_order(base.registry)))
-    except PipeError as error:
-        click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
-        return None

@@ -198,10 +198,8 @@ def drafted(
     # Most CPUs only emulate narrow floats.
     slots["precision"]["compute"] = "fp32" if cpu else narrow_dtype(asked)
     slots["data"] |= {"files": str(task.data.absolute()), "sequence_length": task.sequence}
-    slots["train"] |= {
-        "global_batch_size": batch,
-        "micro_batch_size": min(most, -(-batch // ranks)),
-    }
+    micro = min(most, -(-batch // ranks))
+    slots["train"] |= {"global_batch_size": batch, "micro_batch_size": micro}
     if task.lora:
         slots["optimizer"] |= {"lr": 1e-4, "weight_decay": 0.0}
     else:

@@ -13,18 +13,7 @@ from pipeline.planning import strategy
 from pipeline.planning.planner import Job, Topology, forecasts
 from pipeline.planning.profile import ZERO, Peak, Profile
 from pipeline.planning.shapes import ModelShape, Step
-from pipeline.planning.strategy import (
-    LOAD,
-    Copies,
-    Gradients,
-    Held,
-    Item,
-    Moment,
-    Place,
-    StrategyMemory,
-    Traffic,
-    Unit,
-)
+from pipeline.planning.strategy import Gradients, Held, Item, Moment, StrategyMemory, Unit
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
@@ -41,9 +30,9 @@ whether it is the last. What is between the first and the last needs no more tha
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Floating-point operations of one rank in an optimizer step: products of matrices, attention
-    between tokens that see each other, and both done a second time. `moved` are bytes to and from
-    its memory beside products: each tensor that is made, both ways, and what is updated."""
+    """Floating-point operations of one rank in an optimizer step, as those of a `Part`. `moved` are
+    bytes to and from its memory beside products: each tensor that is made, both ways, and what is
+    updated."""
 
     products: float
     attention: float
@@ -58,7 +47,6 @@ class Need:
 
     what: str
     bytes: int
-    formula: str
     phase: str | None = None
 
 
@@ -66,15 +54,14 @@ class Need:
 class Estimate:
     """Needs of one recipe at one place, in bytes: by phase, what the fullest rank's device and the
     fullest node's memory hold at their peaks, files' cache not counted; by item, state that is
-    offloaded to a node's disk, and how items come about."""
+    offloaded to a node's disk."""
 
     device: Mapping[str, Held]
     host: Mapping[str, Held]
     offloaded: Mapping[str, int]
     storage: Sequence[Need]
-    formulas: Mapping[str, str]
-    traffic: Sequence[Traffic]
-    copies: Copies
+    traffic: Sequence[strategy.Traffic]
+    copies: strategy.Copies
     step: Step
     work: Work
     caveats: Sequence[str] = ()
@@ -109,10 +96,10 @@ def assemble(
     step = told.require(Step, why.format("no slot tells how it trains"))
     share: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
-    device = traced or peaks.of("device")
+    device = traced or peaks.tops["device"]
     on_cpu = topology.device == "cpu"
-    host = device if traced and on_cpu else peaks.of("host", both=on_cpu)
-    disk = {item: size for one in peaks.of("disk").values() for item, size in one.items.items()}
+    host = device if traced and on_cpu else peaks.tops["both" if on_cpu else "host"]
+    disk = {item: size for one in peaks.tops["disk"].values() for item, size in one.items.items()}
     line = profile.total("offloaded", "forward")
     waiting = round(line.fixed * step.microbatches + line.each * step.of_rank)
     copies = share.copies(step.microbatches)
@@ -121,11 +108,6 @@ def assemble(
         host=_host(topology, host, needs),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
         storage=[need for need in needs if need.phase is None],
-        formulas={
-            **peaks.formulas,
-            **{need.what: need.formula for need in needs},
-            PROCESSES: f"{PROCESS / GIB:.1f} GiB a process, as measured on CPUs",
-        },
         traffic=[*share.traffic(step.microbatches)],
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
@@ -151,7 +133,7 @@ def _host(topology: Topology, held: Mapping[str, Held], needs: Sequence[Need]) -
         phase: Counter(base | {item: size * ranks for item, size in one.items.items()})
         for phase, one in held.items()
     }
-    later = [phase for phase in held if phase != LOAD]
+    later = [phase for phase in held if phase != strategy.LOAD]
     for need in needs:
         for phase in later if need.phase == "" else filter(None, [need.phase]):
             phases.setdefault(phase, Counter(base))[need.what] += need.bytes
@@ -162,27 +144,20 @@ class Peaks:
     """The fullest moment of each phase, of each place and of device and host together."""
 
     def __init__(self) -> None:
-        self.formulas: dict[str, str] = {}
-        """Item -> how it comes about."""
-        self._tops: dict[str, dict[str, Held]] = {}
+        self.tops: dict[str, dict[str, Held]] = {}
+        """Place, or `both` -> phase -> what is held at most."""
 
     def note(self, phase: str, items: Iterable[Item]) -> None:
         """Note what is held at a moment."""
         held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "disk": Counter()}
         for item in items:
             held[item.where][item.name] += item.bytes
-            if item.bytes:
-                self.formulas.setdefault(item.name, item.formula)
         held["both"] = Counter(held["device"])
         held["both"].update(held["host"])
         for place, sizes in held.items():
-            tops = self._tops.setdefault(place, {})
+            tops = self.tops.setdefault(place, {})
             if phase not in tops or sizes.total() > tops[phase].bytes:
                 tops[phase] = Held.of(sizes)
-
-    def of(self, place: Place, *, both: bool = False) -> dict[str, Held]:
-        """Phase -> what a place holds at most, `both`: with the host's memory as one."""
-        return self._tops["both" if both else place]
 
 
 def step_peaks(
@@ -204,8 +179,7 @@ def _held(share: StrategyMemory, moment: Moment) -> Iterator[Item]:
     yield from share.held(moment)
     if moment.event != "load":
         elements, place = share.masters
-        size = share.averaged
-        yield Item(AVERAGE, place, size * elements, f"{size} bytes x trained of this rank")
+        yield Item(AVERAGE, place, share.averaged * elements)
 
 
 def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Moment]]:
@@ -233,9 +207,9 @@ def _note_pass(
             kept, logits = kept + logits, 0
         items = [
             *_held(share, moment),
-            Item(KEPT, "device", kept, "what blocks keep for backward"),
-            Item(LOGITS, "device", logits, "from the last block to the loss"),
-            Item(OFFLOADED, "host", host, "inputs of blocks that are computed again"),
+            Item(KEPT, "device", kept),
+            Item(LOGITS, "device", logits),
+            Item(OFFLOADED, "host", host),
         ]
         left = share.gradients(moment) if moment.event == "backward" else Gradients(0, 0)
         for peak in part.peaks or (Peak(ZERO),):
@@ -249,8 +223,8 @@ def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iter
     """Items that are held beside those in the midst of a part."""
     size = peak.bytes.at(samples)
     what = LOGITS if at_head else COMPUTED
-    yield Item(what, "device", max(size, 0), "the fullest moment inside a part")
+    yield Item(what, "device", max(size, 0))
     # What is given back meanwhile is part of what was kept.
     yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
     unreduced = left.kept * peak.arrived + left.passing * peak.newest
-    yield Item(ARRIVED, "device", unreduced, "of a unit in backward")
+    yield Item(ARRIVED, "device", unreduced)

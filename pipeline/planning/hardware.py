@@ -47,6 +47,11 @@ class Rate:
     value: float
     origin: str = SHEET
 
+    @property
+    def measured(self) -> bool:
+        """Whether it is what programs reach."""
+        return self.origin == MEASURED
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:

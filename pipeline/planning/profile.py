@@ -87,8 +87,8 @@ NOTHING = Part()
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model under a recipe's settings, at one length of samples: what runs at an event and unit of
-    a strategy's moments, a block's kind standing for it, and which kinds of blocks run again in
+    """A model under a recipe's settings, at one length of samples: what runs at an event and unit
+    of a strategy's moments, a block's kind standing for it, and which kinds of blocks run again in
     backward, and so use their weights twice."""
 
     model: ModelShape

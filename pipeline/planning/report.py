@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.accelerators import GIB
-from pipeline.planning.estimate import Estimate
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.step_time import crossing, sent
 from pipeline.planning.strategy import Held
@@ -14,9 +13,9 @@ from pipeline.throughput import human
 WORDS = {"device": "GPU", "host": "host"}
 
 
-def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
-    """Whether it fits, memory, disk, network and time, and how each item comes about."""
-    estimate = drawn.estimate
+def lines(drawn: MemoryPlan) -> Iterator[str]:
+    """Whether it fits, memory, disk, network and time."""
+    estimate, margins = drawn.estimate, drawn.margins
     short = (f"a {WORDS[place]} in {phase}" for place, phase in drawn.short.items())
     too_much = f"does not fit ({', '.join(short)})"
     said = f"{too_much if drawn.short else 'fits'}: {memory(drawn)}"
@@ -25,12 +24,15 @@ def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
     yield ""
     if drawn.topology.device != "cpu":
         yield from _memory("memory per GPU, GiB", estimate.device)
-        yield from _margins(drawn)
+        between, beside = f"{margins.fragmentation:.0%}", gib(margins.overhead)
+        whole = f"{gib(margins.of(estimate.peak))} GiB"
+        lost = f"with {between} lost between tensors and {beside} GiB beside them"
+        yield f"{lost} ({margins.source}): {whole}"
         yield ""
     yield from _memory("host memory per node, GiB", estimate.host)
     yield ""
     for file in estimate.storage:
-        yield f"disk: {human(file.bytes)} for {file.what} ({file.formula})"
+        yield f"disk: {human(file.bytes)} for {file.what}"
     for item, size in estimate.offloaded.items():
         yield f"disk of a node: {human(size)} for {item}"
     yield from _moved(drawn)
@@ -40,8 +42,6 @@ def lines(drawn: MemoryPlan, *, explain: bool) -> Iterator[str]:
     if drawn.profiled is not None:
         told, apart = gib(drawn.profiled), drawn.profiled / estimate.peak - 1
         yield f"traced; without --trace: {told} GiB at the peak of a rank: {apart:+.1%}"
-    if explain:
-        yield from ["", "how these come about", *_explanations(estimate)]
 
 
 def memory(drawn: MemoryPlan) -> str:
@@ -88,14 +88,6 @@ def _memory(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
     return _table([title, *peaks], *rows, together)
 
 
-def _margins(drawn: MemoryPlan) -> Iterator[str]:
-    margins, peak = drawn.margins, drawn.estimate.peak
-    yield (
-        f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB "
-        f"beside them ({margins.source}): {gib(margins.of(peak))} GiB"
-    )
-
-
 def _moved(drawn: MemoryPlan) -> Iterator[str]:
     for traffic in drawn.estimate.traffic:
         where = "between nodes" if crossing(traffic, drawn.topology) else "inside a node"
@@ -134,14 +126,6 @@ def _time(drawn: MemoryPlan) -> Iterator[str]:
         cost = "" if speed.cost is None else f", at a cost of {speed.cost:,.2f}"
         steps = drawn.estimate.step.length.steps
         yield f"expected: {speed.hours:,.2f} hours for {steps:,} steps{cost}"
-
-
-def _explanations(estimate: Estimate) -> Iterator[str]:
-    peaks = [*estimate.device.values(), *estimate.host.values()]
-    seen = dict.fromkeys([*(item for held in peaks for item in held.items), *estimate.offloaded])
-    width = max(map(len, seen))
-    for item in seen:
-        yield f"  {item:<{width}}  {estimate.formulas.get(item, '')}".rstrip()
 
 
 def gib(size: int) -> str:

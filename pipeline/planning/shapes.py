@@ -18,8 +18,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """A parameter, called as the model's module calls it; tied ones are one. One that is `borrowed`
-    is held in the compute dtype (`ModelSource.borrowed`); elements of one that is `packed` are bytes
-    and no numbers, as those of weights in 4 bits."""
+    is held in the compute dtype (`ModelSource.borrowed`); elements of one that is `packed` are
+    bytes and no numbers, as those of weights in 4 bits."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,8 +44,8 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A language model's weights by unit: the root's, which belong to no block, in module order, and
-    those of one block of each kind; blocks of a kind are alike but for their names.
+    """A language model's weights by unit: the root's, which belong to no block, in module order,
+    and those of one block of each kind; blocks of a kind are alike but for their names.
 
     blocks: the number of each block's kind. late: names of the root's trained weights whose
     gradients come before those of any block. tied: whether the embedding is the head as well.

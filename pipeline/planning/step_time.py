@@ -10,17 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.planning.estimate import Estimate
-from pipeline.planning.hardware import (
-    BETWEEN,
-    COMPUTE,
-    DISK,
-    DOWN,
-    INSIDE,
-    MEASURED,
-    MEMORY,
-    UP,
-    Hardware,
-)
+from pipeline.planning.hardware import BETWEEN, COMPUTE, DISK, DOWN, INSIDE, MEMORY, UP, Hardware
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import Traffic
 
@@ -88,7 +78,7 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
         if amount and rate is None:
             unknown[part] = None
         elif amount and rate is not None:
-            share = 1.0 if rate.origin == MEASURED else shares.get(part, 1.0)
+            share = 1.0 if rate.measured else shares.get(part, 1.0)
             parts[part] = parts.get(part, 0.0) + amount / rate.value
             reached[part] = reached.get(part, 0.0) + amount / rate.value / share * slower
     overlaps = topology.device != "cpu"

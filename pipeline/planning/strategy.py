@@ -50,8 +50,6 @@ class Item(NamedTuple):
     name: str
     where: Place
     bytes: int
-    formula: str = ""
-    """How they come about, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)

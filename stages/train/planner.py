@@ -7,14 +7,7 @@ from typing import Any
 
 from pipeline.engine import Engine
 from pipeline.planning import strategy
-from pipeline.planning.planner import (
-    CHUNK,
-    SMALLER,
-    Extent,
-    Planner,
-    Saving,
-    Topology,
-)
+from pipeline.planning.planner import CHUNK, SMALLER, Extent, Planner, Saving, Topology
 from pipeline.planning.shapes import SampleShape, Step
 from pipeline.stage import Context
 from stages.train.causal_lm import TrainCausalLm
@@ -40,21 +33,27 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             yield Saving(order=SMALLER, what=what, fields={"micro_batch_size": half})
 
     def forecast(self, topology: Topology, samples: SampleShape) -> Step:
-        return step_of(self.stage, topology, samples)
+        """An optimizer step as the common loop cuts it."""
+        stage, ranks = self.stage, topology.ranks
+        most = -(-stage.global_batch_size // ranks)
+        size = min(stage.microbatch_size(ranks), most)
+        return Step(
+            microbatches=-(-most // size),
+            micro_batch=size,
+            of_rank=most,
+            samples=stage.global_batch_size,
+            tokens=stage.global_batch_size * samples.length,
+            length=stage.length(),
+        )
 
     def trace(
-        self,
-        ctx: Context,
-        engine: Engine,
-        topology: Topology,
-        samples: SampleShape,
-        extent: Extent,
+        self, ctx: Context, engine: Engine, topology: Topology, samples: SampleShape, extent: Extent
     ) -> None:
         """Two steps as `train_step` makes them, or one micro-batch."""
         from stages.model.masks_compat import masks_of_values
         from stages.train.loss import SummedLoss
 
-        step = step_of(self.stage, topology, samples)
+        step = self.forecast(topology, samples)
         batch = _batch(extent.samples or step.micro_batch, samples, engine.device)
         loss = SummedLoss(engine.model, self.stage.loss_chunk_size)
         counts = (1, min(step.microbatches, MICROBATCHES))
@@ -72,20 +71,6 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
                 engine.step(lr_scale=1.0, admit=lambda norm: True)
         for phase in (strategy.SAVE, strategy.RESUME):  # which hold what there is between two steps
             extent.phase(phase)
-
-
-def step_of(config: TrainCausalLm, topology: Topology, samples: SampleShape) -> Step:
-    """An optimizer step as the common loop cuts it."""
-    most = -(-config.global_batch_size // topology.ranks)
-    size = min(config.microbatch_size(topology.ranks), most)
-    return Step(
-        microbatches=-(-most // size),
-        micro_batch=size,
-        of_rank=most,
-        samples=config.global_batch_size,
-        tokens=config.global_batch_size * samples.length,
-        length=config.length(),
-    )
 
 
 def _batch(size: int, samples: SampleShape, device: Any) -> Any:

@@ -7,18 +7,11 @@ from dataclasses import replace
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.engine import Engine
+from pipeline.planning import strategy
 from pipeline.planning.planner import Planner, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import (
-    BUFFERS,
-    GATHERED,
-    IN_BACKWARD,
-    Gradients,
-    Item,
-    Moment,
-    Traffic,
-)
+from pipeline.planning.strategy import Gradients, Item, Moment, Traffic
 from pipeline.stage import Context, Preset, Presets
 from stages.wrap.ddp import Ddp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
@@ -57,16 +50,16 @@ class Replicated(TorchMemory):
         self._behind = self._cast[ROOT] - table
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
-        backward = moment.event in IN_BACKWARD
+        backward = moment.event in strategy.IN_BACKWARD
         copies = self._kept.between(0, place + 1)
         if moment.unit == "head":
             copies += self._behind
         elif place != ROOT or not backward:
             copies += self._cast[place] - self._kept[place] * (place != ROOT)
-        yield Item(GATHERED, "device", copies, "copies for backward, cast")
+        yield Item(strategy.GATHERED, "device", copies)
         if backward and moment.last and self._sizes.reduce != self._sizes.master:
             sent = 0 if self._model.tied else self._sizes.reduce * self._head
-            yield Item(BUFFERS, "device", sent, "the head's bucket, as it is sent")
+            yield Item(strategy.BUFFERS, "device", sent)
 
     def _reduced(self, moment: Moment) -> int:
         """In buckets, and beside them: all that have come, without those of the unit in backward.
@@ -76,7 +69,7 @@ class Replicated(TorchMemory):
             return trained + (self._own.largest if self._views else trained)
         if moment.event == "between":
             return trained
-        backward = moment.event in IN_BACKWARD and moment.unit != "head"
+        backward = moment.event in strategy.IN_BACKWARD and moment.unit != "head"
         waits = table.elements * (backward and self._model.tied and table.trained)
         if self._views:
             return trained + waits

@@ -58,11 +58,9 @@ class Sharded(TorchMemory):
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         buffers = self._gathering(moment, place) + self._reducing(moment, place)
-        unreduced = self._unreduced(moment, place)
-        gathered = self._gathered(moment, place)
-        yield Item(strategy.GATHERED, "device", gathered, "the root, blocks in use")
-        yield Item(strategy.BUFFERS, "device", buffers, "what is gathered next and reduced")
-        yield Item(strategy.WHOLE_GRADIENTS, "device", unreduced, "of a unit in backward")
+        yield Item(strategy.GATHERED, "device", self._gathered(moment, place))
+        yield Item(strategy.BUFFERS, "device", buffers)
+        yield Item(strategy.WHOLE_GRADIENTS, "device", self._unreduced(moment, place))
 
     def _gathered(self, moment: Moment, place: int) -> int:
         """Bytes of whole units: the root, and the block that runs, or those up to it."""
@@ -89,7 +87,7 @@ class Sharded(TorchMemory):
     def _reducing(self, moment: Moment, place: int) -> int:
         """Bytes of the gradients that were reduced last. Where those in the master dtype are
         others, shards that replicas have averaged stay as well."""
-        if moment.event not in strategy.IN_BACKWARD or not self._reduces(moment):
+        if moment.event not in strategy.IN_BACKWARD or (self._late and not moment.last):
             return 0
         m, c, r = self._sizes.master, self._sizes.compute, self._sizes.reduce
         others = m != r or self._home == "host" or not moment.first
@@ -115,13 +113,10 @@ class Sharded(TorchMemory):
         head = backward and moment.unit != "head" and not (through and place == ROOT)
         return r * waits + c * (own + self._head * head)
 
-    def _reduces(self, moment: Moment) -> bool:
-        return moment.last or not self._late
-
     def _reduced(self, moment: Moment) -> int:
         if moment.event == "step" or not (moment.first or self._late):
             return self._own.all
-        done = moment.event in strategy.IN_BACKWARD and self._reduces(moment)
+        done = moment.event in strategy.IN_BACKWARD and (moment.last or not self._late)
         return self._own.after(self._place(moment)) if done else 0
 
     def gradients(self, moment: Moment) -> Gradients:

@@ -76,19 +76,14 @@ class TorchMemory(StrategyMemory):
 
     def held(self, moment: Moment) -> Iterator[Item]:
         m, home = self._sizes.master, self._home
-        of = f" / {self._shards} shards" if self._shards > 1 else ""
-        yield Item(strategy.PARAMETERS, home, self._held.all, f"{m} bytes x parameters{of}")
-        yield Item(strategy.GRADIENTS, home, m * self._reduced(moment), f"{m} bytes x trained{of}")
+        yield Item(strategy.PARAMETERS, home, self._held.all)
+        yield Item(strategy.GRADIENTS, home, m * self._reduced(moment))
         if moment.event == "load":
             return
-        state = self._optimizer.state(self._own.all)
-        formula = f"{self._optimizer.bits / 8:.4g} bytes x trained{of}"
-        yield Item(strategy.OPTIMIZER, home, state, formula)
+        yield Item(strategy.OPTIMIZER, home, self._optimizer.state(self._own.all))
         if moment.event == "step":
             taken = self._optimizer.update(self._own.largest, self._own.all)
-            yield Item(
-                strategy.UPDATE_TEMPORARIES, home, taken, "what the optimizer's kernel takes"
-            )
+            yield Item(strategy.UPDATE_TEMPORARIES, home, taken)
         elif moment.event != "between":
             yield from self._running(moment, self._place(moment))
 

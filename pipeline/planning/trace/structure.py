@@ -12,9 +12,6 @@ from torch import nn
 from pipeline.artifacts import ModelSource
 from pipeline.planning.shapes import Weight
 
-Signature = Any
-"""All that tells one block from another but its number."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
@@ -25,8 +22,8 @@ class Structure:
     root: Sequence[Weight]
     """Weights that belong to no block, tied ones once."""
     blocks: Sequence[Sequence[Weight]]
-    signatures: Sequence[Signature]
-    """A signature for each block; blocks of a kind have the same."""
+    signatures: Sequence[Any]
+    """All that tells one block from another but its number, for each."""
     tied: bool
     """Whether weights of the root are one that has two names."""
 
@@ -77,7 +74,7 @@ def _traits(module: nn.Module) -> tuple[Any, ...]:
     return type(module).__name__, tuple(sorted(plain.items())), shapes, replaced
 
 
-def kinds(signatures: Sequence[Signature]) -> list[int]:
+def kinds(signatures: Sequence[Any]) -> list[int]:
     """The number of each block's kind. The first block is a kind of its own: nothing before it
     may need a gradient."""
     known: dict[Any, int] = {}

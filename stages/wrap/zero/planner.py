@@ -1,14 +1,18 @@
-"""The planner of `wrap.zero`."""
+"""The planner of `wrap.zero`, and the share of stage 3."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
 
 from pipeline.artifacts import Precision
 from pipeline.planning.planner import Planner, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape
+from pipeline.planning.strategy import GATHERED, GRADIENTS, PARAMETERS, Copies, Item, Moment, Place
 from pipeline.stage import Preset, Presets
-from stages.wrap.zero.memory import ZeroMemory
-from stages.wrap.zero.sharded import Sharded
+from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
 from stages.wrap.zero.stage import Zero
 
 STATES = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
@@ -22,6 +26,111 @@ PRESETS: dict[str, tuple[int, dict[str, object], str]] = {
     "zero3-offload-all": (Tier.MORE_OFFLOADED, BOTH, "shards, state and parameters in host memory"),
     "zero3-nvme": (Tier.OFFLOADED_TO_DISK, DISK, "state on a disk (path), parameters on the host"),
 }
+
+
+class Sharded(ZeroMemory):
+    """Every rank has a part of each parameter, and gathers whole ones to compute (zero/stage3.py,
+    zero/partitioned_param_coordinator.py). Prefetching is a rate and no window: each module asks
+    for another `prefetch_bucket_size` elements, so gathering runs ahead until `max_live_parameters`
+    are whole, and what still is in backward is not gathered again."""
+
+    def _setting(self, name: str, default: int) -> int:
+        """A field of the stage, or DeepSpeed's default (zero/config.py)."""
+        given = getattr(self.stage, name)
+        return default if given is None else given
+
+    def beside(self) -> Iterator[Item]:
+        c, m, stage, offload = self.c, self.m, self.stage, self.stage.offload_optimizer
+        near: Place = "host" if stage.offload_param else "device"
+        yield Item(PARAMETERS, near, self.share(self.every) - self._on_disk)
+        yield Item(PARAMETERS, "disk", self._on_disk)
+        yield Item(GRADIENTS, self.masters[1], SUMMED * self.part)
+        buffers = 0
+        if stage.offload_param and stage.offload_param.device == "nvme":
+            buffers += c * stage.offload_param.buffer_count * stage.offload_param.buffer_size
+        if offload:
+            yield Item("gradients of masters", self.states_at, m * self.part)
+            buffers += m * offload.buffer_count * self._group * (offload.device == "nvme")
+        yield Item("swap buffers", "host", buffers)
+        size = self.r * self.bucket * self.contiguous
+        yield Item("reduce bucket", "device", size)
+
+    @property
+    def _on_disk(self) -> int:
+        """Bytes of a rank's parts on the disk (swap_tensor/partitioned_param_swapper.py)."""
+        params = self.stage.offload_param
+        if params is None or params.device != "nvme":
+            return 0
+        return self.share(self.every) - self.c * min(self.part, params.max_in_cpu)
+
+    @property
+    def _group(self) -> int:
+        """Elements updated at a time."""
+        return min(self.part, self._setting("sub_group_size", 1_000_000_000))
+
+    def loading(self) -> int:
+        """Each parameter is whole once more, to hook onto its gradient; then small ones are."""
+        return max(self._small, *(unit.widest for unit in self.units.values()))
+
+    @functools.cached_property
+    def _small(self) -> int:
+        """Bytes of parameters that stay whole between steps too."""
+        limit, counted = self._setting("param_persistence_threshold", 100_000), self.model.counted()
+        return sum(one.bytes(self.c) * count for one, count in counted if one.elements <= limit)
+
+    @functools.cached_property
+    def _ahead(self) -> int:
+        """Bytes that each module prefetches."""
+        return self.c * self._setting("prefetch_bucket_size", 50_000_000)
+
+    @functools.cached_property
+    def _stays(self) -> int:
+        """Bytes that stay whole from forward to backward."""
+        limit = self.c * self._setting("max_live_parameters", 1_000_000_000)
+        return min(self.every, limit) if self._ahead else 0
+
+    def passing(self, moment: Moment) -> Iterator[Item]:
+        """Whole parameters, and the buffer from which a fetch is copied: it has
+        `prefetch_bucket_size` and a parameter more."""
+        unit, forward = self.units[moment.unit], moment.event in ("gather", "forward")
+        left = self.every if forward else unit.left
+        whole = max(min(left, self._stays), unit.widest, self._small)
+        if isinstance(moment.unit, int) and self._ahead and (forward or self._stays < self.every):
+            whole += min(self._ahead + unit.widest, max(left - self._small, 0))
+        # One rank's parts are whole, unless they are elsewhere.
+        if moment.event != "step" and (self.ranks > 1 or self.stage.offload_param):
+            size = self._small if moment.event == "between" else whole
+            yield Item(GATHERED, "device", size)
+
+    def flattened(self, unit: Amounts) -> int:
+        return self.r
+
+    def kept(self, moment: Moment) -> int:
+        return 0 if self.contiguous else min(self.units[moment.unit].before, self.bucket)
+
+    def step(self) -> int:
+        """Norms in fp64, also of gradients that come from the host, then a sub-group after another;
+        small parameters are whole again at the end."""
+        size = max(self._small, (SUMMED + 8) * self.share(self.largest))
+        if self.offloaded:
+            return size
+        # While infinities are looked for, a gradient's magnitude and the answer are there.
+        found = (SUMMED + 1) * self.part * (self.compute == "fp16")
+        updated = SUMMED * self._group + self.optimizer.update(self._group, self._group)
+        return max(size, found, updated)
+
+    def gathered(self, microbatches: int) -> int:
+        """In forward and backward; small ones after the update alone."""
+        large = self.every - self._small
+        return (2 * large - min(large, self._stays)) * microbatches + self._small
+
+    def copies(self, microbatches: int) -> Copies:
+        """Parameters on the disk are read as they are gathered, and written once, states once."""
+        moved = self.share(self.gathered(microbatches)) + self.c * self.part
+        disk = moved * self._on_disk / self.share(self.every)
+        if self.states_at == "disk":
+            disk += 2 * self.part * (2 * self.m + self.moments)
+        return replace(super().copies(microbatches), disk=round(disk))
 
 
 class ZeroPlanner(Planner[Zero]):

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import pipeline.commands.plan
 from pipeline.cli import main
 from pipeline.commands.machines import link
 from pipeline.doctor.report import Machine
 from pipeline.errors import UsageError
-from pipeline.planning.hardware import MEASURED, Asked, Rate, hardware_of, site_of
+from pipeline.planning.hardware import Asked, Rate, hardware_of, site_of
 from pipeline.planning.planner import Topology
 
 GIB = 1 << 30
@@ -56,7 +55,7 @@ def test_a_measured_machine_goes_before_data_sheets() -> None:
     asked = Asked(gpu="H100", machine=machine(), host_memory=50, disk=3)
     found = hardware_of(asked, NODE, compute="bf16")
     assert (found.device_memory, found.host_memory) == (78 * GIB, 50 * GIB)
-    measured = {part: rate.value for part, rate in found.rates.items() if rate.origin == MEASURED}
+    measured = {part: rate.value for part, rate in found.rates.items() if rate.measured}
     assert measured == {"compute": 7e14, "network inside nodes": 3.5e11, "PCIe to the GPU": 5e10}
     # It says nothing of the GPU's own memory, and the disk is as asked.
     assert (found.rates["memory"].value, found.rates["NVMe"].value) == (3350e9, 3e9)
@@ -107,7 +106,7 @@ def test_links_are_names_numbers_of_them_or_gb_a_second() -> None:
 def test_a_plan_begins_with_its_verdict_and_ends_with_what_is_expected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pipeline.commands.plan, "_remedies", lambda *_: [])
+    monkeypatch.setattr("pipeline.planning.strategies.remedies", lambda *_: [])
     steps = ("train.epochs=null", "train.steps=200", "train.global_batch_size=16")
     two = ("--nodes", "2", "--gpu", "H100", "--price", "2", "--interconnect", "8x400g")
     plan = ("plan", RECIPE, "train.micro_batch_size=1", *steps, *two)

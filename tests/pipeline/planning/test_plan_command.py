@@ -60,9 +60,6 @@ def test_every_recipe_can_be_planned(recipe: str) -> None:
     assert list(record["device"]) == phases
     assert list(record["host"]) == [*phases, "export"]
     assert record["caveats"] == []
-    told = pipe("plan", RECIPES / recipe, "--explain").output.split("how these come about")[1]
-    for item in {item for peak in record["device"].values() for item in peak["items"]}:
-        assert re.search(rf"^  {re.escape(item)}  +\S", told, re.MULTILINE), item
 
 
 def test_states_of_llama_8b_by_hand() -> None:
@@ -75,7 +72,8 @@ def test_states_of_llama_8b_by_hand() -> None:
     assert held["optimizer step"]["items"]["gradients"] == share
     assert held["load"]["bytes"] == share
     # two that are kept, and one more while it is written
-    assert (file["what"], file["bytes"]) == ("3 checkpoints", 3 * 12 * PARAMETERS)
+    assert file["what"].startswith("3 checkpoints, ")
+    assert file["bytes"] == 3 * 12 * PARAMETERS
 
 
 def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
