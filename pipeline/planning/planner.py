@@ -124,7 +124,6 @@ class Planners:
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries = {entry.name: entry for entry in entries}
-        self._loaded: dict[str, type[Planner[Any]]] = {}
 
     @classmethod
     def installed(cls) -> Planners:
@@ -137,12 +136,10 @@ class Planners:
         entry = self._entries.get(use)
         if entry is None:
             return None
-        if use not in self._loaded:
-            kind = load_entry(entry, GROUP, "the planner of stage")
-            if not (isinstance(kind, type) and issubclass(kind, Planner)):
-                raise PluginError(f"the planner of stage `{use}` of {entry} is no Planner")
-            self._loaded[use] = kind
-        return self._loaded[use]
+        kind: type[Planner[Any]] = load_entry(entry, GROUP, "the planner of stage")
+        if not (isinstance(kind, type) and issubclass(kind, Planner)):
+            raise PluginError(f"the planner of stage `{use}` of {entry} is no Planner")
+        return kind
 
     def of(self, plan: Plan) -> dict[str, Any]:
         """Slot -> the planner of its stage, for slots whose stages have one."""
