@@ -222,7 +222,7 @@ def predicted(job: Job, world: int) -> dict[str, int]:
     for turn in range(job.micro_batches):
         again = f" {turn + 1}" if turn else ""
         peaks = step_peaks(profiled, strategy, samples=1, microbatches=turn + 1)
-        held = {phase: one.bytes for phase, one in peaks.tops["both"].items()}
+        held = {phase: one.bytes for phase, one in peaks["both"].items()}
         found |= {f"forward{again}": held[FORWARD], f"backward{again}": held[BACKWARD]}
         found |= {"load": held[LOAD], "step": held[UPDATE], "between": held[SAVE]}
     return found

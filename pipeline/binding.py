@@ -14,6 +14,11 @@ T = TypeVar("T")
 class Results(dict[str, Any]):
     """Results by slot, in the order of slots, which are found again by their type."""
 
+    @classmethod
+    def of(cls, *given: object) -> Results:
+        """Results of no slot, under keys that no slot can have."""
+        return cls({f"<{type(one).__name__}>": one for one in given})
+
     def latest(self, kind: type[T]) -> T | None:
         """The result of the latest slot that gave something of this kind."""
         return next(reversed([*self.each(kind)]), None)
@@ -21,7 +26,7 @@ class Results(dict[str, Any]):
     def each(self, kind: type[T]) -> Iterator[T]:
         """Everything of this kind, in the order of slots; a tuple stands for all that is in it."""
         for given in self.values():
-            every = given if isinstance(given, tuple) else (given,)
+            every = given if type(given) is tuple else (given,)
             yield from (one for one in every if isinstance(one, kind))
 
     def require(self, kind: type[T], why: str) -> T:
@@ -33,16 +38,15 @@ class Results(dict[str, Any]):
 
     def missing(self, owner: object, method: str) -> list[str]:
         """Names of the types that a method cannot do without, and that nothing has given."""
-        required = (need.type for need in needs_of(owner, method) if not need.optional)
+        required = (need.type for need in _needs(owner, method) if not need.optional)
         return [kind.__name__ for kind in required if self.latest(kind) is None]
 
     def call(self, owner: object, method: str, first: object) -> Any:
         """Call a method with `first`, and what it asks for by its annotations."""
-        found = {need.parameter: self.latest(need.type) for need in needs_of(owner, method)}
+        found = {need.parameter: self.latest(need.type) for need in _needs(owner, method)}
         return getattr(owner, method)(first, **found)
 
 
-def needs_of(owner: object, method: str) -> tuple[Need, ...]:
-    """Parameters that a method of an object needs. Raises PluginError for one without a class."""
+def _needs(owner: object, method: str) -> tuple[Need, ...]:
     kind: type = type(owner)
     return needs(kind, method)

@@ -1,5 +1,5 @@
-"""What is done between the last preparation and the first training step: look whether there is
-room for what comes afterwards, and rehearse it if the recipe asks for that."""
+"""Between the last preparation and the first training step: look whether there is room for what
+comes afterwards, and rehearse it if the recipe asks for that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[
 def _rooms(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> Iterator[Room]:
     for step in plan.steps:
         if step.slot in slots and hasattr(step.stage, "foresee"):
-            known, own = Results(artifacts), dataclasses.replace(ctx, slot=step.slot)
+            known, own = _in_order(plan, artifacts), dataclasses.replace(ctx, slot=step.slot)
             if not known.missing(step.stage, "foresee"):
                 yield from known.call(step.stage, "foresee", own)
 
@@ -56,7 +56,7 @@ def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
         stage_ctx = dataclasses.replace(
             ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
         )
-        _play(plan, stage_ctx, Results(artifacts), stack)
+        _play(plan, stage_ctx, dict(artifacts), stack)
     # After a failure everything stays, to be looked at, until the next rehearsal.
     ctx.dist.barrier()
     for remove in reversed(removals):
@@ -65,7 +65,7 @@ def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     ctx.log.info("rehearsal: passed in %.1f s; all of it is removed", time.monotonic() - began)
 
 
-def _play(plan: Plan, ctx: Context, artifacts: Results, stack: contextlib.ExitStack) -> None:
+def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack) -> None:
     checkpoints: Checkpoints | None = None
     for step in plan.steps:
         if step.gives is not None and issubclass(step.gives, TrainedRun):
@@ -74,15 +74,19 @@ def _play(plan: Plan, ctx: Context, artifacts: Results, stack: contextlib.ExitSt
             checkpoints.save(Progress())
             artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
             continue
-        if not hasattr(step.stage, "rehearse"):
-            continue
-        if artifacts.missing(step.stage, "rehearse"):
+        known = _in_order(plan, artifacts)
+        if not hasattr(step.stage, "rehearse") or known.missing(step.stage, "rehearse"):
             continue
         ctx.log.info("rehearsal: %s: %s", step.slot, step.use)
-        made = artifacts.call(step.stage, "rehearse", dataclasses.replace(ctx, slot=step.slot))
+        made = known.call(step.stage, "rehearse", dataclasses.replace(ctx, slot=step.slot))
         artifacts[step.slot] = made
         checkpoints = made if isinstance(made, Checkpoints) else checkpoints
         stack.callback(getattr(made, "close", lambda: None))
+
+
+def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
+    """Artifacts in the order of slots: those that were restored may have come first."""
+    return Results({one.slot: artifacts[one.slot] for one in plan.steps if one.slot in artifacts})
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ class Strategy:
 
     @property
     def slot(self) -> dict[str, Any]:
-        """What a recipe says to have it."""
+        """The slot of a recipe that has it."""
         return {"use": self.use, **self.fields}
 
     def __str__(self) -> str:
@@ -42,21 +42,24 @@ class Strategy:
 
 
 def presets(use: str) -> Mapping[str, Preset]:
-    """Strategies that a stage's planner offers by name. Raises PluginError for what is none."""
+    """Strategies that a stage's planner offers by name. Raises PluginError, naming the planner, if
+    they cannot be had, or one of them is no Preset."""
     kind = Planners.installed().find(use) or Planner
     try:
         found = dict(kind.presets())
-        if not all(isinstance(preset, Preset) for preset in found.values()):
-            raise TypeError("not all of them are a Preset")
+        wrong = [name for name, preset in found.items() if not isinstance(preset, Preset)]
+        fault = f"`{wrong[0]}` is no Preset" if wrong else ""
     except Exception as error:
-        raise PluginError(f"presets of stage `{use}`: {type(error).__name__}: {error}") from error
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        raise PluginError(f"{kind.__module__}.{kind.__qualname__}.presets: {fault}")
     return found
 
 
 def strategies(registry: Registry) -> dict[str, Strategy]:
-    """Those of all installed stages that give an Engine, by name. Stages that cannot be loaded are
-    passed over. Raises PluginError for one whose presets are not what they should be, or when two
-    offer the same name."""
+    """Strategies of all installed stages that give an Engine, by name. Stages that cannot be loaded
+    are passed over. Raises PluginError for one whose presets are not what they should be, or when
+    two offer the same name."""
     found: dict[str, Strategy] = {}
     for strategy, entry in _offered(registry):
         other = found.setdefault(strategy.name, strategy)
@@ -69,7 +72,7 @@ def strategies(registry: Registry) -> dict[str, Strategy]:
 
 
 def chosen(names: list[str], registry: Registry) -> list[Strategy]:
-    """Those of these names. Raises UsageError with the closest name and the list."""
+    """The strategies of these names. Raises UsageError with the closest name and the list."""
     known = strategies(registry)
     for name in names:
         if name not in known:
@@ -101,6 +104,6 @@ def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
 
 
 def in_order(registry: Registry) -> list[Strategy]:
-    """Those that `pipe advise` tries, in its order."""
+    """The strategies that `pipe advise` tries, in its order."""
     found = [strategy for strategy in strategies(registry).values() if strategy.order]
     return sorted(found, key=lambda one: (one.order, one.name))

@@ -8,14 +8,13 @@ from typing import Any
 
 from pipeline.artifacts import ModelSource, Precision
 from pipeline.engine import Engine
-from pipeline.planning.estimate import Need
+from pipeline.planning.estimate import Extra
 from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology
 from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape, Step
-from pipeline.planning.strategy import EXPORT, StrategyMemory
+from pipeline.planning.strategy import EXPORT, LOADED, StrategyMemory
 from pipeline.stage import Context
 from pipeline.state.count import count
 from pipeline.state.staging import PASSAGE
-from pipeline.throughput import human
 from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage
 from stages.checkpoint.settings import CheckpointSettings
@@ -86,7 +85,7 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         optimizer: OptimizerShape,
         strategy: StrategyMemory,
         step: Step,
-    ) -> tuple[Need, ...]:
+    ) -> tuple[Extra, ...]:
         master = BYTES[precision.master]
         narrow = optimizer.bits < 16 * optimizer.moments  # whose values are saved in fp32
         bits = 32 * optimizer.moments if narrow else optimizer.bits
@@ -99,8 +98,8 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         each = share + min(passing, PASSAGE)
         kept = count(self.stage.retention, self.stage.every, step.length)
         return (
-            Need("copy for checkpoints", each * topology.on_node, phase=""),
-            Need(f"{kept}, {human(size)} each", kept.number * size),
+            Extra("copy for checkpoints", each * topology.on_node, LOADED),
+            Extra(str(kept), kept.number * size),
         )
 
 
@@ -108,7 +107,7 @@ class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
     """Planner of the stages that export: disk for the files; host memory of rank 0's node for the
     proof, which holds one block at a time, in fp32 where an adapter is exported alone."""
 
-    def forecast(self, topology: Topology, model: ModelShape) -> tuple[Need, ...]:
+    def forecast(self, topology: Topology, model: ModelShape) -> tuple[Extra, ...]:
         each = wide = BYTES.get(self.stage.dtype, BYTES["fp32"])
         elements, adapter = model.exported, 0
         if isinstance(self.stage, ExportAdapter):
@@ -116,4 +115,4 @@ class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
             adapter = each * elements
         # What is in no block, one block, and an adapter.
         proof = wide * model.proven + adapter + BUFFERS
-        return Need("export", each * elements), Need("proof of the export", proof, phase=EXPORT)
+        return Extra("export", each * elements), Extra("proof of the export", proof, (EXPORT,))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from memories.cases import Case
 
-from pipeline.planning.estimate import Step, ask, step_peaks
+from pipeline.planning.estimate import ask, step_peaks
 from pipeline.planning.planner import Job
+from pipeline.planning.shapes import Step
 from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import run
@@ -53,8 +54,8 @@ def profile_and_trace(case: Case) -> Pair:
         strategy = told.require(StrategyMemory, "nothing wraps the model")
         step = told.require(Step, "nothing is trained")
         traced = run(here)
-    found_at = step_peaks(found, strategy, samples=step.micro_batch, microbatches=step.microbatches)
-    peaks = found_at.tops["both" if device == "cpu" else "device"]
+    peaks_at = step_peaks(found, strategy, samples=step.micro_batch, microbatches=step.microbatches)
+    peaks = peaks_at["both" if device == "cpu" else "device"]
     return Pair(case=case, told=step_peak(peaks), reference=step_peak(traced.peaks))
 
 

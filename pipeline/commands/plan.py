@@ -47,7 +47,7 @@ def plan(
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
     from pipeline.commands.stopping import stoppable
-    from pipeline.planning import strategies
+    from pipeline.planning import choice
     from pipeline.planning.memory_plan import draw_up
     from pipeline.planning.report import lines
     from pipeline.planning.search import Base
@@ -70,14 +70,14 @@ def plan(
         click.echo("\n".join(lines(drawn)))
     found: list[Way] | None = None
     try:
-        found = [*strategies.remedies(drawn, base, in_order(known))] if drawn.short else []
+        found = [*choice.remedies(drawn, base, in_order(known))] if drawn.short else []
     except PipeError as error:
         click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
     if as_json:
-        remedies = None if found is None else [*map(strategies.record, found)]
+        remedies = None if found is None else [*map(choice.record, found)]
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
     elif drawn.short and found is not None:
         said = "it would fit with" if found else "nothing here makes it fit"
-        click.echo("\n".join([said, *(f"  {strategies.line(way)}" for way in found)]))
+        click.echo("\n".join([said, *(f"  {choice.line(way)}" for way in found)]))
     if drawn.short:
         sys.exit(NoFit.exit_code)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError, UsageError
+from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.planning.hardware import Asked, Margins, narrow_dtype, site_of
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.report import memory
 from pipeline.planning.search import Base, Changes, Way, overrides
-from pipeline.planning.strategies import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.presets import Strategy, in_order
 from pipeline.registry import Registry
 
@@ -93,7 +93,7 @@ def advise(
             low_rank.write_text(drafted(replace(trial, lora=True), asked, wrap), "utf-8")
             rest += _low_rank(replace(base, recipe=low_rank), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-        reasons = _reasons(chosen)
+        reasons = _reasons(chosen) if fits else {}
     return _told(task, asked, chosen, reasons, rest) if fits else (None, rest)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe needs at a place: a profile and a strategy's share together at every moment of a
+"""Needs of a recipe at a place: a profile and a strategy's share together at every moment of a
 step, and what other slots' planners tell beside it."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROCESS = round(0.6 * GIB)
 
 KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
 AVERAGE = "average of weights"
-OFFLOADED, ARRIVED = "offloaded activations", "gradients before they are reduced"
+OFFLOADED = "offloaded activations"
 PASSES = ((True, True),), ((True, False), (False, True))
 """Micro-batches that tell of a step of one, and of one of several: whether no gradients are there,
 whether it is the last. What is between the first and the last needs no more than these."""
@@ -41,13 +41,12 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Need:
-    """Bytes that a stage needs beside the step: files, or, with a phase, memory of one host, in all
-    phases from when the model is loaded where it is empty."""
+class Extra:
+    """Bytes that a stage needs beside the step: memory of one host in some phases, or files."""
 
     what: str
     bytes: int
-    phase: str | None = None
+    phases: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Estimate:
     device: Mapping[str, Held]
     host: Mapping[str, Held]
     offloaded: Mapping[str, int]
-    storage: Sequence[Need]
+    storage: Sequence[Extra]
     traffic: Sequence[strategy.Traffic]
     copies: strategy.Copies
     step: Step
@@ -80,7 +79,7 @@ class Estimate:
 def ask(job: Job, profile: Profile) -> Results:
     """The model, what every slot's planner tells, and which slots tell nothing. Raises what
     planners raise."""
-    known = Results({**job.told, "profile": profile, "model": profile.model})
+    known = Results.of(profile, profile.model, job.step)
     return forecasts(job.plan, job.topology, job.planners, known)
 
 
@@ -90,24 +89,24 @@ def assemble(
     """Put together what planners have told; `traced` stands for the device's memory. Raises
     UsageError where nobody tells of a strategy or of a step."""
     model = told.require(ModelShape, "the model has no shape")
-    caveats, needs = (*model.caveats, *told.each(str)), [*told.each(Need)]
+    caveats, extras = (*model.caveats, *told.each(str)), [*told.each(Extra)]
     why = "; ".join(["this recipe cannot be planned: {}", *caveats])
     profile: Profile = told.require(Profile, "the model has no profile")
     step = told.require(Step, why.format("no slot tells how it trains"))
     share: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
-    device = traced or peaks.tops["device"]
+    device = traced or peaks["device"]
     on_cpu = topology.device == "cpu"
-    host = device if traced and on_cpu else peaks.tops["both" if on_cpu else "host"]
-    disk = {item: size for one in peaks.tops["disk"].values() for item, size in one.items.items()}
+    host = device if traced and on_cpu else peaks["both" if on_cpu else "host"]
+    disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
     line = profile.total("offloaded", "forward")
     waiting = round(line.fixed * step.microbatches + line.each * step.of_rank)
     copies = share.copies(step.microbatches)
     return Estimate(
         device=device,
-        host=_host(topology, host, needs),
+        host=_host(topology, host, extras),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
-        storage=[need for need in needs if need.phase is None],
+        storage=[extra for extra in extras if not extra.phases],
         traffic=[*share.traffic(step.microbatches)],
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
@@ -126,52 +125,47 @@ def _work(profile: Profile, share: StrategyMemory, step: Step) -> Work:
     return Work(moved=moved, **{name: total(name) for name in names})
 
 
-def _host(topology: Topology, held: Mapping[str, Held], needs: Sequence[Need]) -> dict[str, Held]:
+def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra]) -> dict[str, Held]:
     ranks = topology.on_node
     base = {PROCESSES: PROCESS * ranks}
     phases = {
         phase: Counter(base | {item: size * ranks for item, size in one.items.items()})
         for phase, one in held.items()
     }
-    later = [phase for phase in held if phase != strategy.LOAD]
-    for need in needs:
-        for phase in later if need.phase == "" else filter(None, [need.phase]):
-            phases.setdefault(phase, Counter(base))[need.what] += need.bytes
+    for extra in extras:
+        for phase in extra.phases:
+            phases.setdefault(phase, Counter(base))[extra.what] += extra.bytes
     return {phase: Held.of(items) for phase, items in phases.items()}
-
-
-class Peaks:
-    """The fullest moment of each phase, of each place and of device and host together."""
-
-    def __init__(self) -> None:
-        self.tops: dict[str, dict[str, Held]] = {}
-        """Place, or `both` -> phase -> what is held at most."""
-
-    def note(self, phase: str, items: Iterable[Item]) -> None:
-        """Note what is held at a moment."""
-        held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "disk": Counter()}
-        for item in items:
-            held[item.where][item.name] += item.bytes
-        held["both"] = Counter(held["device"])
-        held["both"].update(held["host"])
-        for place, sizes in held.items():
-            tops = self.tops.setdefault(place, {})
-            if phase not in tops or sizes.total() > tops[phase].bytes:
-                tops[phase] = Held.of(sizes)
 
 
 def step_peaks(
     profile: Profile, share: StrategyMemory, *, samples: int, microbatches: int
-) -> Peaks:
-    """Peaks of loading, a step, saving and resuming, with micro-batches of so many samples."""
-    peaks = Peaks()
-    peaks.note(strategy.LOAD, _held(share, Moment("load")))
-    for first, last in PASSES[min(microbatches, 2) - 1]:
-        _note_pass(profile, share, samples, peaks, first=first, last=last)
-    peaks.note(strategy.UPDATE, _held(share, Moment("step")))
+) -> dict[str, dict[str, Held]]:
+    """Place, or `both` for device and host together -> phase -> the most that is held, of loading,
+    a step with micro-batches of so many samples, saving and resuming."""
+    tops: dict[str, dict[str, Held]] = {"device": {}, "host": {}, "disk": {}, "both": {}}
+    for phase, items in _noted(profile, share, samples, min(microbatches, 2)):
+        held = {place: Counter[str]() for place in tops}
+        for item in items:
+            held[item.where][item.name] += item.bytes
+        held["both"].update(held["device"])
+        held["both"].update(held["host"])
+        for place, sizes in held.items():
+            if phase not in tops[place] or sizes.total() > tops[place][phase].bytes:
+                tops[place][phase] = Held.of(sizes)
+    return tops
+
+
+def _noted(
+    profile: Profile, share: StrategyMemory, samples: int, microbatches: int
+) -> Iterator[tuple[str, Iterable[Item]]]:
+    """Phases and what is held at each of their moments."""
+    yield strategy.LOAD, _held(share, Moment("load"))
+    for first, last in PASSES[microbatches - 1]:
+        yield from _pass(profile, share, samples, first=first, last=last)
+    yield strategy.UPDATE, _held(share, Moment("step"))
     for phase in (strategy.UPDATE, strategy.SAVE, strategy.RESUME):
-        peaks.note(phase, _held(share, Moment("between")))
-    return peaks
+        yield phase, _held(share, Moment("between"))
 
 
 def _held(share: StrategyMemory, moment: Moment) -> Iterator[Item]:
@@ -196,10 +190,10 @@ def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Mom
                 yield strategy.BACKWARD, Moment(event, unit, first, last)
 
 
-def _note_pass(
-    profile: Profile, share: StrategyMemory, samples: int, peaks: Peaks, *, first: bool, last: bool
-) -> None:
-    """Note every moment of a micro-batch of so many samples."""
+def _pass(
+    profile: Profile, share: StrategyMemory, samples: int, *, first: bool, last: bool
+) -> Iterator[tuple[str, Iterable[Item]]]:
+    """Phases and what is held at every moment of a micro-batch of so many samples."""
     kept = logits = host = 0
     for phase, moment in _moments(len(profile.model.blocks), first=first, last=last):
         part, at_head = profile.part(moment.event, moment.unit), moment.unit == "head"
@@ -213,7 +207,7 @@ def _note_pass(
         ]
         left = share.gradients(moment) if moment.event == "backward" else Gradients(0, 0)
         for peak in part.peaks or (Peak(ZERO),):
-            peaks.note(phase, [*items, *_inside(peak, left, samples, at_head=at_head)])
+            yield phase, [*items, *_inside(peak, left, samples, at_head=at_head)]
         host += part.offloaded.at(samples)
         logits += part.kept.at(samples) * at_head
         kept += part.kept.at(samples) * (not at_head)
@@ -227,4 +221,4 @@ def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iter
     # What is given back meanwhile is part of what was kept.
     yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
     unreduced = left.kept * peak.arrived + left.passing * peak.newest
-    yield Item(ARRIVED, "device", unreduced)
+    yield Item(strategy.WHOLE_GRADIENTS, "device", unreduced)

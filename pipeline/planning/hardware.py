@@ -36,7 +36,7 @@ LOST_BETWEEN = 0.08
 than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023): tensors of 42 GiB."""
 RUNS = Path("runs")
 """Where runs are, unless they were told to be elsewhere."""
-TELLING = 0.25
+FULL_ENOUGH = 0.25
 """Share of a GPU's memory from which on what its allocator lost says something of a full one."""
 
 
@@ -228,7 +228,7 @@ def margins_for(
 
 
 def _tells(record: MemoryRecord, kind: str) -> bool:
-    full = record.allocated_bytes >= TELLING * record.device_bytes
+    full = record.allocated_bytes >= FULL_ENOUGH * record.device_bytes
     return full and _same(record.device, kind)
 
 

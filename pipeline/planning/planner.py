@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pipeline.artifacts import TrainedRun
 from pipeline.binding import Results
-from pipeline.errors import PluginError
-from pipeline.planning.shapes import SampleShape
+from pipeline.errors import PluginError, UsageError
+from pipeline.planning.shapes import SampleShape, Step
 from pipeline.registry import Entry, installed_entries, load_entry
 
 if TYPE_CHECKING:
@@ -149,29 +150,34 @@ class Planners:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked recipe, where it is to run, its planners by slot, and what they tell without a
-    profile of the model."""
+    """A checked recipe, where it is to run, its slots' planners, and what these tell without a
+    profile of the model: its samples, and how a step is cut."""
 
     plan: Plan
     topology: Topology
     planners: Mapping[str, Any]
-    told: Results
     samples: SampleShape
+    step: Step | None
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
-        """The job of a recipe. Raises UsageError where no slot tells the length of its samples."""
+        """The job of a recipe. Raises UsageError where no slot tells the length of its samples, and
+        where one trains without a planner."""
         planners = Planners.installed().of(plan)
+        for one in plan.steps:
+            if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
+                who = f"slot `{one.slot}` ({one.use})"
+                raise UsageError(f"this recipe cannot be planned: {who} has no forecast")
         told = forecasts(plan, topology, planners, Results())
         why = "nothing can be planned: no slot of the recipe tells the length of its samples"
-        samples = told.require(SampleShape, why)
-        return cls(plan=plan, topology=topology, planners=planners, told=told, samples=samples)
+        samples, step = told.require(SampleShape, why), told.latest(Step)
+        return cls(plan=plan, topology=topology, planners=planners, samples=samples, step=step)
 
 
 def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
 ) -> Results:
-    """What is known, every planner's answer by slot, and sentences, why the other slots tell
+    """Planners' answers by slot, behind what is known, and sentences, why the other slots tell
     nothing. Raises what planners raise."""
     told, mute = Results(known), []
     for step in plan.steps:
@@ -184,5 +190,5 @@ def forecasts(
                 mute.append(f"{named} needs what no slot before it tells: {missing}")
             else:
                 told[step.slot] = told.call(planner, FORECAST, topology)
-    told["mute"] = tuple(mute)
+    told |= Results.of(tuple(mute))
     return told

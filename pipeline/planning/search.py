@@ -21,7 +21,7 @@ from pipeline.planning.planner import RECOMPUTE, Planners
 from pipeline.presets import Strategy
 from pipeline.registry import Registry
 
-TELLING = 1.1
+LONGER = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within
 what estimates were off on real steps."""
 
@@ -62,7 +62,8 @@ class Base:
         return self._drawn[key]
 
 
-OWN = Strategy(name="", use="", fields={}, what="that of the recipe")
+OWN = Strategy(name="", use="", fields={})
+"""The recipe's own."""
 
 
 class Saved(NamedTuple):
@@ -141,7 +142,7 @@ def best(found: Sequence[Way]) -> Way | None:
     able = [way for way in found if way.fits]
     able = [way for way in able if way.narrow == min(one.narrow for one in able)]
     if able and not any(way.drawn.time.unknown for way in able):
-        longest = TELLING * min(way.drawn.time.expected for way in able)
+        longest = LONGER * min(way.drawn.time.expected for way in able)
         able = [way for way in able if way.drawn.time.expected <= longest]
     return min(able, key=lambda way: len(way.saved), default=None)
 

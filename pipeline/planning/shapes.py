@@ -81,10 +81,6 @@ class ModelShape:
         """Elements of the weights that a checkpoint holds: those that are not borrowed."""
         return sum(one.elements * count for one, count in self.counted() if not one.borrowed)
 
-    def held(self, sizes: Sizes) -> int:
-        """Bytes of all weights as a strategy holds them, borrowed ones in the compute dtype."""
-        return sum(one.bytes(sizes.of(one)) * count for one, count in self.counted())
-
     @functools.cached_property
     def embedding(self) -> Weight:
         """The first of the root's matrices with a row for each token of the vocabulary."""

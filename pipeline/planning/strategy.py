@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 LOAD, FORWARD, BACKWARD = "load", "forward and loss", "backward"
 UPDATE, SAVE, RESUME = "optimizer step", "checkpoint", "resume"
 EXPORT = "export"
+LOADED = (FORWARD, BACKWARD, UPDATE, SAVE, RESUME)
+"""Phases from when the model is loaded to the end of the training."""
 
 Place = Literal["device", "host", "disk"]
 """Memory of the accelerator, of its machine, or files of offloaded state."""

@@ -9,7 +9,6 @@ from typing import Any
 from pipeline.artifacts import ModelSource
 from pipeline.errors import StageError
 from pipeline.planning.planner import RECOMPUTE, Extent, Planner, Saving, Topology
-from pipeline.planning.shapes import ModelShape
 from pipeline.stage import Context
 from stages.model.hf import HfModel
 from stages.model.paths import is_local
@@ -33,9 +32,9 @@ class HfPlanner(Planner[HfModel]):
             "recomputed": self.stage.activation_checkpointing,
         }
 
-    def forecast(self, topology: Topology, model: ModelShape) -> ModelShape:
-        caveats = [what for name, what in LEFT_OUT.items() if getattr(self.stage, name) is not None]
-        return dataclasses.replace(model, caveats=(*model.caveats, *caveats))
+    def forecast(self, topology: Topology) -> tuple[str, ...]:
+        given = (name for name in LEFT_OUT if getattr(self.stage, name) is not None)
+        return tuple(LEFT_OUT[name] for name in given)
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.activation_checkpointing is None:

@@ -28,9 +28,8 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             yield Saving(order=CHUNK, what=what, fields={"loss_chunk_size": 1024})
         size = self.stage.microbatch_size(ranks)
         if size > 1:
-            half = size // 2
-            what = f"micro-batches of {half} instead of {size}, more of them"
-            yield Saving(order=SMALLER, what=what, fields={"micro_batch_size": half})
+            fields, what = {"micro_batch_size": size // 2}, "smaller micro-batches, more of them"
+            yield Saving(order=SMALLER, what=what, fields=fields)
 
     def forecast(self, topology: Topology, samples: SampleShape) -> Step:
         """An optimizer step as the common loop cuts it."""

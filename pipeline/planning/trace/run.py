@@ -59,7 +59,7 @@ class Traced:
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError where none is."""
     with _context(job) as ctx:
-        return _declare(job, Results(extent=WHOLE), ctx)
+        return _declare(job, Results.of(WHOLE), ctx)
 
 
 def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = False) -> Traced:
@@ -69,7 +69,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
     tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
     heard = replace(extent, phase=marks.phase)
-    results = Results(topology=job.topology, samples=job.samples, extent=heard)
+    results = Results.of(job.topology, job.samples, heard)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(_context(job))
         if not bare:
@@ -79,7 +79,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
         source = _declare(job, results, ctx)
         # Before a strategy changes the classes of modules.
         built = structure(source)
-        results["unread"] = with_zero_weights(source)
+        results |= Results.of(with_zero_weights(source))
         stack.enter_context(offloading(tracker, job.topology.device))
         if fake:
             stack.enter_context(without_values())
@@ -87,7 +87,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
         stack.enter_context(explained())
         if bare:
             precision = results.require(Precision, "no slot of the recipe gives a precision")
-            results["bare"] = BareEngine(source, precision, job.topology, marks)
+            results |= Results.of(BareEngine(source, precision, job.topology, marks))
         else:
             _run(job, results, ctx, (Engine,), TRACE if fake else RUN)
         why = "the strategy cannot be traced, but it is planned without --trace"

@@ -28,7 +28,7 @@ PRESETS: dict[str, tuple[int, dict[str, object], str]] = {
 }
 
 
-class Sharded(ZeroMemory):
+class Stage3Memory(ZeroMemory):
     """Every rank has a part of each parameter, and gathers whole ones to compute (zero/stage3.py,
     zero/partitioned_param_coordinator.py). Prefetching is a rate and no window: each module asks
     for another `prefetch_bucket_size` elements, so gathering runs ahead until `max_live_parameters`
@@ -146,5 +146,5 @@ class ZeroPlanner(Planner[Zero]):
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
     ) -> ZeroMemory:
-        share = Sharded if self.stage.stage == 3 else ZeroMemory
+        share = Stage3Memory if self.stage.stage == 3 else ZeroMemory
         return share(self.stage, profile.model, precision, optimizer, ranks=topology.ranks)

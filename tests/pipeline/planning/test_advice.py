@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.accelerators import GIB
 from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
+from pipeline.planning.choice import choose, on_more_nodes, suited
 from pipeline.planning.hardware import Asked
 from pipeline.planning.planner import Planners, Saving, Tier, Topology
 from pipeline.planning.search import Base, Changes, Saved, Way, balanced, best, leanest
 from pipeline.planning.step_time import StepTime
-from pipeline.planning.strategies import choose, on_more_nodes, suited
 from pipeline.presets import Strategy
 
 ROOM = 10
@@ -83,9 +82,6 @@ def plan_of(device: float, *, seconds: float = 4.0, unknown: Sequence[str] = ())
     """A plan that needs so many GiB of a GPU with ROOM."""
     parts = {"compute": seconds}
     return SimpleNamespace(
-        hardware=SimpleNamespace(device_memory=ROOM * GIB),
-        margins=SimpleNamespace(of=lambda tensors: tensors),
-        estimate=SimpleNamespace(peak=device * GIB),
         short=["memory"] if device > ROOM else [],
         time=StepTime(parts=parts, reached=parts, unknown=unknown, overlaps=True),
         idle=0,

@@ -94,7 +94,7 @@ def share(wrap: Any, profile: Profile, ranks: int, compute: str = "bf16") -> Str
 
 
 def peaks(profile: Profile, strategy: StrategyMemory, **how: int) -> dict[str, Held]:
-    return step_peaks(profile, strategy, **{"samples": 1, "microbatches": 1, **how}).tops["both"]
+    return step_peaks(profile, strategy, **{"samples": 1, "microbatches": 1, **how})["both"]
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -130,7 +130,7 @@ def test_an_average_is_four_bytes_of_what_a_rank_updates(wrap: Any) -> None:
     averaged = EmaPlanner(EmaAverage()).forecast(topology, plain)
     elements, place = averaged.masters
     assert elements == profile.model.trained // (1 if isinstance(wrap, Ddp) else 4)
-    found = step_peaks(profile, averaged, samples=1, microbatches=1).tops[place]
+    found = step_peaks(profile, averaged, samples=1, microbatches=1)[place]
     assert found[SAVE].items[AVERAGE] == 4 * elements
     assert plain.averaged == 0
 

@@ -109,7 +109,7 @@ def _is(step: Step, strategy: Strategy) -> bool:
 
 
 def line(way: Way) -> str:
-    """What to write behind a command, for people, and what it comes to."""
+    """Words to write behind a command, and what they come to, for people."""
     words = shlex.join([*way.base.options, *overrides(way.changes)])
     return f"{words}  ({memory(way.drawn)})"
 
