@@ -55,9 +55,9 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Machines of one kind: a device's name, bytes, and price an hour, bytes of a node's memory,
-    rates by resource, the data sheet's operations a second (`peak`), and the share of them that
-    large products reach. None: not known, so nothing is said that depends on it."""
+    """Machines of one kind. kind, device_memory, price: a device's name, bytes, price for an hour.
+    host_memory: bytes of a node. rates: by resource. peak: the data sheet's operations a second, of
+    which large products reach the share `matmul`. None: not known, and nothing is said of it."""
 
     kind: str | None = None
     device_memory: int | None = None

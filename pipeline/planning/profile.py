@@ -56,9 +56,9 @@ ZERO = Line(0, 0)
 
 @dataclass(frozen=True)
 class Peak:
-    """A moment inside a part that may be its fullest: bytes of activations and temporaries, beyond
-    what was there when it began; elements of its weights whose gradients have come, which a
-    strategy may keep, and of the weight whose gradient comes then."""
+    """A moment inside a part that may be its fullest. bytes: of activations and temporaries, beyond
+    what was there when the part began. arrived: elements of its weights whose gradients have come,
+    which a strategy may keep. newest: elements of the weight whose gradient comes then."""
 
     bytes: Line
     arrived: int = 0
@@ -67,11 +67,11 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Memory and work of a part of the model in one direction: bytes that are there when it ends
-    beyond those when it began, of the device (`kept`) and of the host (`offloaded`); moments that
-    are the fullest for some number of samples, under some strategy; floating-point operations of
-    matrix products, of attention between tokens that see each other, and of both done a second
-    time (`again`); bytes of all tensors that are made."""
+    """Memory and work of a part of the model in one direction. kept, offloaded: bytes of the device
+    and of the host that are there when it ends, beyond those when it began. peaks: moments that are
+    the fullest for some number of samples, under some strategy. products, attention, again:
+    floating-point operations of matrix products, of attention between tokens that see each other,
+    and of both done a second time. made: bytes of all tensors that are made."""
 
     kept: Line = ZERO
     offloaded: Line = ZERO
@@ -87,9 +87,9 @@ NOTHING = Part()
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model under a recipe's settings, at one length of samples: what runs at an event and unit
-    of a strategy's moments, a block's kind standing for it, and which kinds of blocks run again in
-    backward, and so use their weights twice."""
+    """A model under a recipe's settings, at one length of samples. parts: event and unit of a
+    strategy's moments -> what runs then, a block's kind standing for it. recomputed: which kinds of
+    blocks run again in backward, and so use their weights twice."""
 
     model: ModelShape
     parts: Mapping[str, Part]

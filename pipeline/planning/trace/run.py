@@ -31,7 +31,7 @@ from pipeline.stage import Context
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 WHOLE = Extent()
 TRACE, RUN = "trace", "run"
-"""Methods: of planners, which stands for that of stages."""
+"""Methods: that of a planner stands for that of its stage."""
 TENSORS = "tensors, as traced"
 
 
