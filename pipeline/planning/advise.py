@@ -111,10 +111,9 @@ def _told(
     task: Task, asked: Asked, chosen: Way, reasons: Mapping[str, str], rest: Sequence[str]
 ) -> tuple[str, list[str]]:
     """The recipe, which begins with what is said of it, and the same for people."""
-    changes, drawn = chosen.changes, chosen.drawn
-    said = [f"chosen: {chosen.strategy}", f"  {_numbers(drawn)}"]
-    why = [f"  {path}={json.dumps(changes[path])}: {why}" for path, why in reasons.items()]
-    recipe = drafted(task, asked, changes, head=[*said, *rest], reasons=reasons)
+    saving, said = chosen.saving, [f"chosen: {chosen.strategy}", f"  {_numbers(chosen.drawn)}"]
+    why = [f"  {path}={json.dumps(saving[path])}: {why}" for path, why in reasons.items()]
+    recipe = drafted(task, asked, chosen.changes, head=[*said, *rest], reasons=reasons)
     return recipe, [*said, *why, *rest]
 
 

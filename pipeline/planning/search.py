@@ -91,8 +91,12 @@ class Way:
 
     @property
     def changes(self) -> Changes:
-        """All changes."""
-        return {**self.start, **self.saving}
+        """All changes; those of a slot that is changed as a whole are made in it."""
+        made = dict(self.start)
+        for path, value in self.saving.items():
+            slot, _, name = path.partition(".")
+            made |= {slot: {**made[slot], name: value}} if slot in made else {path: value}
+        return made
 
     @property
     def drawn(self) -> MemoryPlan:
