@@ -31,11 +31,12 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[
 
 
 def _rooms(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> Iterator[Room]:
+    known = _in_order(plan, artifacts)
     for step in plan.steps:
-        if step.slot in slots and hasattr(step.stage, "foresee"):
-            known, own = _in_order(plan, artifacts), dataclasses.replace(ctx, slot=step.slot)
-            if not known.missing(step.stage, "foresee"):
-                yield from known.call(step.stage, "foresee", own)
+        foresees = step.slot in slots and hasattr(step.stage, "foresee")
+        if foresees and not known.missing(step.stage, "foresee"):
+            own = dataclasses.replace(ctx, slot=step.slot)
+            yield from known.call(step.stage, "foresee", own)
 
 
 def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:

@@ -41,10 +41,10 @@ class Strategy:
         return {**self.slot, **self.at_first}
 
 
-def presets(use: str) -> Mapping[str, Preset]:
+def presets(planners: Planners, use: str) -> Mapping[str, Preset]:
     """Strategies that a stage's planner offers by name. Raises PluginError, naming the planner, if
     they cannot be had, or one of them is no Preset."""
-    kind = Planners.installed().find(use) or Planner
+    kind = planners.find(use) or Planner
     try:
         found = dict(kind.presets())
         wrong = [name for name, preset in found.items() if not isinstance(preset, Preset)]
@@ -86,6 +86,7 @@ def chosen(names: list[str], registry: Registry) -> list[Strategy]:
 
 
 def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
+    planners = Planners.installed()
     for name in registry.names():
         try:
             entry, kind = registry.entry(name), registry.load(name)
@@ -95,7 +96,7 @@ def _offered(registry: Registry) -> Iterator[tuple[Strategy, Entry]]:
         if given is None or not issubclass(given, Engine):
             continue
         known = {field.name for field in dataclasses.fields(kind)}
-        for called, preset in presets(name).items():
+        for called, preset in presets(planners, name).items():
             if not {*preset.fields, *preset.at_first} <= known:
                 raise PluginError(
                     f"stage `{name}` of {entry}: its preset `{called}` has fields that it has not"

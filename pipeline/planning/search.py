@@ -47,12 +47,17 @@ class Base:
     """Options that name machines other than those of the command."""
     cannot: set[int] = field(default_factory=set)
     """Orders of savings that the model turned out not to have."""
+    _checked: dict[tuple[str, ...], Plan] = field(default_factory=dict, init=False)
     _drawn: dict[tuple[str, ...], MemoryPlan] = field(default_factory=dict, init=False)
 
     def checked(self, changes: Changes) -> Plan:
-        """The recipe with changes, without what it needs. Raises RecipeError."""
-        changed = [*self.overrides, *overrides(changes)]
-        return check(self.recipe, changed, self.asked, self.registry)
+        """The recipe with changes, without what it needs; each is checked once. Raises
+        RecipeError."""
+        key = tuple(overrides(changes))
+        if key not in self._checked:
+            changed = [*self.overrides, *key]
+            self._checked[key] = check(self.recipe, changed, self.asked, self.registry)
+        return self._checked[key]
 
     def drawn(self, changes: Changes) -> MemoryPlan:
         """The plan of the recipe with changes; each is drawn up once. Raises PipeError."""

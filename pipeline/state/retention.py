@@ -49,7 +49,7 @@ def best_of(store: Store, names: Sequence[str], count: int) -> set[str]:
 
 
 def heldout_loss(manifest: Manifest) -> float | None:
-    """Of the checkpoint's weights; None where that is not known."""
+    """The held-out loss of the checkpoint's weights; None where that is not known."""
     metrics = manifest.progress.get("metrics")
     loss = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
     return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None

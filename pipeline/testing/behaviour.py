@@ -1,4 +1,4 @@
-"""What a stage does with good and with bad fields, against what every stage must do."""
+"""Faults of a stage with good and with bad fields, by what every stage must do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pipeline.annotations import dataclasses_in, field_types
 from pipeline.engine import Engine
 from pipeline.errors import Problem
 from pipeline.field_table import plain_value
+from pipeline.planning.planner import Planners
 from pipeline.presets import presets
 from pipeline.signature import gives
 from pipeline.testing.configs import checked, make
 
 
 def acceptance(stage: type, valid: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the stage, `valid` being good fields for it."""
+    """Faults of the stage, `valid` being good fields for it."""
     made, found = make(stage, valid)
     if made is None:
         yield f"valid fields are refused: {_listed(found)}"
@@ -33,7 +34,7 @@ def acceptance(stage: type, valid: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refusal(stage: type, key: str, invalid: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the stage, `invalid` having a mistake at `key`."""
+    """Faults of the stage, `invalid` having a mistake at `key`."""
     made, found = make(stage, invalid)
     if made is not None:
         found = yield from _checked(made)
@@ -44,9 +45,9 @@ def refusal(stage: type, key: str, invalid: Mapping[str, Any]) -> Iterator[str]:
 
 
 def preset_faults(stage: Any, use: str) -> Iterator[str]:
-    """What is wrong with the strategies that a stage's planner offers; each is a slot without
+    """Faults of the strategies that a stage's planner offers; each has to be a slot without
     mistakes."""
-    offered, given = presets(use), gives(stage)
+    offered, given = presets(Planners.installed(), use), gives(stage)
     if offered and (given is None or not issubclass(given, Engine)):
         yield "has presets, which are for stages that give an Engine"
     for name, preset in offered.items():

@@ -83,7 +83,7 @@ def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
 
 
 def _first_match(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
-    """What the first converter that knows the name calls it, and the pattern that matched."""
+    """The name that the first converter which knows it gives, and the pattern that matched."""
     for converter in converters:
         target, pattern = converter.rename_source_key(name)
         if pattern is not None:
@@ -147,7 +147,7 @@ def converts_weights(model: nn.Module) -> bool:
 
 
 def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
-    """What turns a GGUF file's arrays into those of the module, and its names into the module's."""
+    """The converter of a GGUF file's arrays into the module's, and its names -> the module's."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as mapping
 
