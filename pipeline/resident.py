@@ -12,7 +12,7 @@ def model_begins() -> None:
     """Note what is resident before the model's parameters have memory: the interpreter, libraries,
     data. A strategy calls it then; the first call in a process counts."""
     if not _before and _STATUS.exists():
-        figures = _figures()
+        figures = _status()
         _before.append(figures["VmRSS"] - figures["RssShmem"])
 
 
@@ -22,11 +22,11 @@ def peak_beyond() -> int | None:
     tell."""
     if not _before:
         return None
-    figures = _figures()
+    figures = _status()
     return max(figures["VmHWM"] - figures["RssShmem"] - _before[0], 0)
 
 
-def _figures() -> dict[str, int]:
+def _status() -> dict[str, int]:
     """Name -> bytes."""
     lines = (line.split() for line in _STATUS.read_text("ascii").splitlines())
     return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[-1] == "kB"}

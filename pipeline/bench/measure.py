@@ -22,7 +22,7 @@ from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import RESUME, SAVE
 from pipeline.registry import Registry
 
-STOP_SECONDS = 30
+EXIT_SECONDS = 30
 """How long a run that is asked to end gets to end its ranks."""
 AFTERWARDS = (SAVE, RESUME)
 """Phases that measured memory does not hold."""
@@ -122,7 +122,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     for end in (process.terminate, process.kill):
         end()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
+            process.wait(EXIT_SECONDS)
 
 
 def _predicted(plan: Plan) -> int | None:

@@ -11,7 +11,7 @@ RULES: tuple[Rule, ...] = (
     *gpus.RULES,
     *measured.RULES,
     *memory.RULES,
-    *processes.RULES,
+    *processes.PROCESS_RULES,
     *environment.RULES,
     *storage.RULES,
 )

@@ -89,4 +89,4 @@ def core_dumps(machine: Machine) -> Iterator[Finding]:
         )
 
 
-RULES = (few_cores, too_many_threads, few_files, few_processes, core_dumps)
+PROCESS_RULES = (few_cores, too_many_threads, few_files, few_processes, core_dumps)

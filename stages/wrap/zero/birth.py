@@ -10,13 +10,13 @@ from torch import nn
 
 from pipeline.artifacts import ModelSource, Precision
 from pipeline.dist import Dist
-from stages.wrap import birth
+from stages.wrap.birth import build_empty, materialise
 
 
 def replicated(model: ModelSource, precision: Precision, dist: Dist) -> nn.Module:
     """Stages 1 and 2: every rank has memory for all parameters, not yet filled."""
-    module = birth.build_empty(model, precision)
-    birth.materialise(module, dist.device, buffer_device=dist.device)
+    module = build_empty(model, precision)
+    materialise(module, dist.device, buffer_device=dist.device)
     return module
 
 
@@ -29,7 +29,7 @@ def partitioned(
     """
     import deepspeed
 
-    declared = birth.build_empty(model, precision)
+    declared = build_empty(model, precision)
     with deepspeed.zero.Init(config_dict_or_path=dict(config)):
         module = model.build()
     model.tie(module)

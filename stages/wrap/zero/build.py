@@ -18,7 +18,8 @@ from pipeline.stage import Context
 from stages.wrap.birth import cast_buffers, expected_buffers
 from stages.wrap.fill import fill
 from stages.wrap.witness import attest
-from stages.wrap.zero import birth, compat
+from stages.wrap.zero import compat
+from stages.wrap.zero.birth import partitioned, replicated
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.optimizer import make_optimizer
@@ -42,9 +43,9 @@ def build(
         )
     with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
         if stage.stage == 3:
-            module = birth.partitioned(model, precision, ctx.dist, config)
+            module = partitioned(model, precision, ctx.dist, config)
         else:
-            module = birth.replicated(model, precision, ctx.dist)
+            module = replicated(model, precision, ctx.dist)
         cast_buffers(module, precision)
         with compat.quiet(ctx.log):
             live = _initialize(stage, module, plan, config)
