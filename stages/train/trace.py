@@ -47,10 +47,10 @@ def _computing(events: Iterable[Event]) -> Iterator[Span]:
     """When the innermost event of a thread is an operator that computes."""
     open_: list[Event] = []
     since = 0.0
-    for time, event in _edges(events):
-        if open_ and _computes(open_[-1]) and time > since:
-            yield since, time
-        since = time
+    for now, event in _edges(events):
+        if open_ and _computes(open_[-1]) and now > since:
+            yield since, now
+        since = now
         if event is None:
             open_.pop()
         else:
