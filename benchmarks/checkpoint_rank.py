@@ -31,8 +31,8 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
     import torch
     import torch.distributed
 
-    from pipeline.dist import Dist
-    from pipeline.launch.environment import stay_on_loopback
+    from pipeline.distributed.environment import stay_on_loopback
+    from pipeline.distributed.process_group import Dist
 
     torch.set_num_threads(1)
     stay_on_loopback()
@@ -150,8 +150,8 @@ class PlainCopy:
 
 def loaded(ctx: Any, engine: Any) -> dict[str, Any]:
     """Restore, and account for the bytes."""
-    from pipeline.state.restore import Restoration
-    from pipeline.state.store import open_store
+    from pipeline.checkpoint.restore import Restoration
+    from pipeline.checkpoint.store import open_store
 
     restoration = Restoration(ctx, engine, open_store(str(ctx.run_dir / "checkpoints")))
     grown = growth()

@@ -37,7 +37,7 @@ from exporters.trained import trained
 from shapes import SHAPES
 from tables import Rounds, listed, markdown, median, mib, ratio
 
-from pipeline.machine import cores_each, free_memory
+from pipeline.hardware.host import cores_each, free_memory
 
 MARGIN = 1 << 30
 """Bytes of disk and memory that are left alone."""

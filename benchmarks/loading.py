@@ -31,7 +31,7 @@ from loaders import digest, files
 from shapes import SHAPES, count, parameters
 from tables import Rounds, listed, markdown, mib, ratio
 
-from pipeline.machine import free_memory
+from pipeline.hardware.host import free_memory
 
 RANKS = 2
 OURS = "ours"

@@ -24,7 +24,7 @@ import click
 from overhead_job import MODEL, STRATEGIES, Job
 from overhead_stats import LIMIT, Comparison, as_row, compare
 
-from pipeline.devices import gpu_count
+from pipeline.hardware.gpus import gpu_count
 
 SAME_LOSS = 0.02
 """Losses of the two loops may differ by rounding: autocast keeps other operators in bf16."""

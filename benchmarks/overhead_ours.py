@@ -7,15 +7,15 @@ from typing import Any
 
 from overhead_data import map_tokens
 from overhead_job import CLIP, LR, SEED, STRATEGIES, Job
+from pipeline.plan.plan.registry import Registry
 
-from pipeline import rundir
 from pipeline.artifacts import Data, ModelSource, Progress
-from pipeline.dist import Dist
-from pipeline.engine import Engine
-from pipeline.metrics import Metrics
-from pipeline.registry import Registry
-from pipeline.stage import Context
-from stages.data.blocks import TokenBlocks
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
+from pipeline.run import rundir
+from pipeline.run.metrics import Metrics
+from stages.data.documents import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

@@ -20,7 +20,7 @@ from bare.loop import BareLoop
 from overhead_job import Job
 from overhead_ours import OurLoop, run_context, run_folder, source
 
-from pipeline.dist import Dist, environment_dist
+from pipeline.distributed.process_group import Dist, environment_dist
 
 RESULT = "result.json"
 SPOKEN = "output-"

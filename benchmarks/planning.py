@@ -14,10 +14,8 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.state.division import Division, Run
-from pipeline.state.manifest import Group, Manifest, Part, State, TensorEntry
-from pipeline.state.places import Places
-from pipeline.state.planning import (
+from pipeline.checkpoint.division import Division, Run
+from pipeline.checkpoint.layout import (
     Holding,
     Layout,
     Sharded,
@@ -26,7 +24,9 @@ from pipeline.state.planning import (
     spans_of,
     unpacked,
 )
-from pipeline.state.staging import stage
+from pipeline.checkpoint.manifest import Group, Manifest, Part, State, TensorEntry
+from pipeline.checkpoint.places import Places
+from pipeline.checkpoint.staging import stage
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 HIDDEN, MIDDLE, LAYERS, VOCABULARY, KV = 8192, 28672, 80, 128256, 1024

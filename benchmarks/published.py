@@ -19,7 +19,7 @@ import click
 import yaml
 from tables import markdown
 
-from pipeline.accelerators import GB, GIB
+from pipeline.hardware.gpus import GB, GIB
 from pipeline.planning.hardware import Asked, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
 from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE

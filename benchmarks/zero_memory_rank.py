@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import testing
 from pipeline.artifacts import LossScaling, ModelSource, Precision
-from pipeline.dist import Dist, environment_dist
+from pipeline.distributed.process_group import Dist, environment_dist
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from pipeline.contracts.sample_order import Order
+    from pipeline.contracts.stage import Room
     from pipeline.length import Length
-    from pipeline.order import Order
-    from pipeline.stage import Room
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 
@@ -263,7 +263,7 @@ class Samples(ABC):
 
     def order(self, seed: int, *, shuffle: bool) -> Order:
         """The indices in the order in which a run visits them, epoch after epoch."""
-        from pipeline.order import SampleOrder
+        from pipeline.contracts.sample_order import SampleOrder
 
         return SampleOrder(seed, len(self), shuffle=shuffle)
 

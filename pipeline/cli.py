@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 import click
 
 from pipeline.errors import PipeError, RecipeError, in_words, is_expected
-from pipeline.ranklog import hush_asides
-from pipeline.terminal import guard
+from pipeline.run.rank_logging import hush_asides
+from pipeline.utils.terminal import guard
 
 COMMANDS = {
     "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
-    "resume": ("pipeline.commands.resume:resume", "Go on with a run where it stopped."),
+    "resume": ("pipeline.commands.run:resume", "Go on with a run where it stopped."),
     "bench": (
         "pipeline.commands.bench:bench",
         "Measure a recipe under several strategies and numbers of processes.",
@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
     "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),
-    "schema": ("pipeline.commands.schema:schema", "Print the JSON Schema of recipes, for editors."),
+    "schema": ("pipeline.commands.stages:schema", "Print the JSON Schema of recipes, for editors."),
 }
 """Name -> where the command is, and its line in `pipe --help`."""
 

@@ -11,21 +11,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import failure, rundir
-from pipeline.dist import Dist, environment_dist, environment_store
+from pipeline.contracts.stage import Context
+from pipeline.distributed.environment import FINISHED, worker_rank, worker_world_size
+from pipeline.distributed.process_group import Dist, environment_dist, environment_store
+from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import StageError
-from pipeline.journal import Journal
-from pipeline.launch.children import die_with
-from pipeline.launch.environment import FINISHED, worker_rank, worker_world_size
-from pipeline.launch.signals import Interrupted, default_signals
-from pipeline.memory_record import record_memory
-from pipeline.metrics import Metrics
-from pipeline.plan import Plan, make_plan
-from pipeline.ranklog import open_log, rank_log
+from pipeline.plan.plan.plan import Plan, make_plan
 from pipeline.recipe import load_recipe
-from pipeline.runner import Runner
-from pipeline.stage import Context
-from pipeline.terminal import guard
+from pipeline.run import failures, rundir
+from pipeline.run.journal import Journal
+from pipeline.run.memory_record import record_memory
+from pipeline.run.metrics import Metrics
+from pipeline.run.rank_logging import open_log, rank_log
+from pipeline.run.runner import Runner
+from pipeline.utils.process_tree import die_with
+from pipeline.utils.terminal import guard
 
 if TYPE_CHECKING:
     import logging
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     try:
         faulthandler.enable(open_log(run_dir, worker_rank()))
     except StageError as error:
-        failure.record(run_dir, worker_rank(), "", error)
+        failures.record(run_dir, worker_rank(), "", error)
         return 1
     try:
         run_rank(run_dir, accept=argv[2:])
@@ -81,7 +81,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
         except Interrupted:
             raise
         except BaseException as error:
-            failure.record(run_dir, rank, current[0].slot if current else "", error)
+            failures.record(run_dir, rank, current[0].slot if current else "", error)
             log.debug("failed", exc_info=True)
             if worker_world_size() is not None:
                 faulthandler.dump_traceback_later(

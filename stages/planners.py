@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.artifacts import ModelSource, Precision
-from pipeline.engine import Engine
+from pipeline.checkpoint.retention import count
+from pipeline.checkpoint.staging import PASSAGE
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context
 from pipeline.planning.estimate import Extra
 from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology
 from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape, Step
 from pipeline.planning.strategy import EXPORT, LOADED, StrategyMemory
-from pipeline.stage import Context
-from pipeline.state.count import count
-from pipeline.state.staging import PASSAGE
 from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage
 from stages.checkpoint.settings import CheckpointSettings

@@ -48,7 +48,7 @@ class Place:
         """The same, as the project's own code is told."""
         import torch
 
-        from pipeline.dist import Dist
+        from pipeline.distributed.process_group import Dist
 
         return Dist(
             rank=self.rank, world_size=self.world, local_rank=self.rank,
@@ -97,7 +97,7 @@ def _meet(order: dict[str, Any]) -> Place:
         return Place(rank=0, world=1, folder=folder)
     import torch.distributed as dist
 
-    from pipeline.launch.environment import stay_on_loopback
+    from pipeline.distributed.environment import stay_on_loopback
 
     store = dist.FileStore(str(folder / "store"), world)
     os.environ.update(

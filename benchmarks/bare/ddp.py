@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bare.torch_step import Schedule, TrainStep, torch_step
 from pipeline.artifacts import torch_dtype
-from stages.wrap.ddp_compat import no_buffer_sync
+from stages.wrap.torch_compat import no_buffer_sync
 
 
 def make(model: nn.Module, device: torch.device, compute: str, schedule: Schedule) -> TrainStep:

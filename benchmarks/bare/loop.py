@@ -15,8 +15,8 @@ from overhead_job import SEED, STRATEGIES, Job
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource
-from pipeline.dist import Dist
-from pipeline.order import SampleOrder
+from pipeline.contracts.sample_order import SampleOrder
+from pipeline.distributed.process_group import Dist
 
 
 class BareLoop:

@@ -16,10 +16,8 @@ from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.artifacts import Progress
-from pipeline.state.checkpoints import sums_name
-from pipeline.state.division import Run
-from pipeline.state.manifest import Group, State, TensorEntry
-from pipeline.state.planning import (
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.layout import (
     Holding,
     Layout,
     Sharded,
@@ -28,11 +26,13 @@ from pipeline.state.planning import (
     spans_of,
     unpacked,
 )
-from pipeline.state.retention import Retention
-from pipeline.state.staging import Staging, stage
-from pipeline.state.store import step_name
-from pipeline.state.writer import Job as Save
-from pipeline.state.writer import Setup, Skeleton, carry_out
+from pipeline.checkpoint.manager import sums_name
+from pipeline.checkpoint.manifest import Group, State, TensorEntry
+from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.staging import Staging, stage
+from pipeline.checkpoint.store import step_name
+from pipeline.checkpoint.writer_main import Job as Save
+from pipeline.checkpoint.writer_main import Setup, Skeleton, carry_out
 
 ITEM = 4
 """Bytes of an element: everything is fp32."""

@@ -16,7 +16,7 @@ from exporters.trained import STEP
 
 def write(job: Job, place: Place) -> Work:
     """The stage until all weights are written; it is interrupted before it reads them back."""
-    import stages.export.steps as steps
+    import stages.export.run as steps
 
     export = _export(job, place)
 
@@ -48,7 +48,7 @@ def _export(job: Job, place: Place) -> Callable[[], None]:
     """As a run does it, from a checkpoint to a model folder."""
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    import stages.export.steps
+    import stages.export.run
     import stages.model.open  # noqa: F401
     from pipeline import testing
     from pipeline.artifacts import Progress, TrainedRun

@@ -64,8 +64,8 @@ def ddp(job: Job, place: Place) -> Work:
     build, and fill, each rank reading all."""
     import torch.distributed
 
-    import stages.wrap.fill
-    from stages.wrap.birth import build_empty, cast_buffers, materialise
+    import stages.wrap.load_weights
+    from stages.wrap.materialize import build_empty, cast_buffers, materialise
     from stages.wrap.torch_engine import local_parts
 
     imported()
@@ -77,10 +77,10 @@ def ddp(job: Job, place: Place) -> Work:
         materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
         with (
             contextlib.closing(model.weights()) as reader,
-            clocked(stages.wrap.fill, "fill", phases),
+            clocked(stages.wrap.load_weights, "fill", phases),
         ):
             everyone = torch.distributed.group.WORLD
-            stages.wrap.fill.fill(local_parts(module), reader, ctx, everyone)
+            stages.wrap.load_weights.fill(local_parts(module), reader, ctx, everyone)
         cast_buffers(module, precision)
         return lambda: {"digest": of_module(module, job["config"]), **phases}
 

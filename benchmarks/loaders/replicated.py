@@ -48,7 +48,7 @@ def rank_0_and_broadcast(job: Job, place: Place) -> Work:
     from shapes import outline
     from transformers import AutoModelForCausalLM
 
-    from stages.wrap.birth import materialise
+    from stages.wrap.materialize import materialise
 
     import_model()
     dtype, device = DTYPES[job["dtype"]], torch.device("cpu")

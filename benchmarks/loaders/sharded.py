@@ -118,7 +118,7 @@ def empty(job: Job, place: Place) -> Any:
     import torch
     from shapes import outline
 
-    from stages.wrap.birth import materialise
+    from stages.wrap.materialize import materialise
 
     device = torch.device("cpu")
     model = shard(outline(job["config"], DTYPES[job["dtype"]]), place)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
-from pipeline.bench import plot, record
+from pipeline.bench import render
+from pipeline.bench.render import table, verdict
 from pipeline.bench.results import Row
 from pipeline.bench.session import Outcome, Session
-from pipeline.bench.table import table
-from pipeline.bench.verdict import verdict
 from pipeline.errors import StageError, in_words, system_errors_as
+from pipeline.run import rundir
+from pipeline.utils.files import replace_text
 
 PLOT = "bench.svg"
 MEMORY = {
@@ -25,9 +29,9 @@ MEMORY = {
 def keep(session: Session, rows: Sequence[Row]) -> None:
     """Save what there is by now. Where that fails, the rows are still here, and go on."""
     try:
-        record.save(session, record.as_json(session, rows))
+        save(session, as_json(session, rows))
     except OSError as error:
-        click.echo(f"  {record.FILE} cannot be written: {in_words(error)}", err=True)
+        click.echo(f"  {FILE} cannot be written: {in_words(error)}", err=True)
 
 
 def report(session: Session, outcome: Outcome, *, as_json: bool) -> None:
@@ -37,13 +41,13 @@ def report(session: Session, outcome: Outcome, *, as_json: bool) -> None:
     if not as_json:
         for line in _lines(session, outcome):
             click.echo(line)
-    text = record.as_json(session, rows, _plot(session, rows))
+    text = as_json(session, rows, _plot(session, rows))
     if as_json:
         click.echo(text)
     with system_errors_as(StageError):
-        record.save(session, text)
+        save(session, text)
     if not as_json:
-        click.echo(f"{session.folder / record.FILE}")
+        click.echo(f"{session.folder / FILE}")
 
 
 def _lines(session: Session, outcome: Outcome) -> Iterator[str]:
@@ -60,7 +64,7 @@ def _plot(session: Session, rows: Sequence[Row]) -> str | None:
         return None
     try:
         with system_errors_as(StageError):
-            plot.draw(rows, session.folder / PLOT, session.plan.recipe.name)
+            render.draw(rows, session.folder / PLOT, session.plan.recipe.name)
     except StageError as error:
         click.echo(f"no {PLOT}: {error}", err=True)
         return None
@@ -92,3 +96,59 @@ def _conditions(session: Session, rows: Sequence[Row]) -> Iterator[str]:
 def _base(bases: set[int]) -> str:
     count = " or ".join(str(base) for base in sorted(bases))
     return f"the strategy's own run on {count} process{'es' * (bases != {1})}"
+
+
+SCHEMA_VERSION = 1
+FILE = "bench.json"
+PLAIN = (
+    "steps_left_out", "tokens_per_step", "samples_per_step", "data_wait_share",
+    "communication_share", "first_step_seconds", "checkpoint_seconds", "checkpoint_stall_seconds",
+)  # fmt: skip
+"""Names of `Measured` that JSON has too."""
+
+
+def as_json(session: Session, rows: Sequence[Row], plot: str | None = None) -> str:
+    """The rows that there are; `plot` is the picture's file, if it is drawn."""
+    content = {
+        **_head(session),
+        "rows": [_row(row) for row in rows],
+        "missing": session.missing(rows),
+        "verdict": verdict(rows),
+        "plot": plot,
+    }
+    return json.dumps(content, indent=1, allow_nan=False)
+
+
+def save(session: Session, text: str) -> None:
+    """Put it in place whole, or leave what is there. Raises OSError."""
+    replace_text(session.folder / FILE, text + "\n")
+
+
+def _head(session: Session) -> dict[str, Any]:
+    plan, length = session.plan, session.length
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "recipe": plan.recipe.name,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": plan.view.device,
+        "scaling": "weak" if length.weak else "strong",
+        "steps": length.steps,
+        "warmup": length.warmup,
+        "threads": session.threads,
+        "packages": rundir.versions(),
+        "folder": str(session.folder),
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    """The same keys for one that failed, whose numbers are null."""
+    m = row.measured
+    return {
+        "strategy": row.strategy, "use": row.use, "procs": row.procs,
+        "error": row.error or None,
+        "tokens_per_second": m and vars(m.tokens_per_second),
+        "step_seconds": m and vars(m.step_seconds),
+        "efficiency": row.efficiency, "efficiency_base": row.efficiency_base,
+        "memory": m and {**vars(m.memory), "ratio": m.memory.ratio},
+        **{name: m and getattr(m, name) for name in PLAIN},
+    }  # fmt: skip

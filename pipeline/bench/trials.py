@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+from pydantic import ValidationError
+
+from pipeline.artifacts import TrainedRun
 from pipeline.bench.results import Row
-from pipeline.bench.slots import another, as_written, shortened, wrap_of
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Trial
 from pipeline.errors import UsageError
-from pipeline.machine import cores_each
-from pipeline.plan import Plan
-from pipeline.presets import Strategy
-from pipeline.recipe.render import render
-from pipeline.registry import Registry
-from pipeline.stage import Trial
+from pipeline.hardware.host import cores_each
+from pipeline.plan.plan.plan import Plan, Step
+from pipeline.plan.plan.registry import Registry
+from pipeline.planning.presets import Strategy
+from pipeline.recipe.dump import render
+from pipeline.recipe.field_docs import plain_value
+from pipeline.recipe.fields import adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +119,56 @@ def threads(plan: Plan, most: int) -> int | None:
     if given is not None or plan.view.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return given
     return cores_each(most)
+
+
+Slot = Mapping[str, Any]
+"""`use` and fields, as a recipe has them."""
+METHOD = "shortened"
+
+
+def wrap_of(plan: Plan) -> Step:
+    """The slot that wraps. Raises UsageError without one."""
+    for step in plan.steps:
+        if step.gives is not None and issubclass(step.gives, Engine):
+            return step
+    raise UsageError(f"recipe `{plan.recipe.name}` has no slot that wraps the model in a strategy")
+
+
+def as_written(plan: Plan) -> dict[str, Slot]:
+    """All of the recipe."""
+    slots: dict[str, Slot] = plan.recipe.public()["stages"]
+    return slots
+
+
+def shortened(plan: Plan, trial: Trial) -> dict[str, Slot]:
+    """Up to the one that trains, those shortened that can be. Raises UsageError where none trains,
+    or the one that does cannot be."""
+    found, written = {}, as_written(plan)
+    for step in plan.steps:
+        trains = step.gives is not None and issubclass(step.gives, TrainedRun)
+        if trains and not hasattr(step.stage, METHOD):
+            raise UsageError(f"{step.use} cannot be cut to a few steps: it has no `{METHOD}`")
+        found[step.slot] = _shortened(written[step.slot], step.stage, trial)
+        if trains:
+            return found
+    raise UsageError(f"recipe `{plan.recipe.name}` has no slot that trains")
+
+
+def another(slot: Slot, trial: Trial, registry: Registry) -> Slot:
+    """One that is to take the place of one of the recipe's, shortened if it can be. What is wrong
+    with it is told when the run is planned."""
+    kind = registry.load(slot["use"])
+    if not hasattr(kind, METHOD):
+        return slot
+    fields = {name: value for name, value in slot.items() if name != "use"}
+    try:
+        stage = adapter(kind).validate_json(json.dumps(fields), strict=True)
+    except ValidationError:
+        return slot
+    return _shortened(slot, stage, trial)
+
+
+def _shortened(slot: Slot, stage: Any, trial: Trial) -> Slot:
+    if not hasattr(stage, METHOD):
+        return slot
+    return {"use": slot["use"], **plain_value(getattr(stage, METHOD)(trial))}

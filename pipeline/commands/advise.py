@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.machines import asked_for, machine_options
+from pipeline.commands.hardware_options import asked_for, machine_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
-from pipeline.files import try_writing
-from pipeline.registry import Registry
+from pipeline.plan.plan.registry import Registry
+from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:
     from pipeline.planning.hardware import Asked
@@ -55,7 +55,7 @@ def advise(
     before offloading. Of what fits, a step is taken that is about the shortest. Other
     ways are shown with what they would need. Exit code 3 when nothing fits.
     """
-    from pipeline.commands.stopping import stoppable
+    from pipeline.distributed.signals import stoppable
     from pipeline.planning.advise import EXAMPLE, Task
     from pipeline.planning.advise import advise as walk
 

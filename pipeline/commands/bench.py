@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.registry import Registry
+from pipeline.plan.plan.registry import Registry
 
 
 @click.command("bench")
@@ -64,10 +64,10 @@ def bench(
     """
     from pipeline.bench import report, trials
     from pipeline.bench.session import Session
+    from pipeline.distributed.environment import is_worker, require_contract
     from pipeline.errors import RunStopped, UsageError
-    from pipeline.launch.environment import is_worker, require_contract
-    from pipeline.plan import plan_file
-    from pipeline.presets import chosen
+    from pipeline.plan.plan.plan import plan_file
+    from pipeline.planning.presets import chosen
 
     if is_worker():
         raise UsageError("pipe bench starts its own processes", hint="run it without torchrun")
@@ -127,10 +127,10 @@ def _count(text: str) -> int:
 
 def _folder(run_dir: Path | None, runs: Path, name: str) -> Path:
     """The benchmark's folder, in which files and folders can be made."""
-    from pipeline import rundir
-    from pipeline.bench.record import FILE
+    from pipeline.bench.report import FILE
     from pipeline.bench.session import TRIALS
     from pipeline.errors import UsageError, system_errors_as
+    from pipeline.run import rundir
 
     folder = run_dir or rundir.create(runs, f"bench-{name}")
     with system_errors_as(UsageError):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.terminal import bare
+from pipeline.utils.terminal import bare
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
-    from pipeline.state.source import StateSource
+    from pipeline.checkpoint.state_source import StateSource
 
 
 @click.command("convert")
@@ -40,9 +40,9 @@ def convert(
     (torchtitan, accelerate), or transformers' Trainer. One process does it, with memory for a
     chunk or a tensor at a time. Pickles are never run: a file that would need it is refused.
     """
+    from pipeline.checkpoint.formats import Formats, Reading
+    from pipeline.checkpoint.state_source import Watched, WeightsOnly
     from pipeline.errors import StageError, UsageError, system_errors_as
-    from pipeline.state.formats import Formats, Reading
-    from pipeline.state.views import Watched, WeightsOnly
 
     for path in (src, dst):
         if ":/" in str(path):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.machines import GPUS
+from pipeline.commands.hardware_options import GPUS
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import Machine
@@ -40,11 +40,11 @@ def doctor(
     size, matrix products, copies and the disk, in under a minute on a small machine. Exit code 5 if
     training will fail here.
     """
-    from pipeline.commands.stopping import stoppable
+    from pipeline.distributed.signals import stoppable
     from pipeline.doctor.examine import examine
     from pipeline.doctor.rules import findings
     from pipeline.errors import UsageError, system_errors_as
-    from pipeline.files import try_writing
+    from pipeline.utils.files import try_writing
 
     place = folder or (Path("runs") if Path("runs").is_dir() else Path())
     with stoppable(), system_errors_as(UsageError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pipeline.plan import Plan
+    from pipeline.plan.plan.plan import Plan
 
 
 @click.command("export")
@@ -46,14 +46,14 @@ def export(
     torch.distributed.checkpoint or transformers' Trainer. An interrupted export goes on when it is
     asked for again.
     """
-    from pipeline import rundir
+    from pipeline.distributed.environment import worker_world_size
     from pipeline.errors import UsageError, system_errors_as
-    from pipeline.exporting import chosen, recipe_text
-    from pipeline.files import replace_text
-    from pipeline.launch.environment import worker_world_size
+    from pipeline.hardware.host import cores_each
     from pipeline.launch.start import start
-    from pipeline.machine import cores_each
-    from pipeline.plan import plan_file
+    from pipeline.plan.plan.plan import plan_file
+    from pipeline.run import rundir
+    from pipeline.run.export_recipe import chosen, recipe_text
+    from pipeline.utils.files import replace_text
 
     def prepare() -> tuple[Plan, Path]:
         with system_errors_as(UsageError):

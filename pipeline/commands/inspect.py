@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.terminal import bare
-from pipeline.throughput import human
+from pipeline.utils.terminal import bare
+from pipeline.utils.text import human
 
 if TYPE_CHECKING:
-    from pipeline.state.reader import CheckpointReader
-    from pipeline.state.store import Store
+    from pipeline.checkpoint.reader import CheckpointReader
+    from pipeline.checkpoint.store import Store
 
 
 @click.command("inspect")
@@ -27,8 +27,8 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
 
     Without --verify, the manifest is checked, and that every file is there and has its size.
     """
-    from pipeline import rundir
-    from pipeline.state import summary
+    from pipeline.checkpoint import summary
+    from pipeline.run import rundir
 
     store, name = summary.find(checkpoint, rundir.RECIPE)
     everything = [] if name else summary.overview(store)
@@ -52,9 +52,9 @@ def _look(
     store: Store, name: str, every_byte: bool, *, quiet: bool
 ) -> tuple[dict[str, Any] | None, str | None]:
     """What is in it, if that can be read; what is wrong with it, if anything."""
-    from pipeline.state import summary
-    from pipeline.state.manifest import Damaged
-    from pipeline.state.reader import CheckpointReader
+    from pipeline.checkpoint import summary
+    from pipeline.checkpoint.manifest import Damaged
+    from pipeline.checkpoint.reader import CheckpointReader
 
     told = None
     try:
@@ -72,7 +72,7 @@ def _look(
 
 
 def _read(reader: CheckpointReader) -> None:
-    from pipeline.state.summary import data_bytes
+    from pipeline.checkpoint.summary import data_bytes
 
     watched = sys.stderr.isatty()
     with click.progressbar(

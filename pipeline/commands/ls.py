@@ -36,7 +36,7 @@ def ls(runs: Path, as_json: bool) -> None:
 
 
 def _runs(root: Path) -> Iterator[dict[str, Any]]:
-    from pipeline import rundir
+    from pipeline.run import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         with contextlib.suppress(PermissionError):  # other people's runs are theirs
@@ -45,11 +45,11 @@ def _runs(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    from pipeline import rundir
     from pipeline.errors import JournalDamaged
-    from pipeline.journal import Journal
-    from pipeline.jsonl import read_tail
-    from pipeline.metrics import is_record
+    from pipeline.run import rundir
+    from pipeline.run.journal import Journal
+    from pipeline.run.metrics import is_record
+    from pipeline.utils.jsonl import read_tail
 
     events: list[dict[str, Any]] = []
     damage = None
@@ -73,7 +73,7 @@ def _describe(folder: Path) -> dict[str, Any]:
 
 
 def _state(folder: Path, events: list[dict[str, Any]]) -> str:
-    from pipeline import failure, rundir
+    from pipeline.run import failures, rundir
 
     if rundir.is_locked(folder):
         return "running"
@@ -81,7 +81,7 @@ def _state(folder: Path, events: list[dict[str, Any]]) -> str:
     if newest == "run finished":
         return "finished"
     # under another launcher, rank 0 may be stopped before it can say that another one failed
-    failed = newest == "run failed" or failure.first_rank(folder) is not None
+    failed = newest == "run failed" or failures.first_rank(folder) is not None
     return "failed" if failed else "stopped"
 
 

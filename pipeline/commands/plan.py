@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.machines import asked_for, machine_options
+from pipeline.commands.hardware_options import asked_for, machine_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
-from pipeline.files import try_writing
-from pipeline.registry import Registry
+from pipeline.plan.plan.registry import Registry
+from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:
     from pipeline.planning.search import Way
@@ -46,12 +46,12 @@ def plan(
 
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
-    from pipeline.commands.stopping import stoppable
+    from pipeline.distributed.signals import stoppable
     from pipeline.planning import choice
     from pipeline.planning.memory_plan import draw_up
+    from pipeline.planning.presets import in_order
     from pipeline.planning.report import lines
     from pipeline.planning.search import Base
-    from pipeline.presets import in_order
 
     asked, margins = asked_for(**machines)
     with system_errors_as(UsageError):

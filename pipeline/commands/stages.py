@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
+from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError
-from pipeline.field_table import FieldRow, field_rows
-from pipeline.registry import Entry, Registry
-from pipeline.signature import gives, needs
+from pipeline.plan.plan.json_schema import recipe_schema
+from pipeline.plan.plan.registry import Entry, Registry
+from pipeline.recipe.field_docs import FieldRow, field_rows
 
 
 @click.command()
@@ -103,3 +104,15 @@ def _field(row: FieldRow) -> Iterator[str]:
         yield click.wrap_text(
             row.doc, width=96, initial_indent="      ", subsequent_indent="      "
         )
+
+
+@click.command()
+@click.pass_obj
+def schema(registry: Registry | None) -> None:
+    """Print the JSON Schema of recipes, composed from the installed stages.
+
+    Save it as recipe.schema.json and start a recipe with the line
+
+    # yaml-language-server: $schema=recipe.schema.json
+    """
+    click.echo(json.dumps(recipe_schema(registry or Registry.installed()), indent=2))

@@ -22,9 +22,9 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
     Every byte is read and compared; then the model is loaded with transformers and run on the
     prompt of its first proof. Exit code 1 if anything differs.
     """
-    from pipeline import rundir
     from pipeline.errors import UsageError
-    from pipeline.exporting import exports_of
+    from pipeline.run import rundir
+    from pipeline.run.export_recipe import exports_of
 
     folder = folder.resolve()
     for export in exports_of(folder) if (folder / rundir.RECIPE).is_file() else [folder]:
@@ -36,7 +36,7 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
 
 def _prove(folder: Path, *, trust_remote_code: bool) -> None:
     from pipeline.errors import ExportError, UsageError, system_errors_as
-    from pipeline.registry import Registry
+    from pipeline.plan.plan.registry import Registry
 
     name = _writer(folder)
     kind = Registry.installed().load(name)

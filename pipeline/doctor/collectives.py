@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.doctor.timing import seconds_each
+from pipeline.doctor.probes import seconds_each
+from pipeline.doctor.report import Collective
 
 if TYPE_CHECKING:
     import torch
+
 
 ITEM = 4
 """Bytes of an fp32 element."""
@@ -25,7 +27,7 @@ def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None])
     """
     import torch.distributed as dist
 
-    from pipeline.dist import environment_dist
+    from pipeline.distributed.process_group import environment_dist
 
     procs = int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(settings["store"], procs)  # type: ignore[attr-defined]
@@ -70,3 +72,18 @@ def _slowest(seconds: float, *, device: torch.device) -> float:
     longest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return float(longest)
+
+
+def allreduce(size: int, seconds: float, procs: int) -> Collective:
+    """Every byte crosses a link 2 (n - 1) / n times: reduced on one, then told to all."""
+    return _collective(size, seconds, 2 * (procs - 1) / procs)
+
+
+def allgather(size: int, seconds: float, procs: int) -> Collective:
+    """All but a process's own share comes to it: (n - 1) / n of the whole, `size` bytes."""
+    return _collective(size, seconds, (procs - 1) / procs)
+
+
+def _collective(size: int, seconds: float, crossings: float) -> Collective:
+    rate = size / seconds
+    return Collective(bytes=size, seconds=seconds, algbw=rate, busbw=rate * crossings)

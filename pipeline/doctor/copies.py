@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeline.doctor.timing import seconds_each
-from pipeline.doctor.together import Together
+from pipeline.doctor.probes import Together, seconds_each
 
 
 def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeline.files import page_aligned, read_at, write_at
+from pipeline.utils.files import page_aligned, read_at, write_at
 
 PIECE = 8 << 20
 BETWEEN_SYNCS = 64 << 20

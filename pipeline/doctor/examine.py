@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.devices import gpu_count
-from pipeline.doctor import bandwidth
-from pipeline.doctor.folders import folders
-from pipeline.doctor.host import host
-from pipeline.doctor.kernel import environment, kernel
-from pipeline.doctor.network import network
-from pipeline.doctor.numbers import seen
-from pipeline.doctor.pace import FULL, QUICK
+from pipeline.doctor import collectives as bandwidth
+from pipeline.doctor.gpu_topology import seen
+from pipeline.doctor.inventory import environment, folders, host, kernel, network
 from pipeline.doctor.report import Collective, Device, Folder, Machine, Matmul
-from pipeline.doctor.session import Session
+from pipeline.doctor.session import FULL, QUICK, Session
 from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
-from pipeline.machine import total_memory, usable_cores
+from pipeline.hardware.gpus import gpu_count
+from pipeline.hardware.host import total_memory, usable_cores
 
 
 def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], None]) -> Machine:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.doctor.timing import seconds_each
-from pipeline.doctor.together import Together
+from pipeline.doctor.probes import Together, seconds_each
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline import jsonl
 from pipeline.doctor.ranks import told
 from pipeline.errors import in_words
-from pipeline.launch.children import die_with
+from pipeline.utils import jsonl
+from pipeline.utils.process_tree import die_with
 
 
 def main(target: str, folder: str, parent: str, settings: str) -> None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import jsonl
+from pipeline.distributed.environment import place
 from pipeline.errors import in_words
-from pipeline.launch.children import kill_sessions, none_left
-from pipeline.launch.environment import place
-from pipeline.machine import cores_each
+from pipeline.hardware.host import cores_each
+from pipeline.utils import jsonl
+from pipeline.utils.process_tree import kill_sessions, none_left
 
 LOOK_SECONDS = 0.02
 LONGEST_REASON = 300

@@ -10,7 +10,7 @@ import click
 
 from pipeline.doctor.report import Collective, Limit, Machine
 from pipeline.doctor.rules.finding import SEVERITIES, Finding
-from pipeline.throughput import human
+from pipeline.utils.text import human
 
 Row = tuple[str, str]
 UNKNOWN = "-"

@@ -11,13 +11,14 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.devices import gpu_count
+from pipeline.doctor.gpu_topology import among, parse_topology
 from pipeline.doctor.report import Operators, Software, Topology
-from pipeline.doctor.topology import among, parse_topology
+from pipeline.hardware.gpus import gpu_count
 
 PACKAGES = (
     "pipetrain", "torch", "torchvision", "torchaudio", "triton", "transformers", "deepspeed",
@@ -124,3 +125,41 @@ def _ask(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout
+
+
+def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Tell one record; its `problem` is why there is no more to tell."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises whatever it likes
+        tell({"problem": f"torch cannot be imported: {error}", "devices": []})
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        devices = list(_devices()) if torch.cuda.is_available() else []
+    problem = None if devices or not said else str(said[0].message).split("\n")[0]
+    tell({"cuda": torch.version.cuda, "nccl": _nccl(), "problem": problem, "devices": devices})
+
+
+def _devices() -> Iterator[dict[str, Any]]:
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield {
+            "name": properties.name,
+            "uuid": f"GPU-{properties.uuid}",
+            "memory_bytes": properties.total_memory,
+            "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
+            "compute_capability": f"{properties.major}.{properties.minor}",
+        }
+
+
+def _nccl() -> str | None:
+    """The NCCL that torch was built with."""
+    import torch
+    import torch.distributed as dist
+
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.importing.translator import Fate, Translation
-from pipeline.recipe.render import inline, render
+from pipeline.recipe.dump import inline, render
 
 WIDEST = 44
 """Characters of a column that is lined up; longer texts push theirs out."""

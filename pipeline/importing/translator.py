@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pipeline.errors import PluginError, UsageError
-from pipeline.marks import Path as Keys
-from pipeline.registry import installed_entries
+from pipeline.plan.plan.registry import installed_entries
+from pipeline.recipe.nodes import Path as Keys
 
 GROUP = "pipe.imports"
 

@@ -11,15 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline import failure, rundir
+from pipeline.distributed.environment import FINISHED, STORE, place
 from pipeline.errors import RunFailed, in_words
-from pipeline.failure import Exit
-from pipeline.files import anonymous_file
-from pipeline.journal import Journal
-from pipeline.launch.children import kill_sessions, none_left
-from pipeline.launch.environment import FINISHED, STORE, place
-from pipeline.machine import cores_each
-from pipeline.plan import Plan
+from pipeline.hardware.host import cores_each
+from pipeline.plan.plan.plan import Plan
+from pipeline.run import failures as failure
+from pipeline.run import rundir
+from pipeline.run.failures import Exit
+from pipeline.run.journal import Journal
+from pipeline.utils.files import anonymous_file
+from pipeline.utils.process_tree import kill_sessions, none_left
 
 LOOK_SECONDS = 0.05
 SHUTDOWN_SECONDS = 10

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline import failure, rundir
+from pipeline.distributed.environment import is_worker, require_contract, worker_rank
+from pipeline.distributed.signals import Interrupted, default_signals, interruptible
 from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
-from pipeline.journal import Journal
-from pipeline.launch.environment import is_worker, require_contract, worker_rank
-from pipeline.launch.signals import Interrupted, default_signals, interruptible
-from pipeline.plan import Plan
-from pipeline.todo import decide, results
+from pipeline.plan.plan.plan import Plan
+from pipeline.run import failures, rundir
+from pipeline.run.journal import Journal
+from pipeline.run.resume import decide, results
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -82,7 +82,7 @@ def _lead(prepare: Prepare, accept: Sequence[str]) -> None:
 
 def _follow(accept: Sequence[str]) -> None:
     """Another rank: it learns from rank 0 where the run is, and need not see the recipe."""
-    from pipeline.dist import receive
+    from pipeline.distributed.process_group import receive
 
     default_signals()
     store = _meet()
@@ -93,8 +93,8 @@ def _follow(accept: Sequence[str]) -> None:
 
 
 def _meet() -> Store:
-    from pipeline.dist import environment_store
-    from pipeline.launch.children import die_with
+    from pipeline.distributed.process_group import environment_store
+    from pipeline.utils.process_tree import die_with
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own death must not leave this rank behind
         die_with(os.getppid())
@@ -118,8 +118,8 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
     try:
         run_rank(folder, store, accept=accept)
     except (Exception, SystemExit):
-        if failure.first_rank(folder) == worker_rank():
-            raise failure.first(folder, []) from None
+        if failures.first_rank(folder) == worker_rank():
+            raise failures.first(folder, []) from None
         sys.exit(1)
 
 
@@ -154,7 +154,7 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
         rundir.write_recipe(folder, plan.recipe.dump())
         environment = rundir.environment()
         changes = rundir.write_environment(folder, environment)
-        failure.clear(folder)
+        failures.clear(folder)
         journal.write(
             "run started", procs=plan.view.procs, device=plan.view.device, environment=environment
         )
@@ -170,10 +170,10 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk may be what ended the run
             _journal_end(journal, folder, error)
-            if before is not None and failure.refused(folder):
+            if before is not None and failures.refused(folder):
                 rundir.write_recipe(folder, before)
         if isinstance(error, Interrupted):
-            raise _stopped(error, f"\n{failure.continuation(folder)}") from None
+            raise _stopped(error, f"\n{failures.continuation(folder)}") from None
         raise
     journal.write("run finished")
     click.echo(f"finished in {_duration(time.monotonic() - began)}")
@@ -183,9 +183,9 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
 def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
     if isinstance(error, PipeError):
         journal.write("run failed", problem=str(error))
-    elif failure.first_rank(folder) is not None:
+    elif failures.first_rank(folder) is not None:
         # torchrun stops rank 0 when another rank has failed, and that one has told why
-        journal.write("run failed", problem=str(failure.first(folder, [])))
+        journal.write("run failed", problem=str(failures.first(folder, [])))
     else:
         journal.write("run stopped", problem=str(error) or type(error).__name__)
 

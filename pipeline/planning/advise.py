@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.plan.plan.registry import Registry
+
 from pipeline.errors import RecipeError, UsageError
 from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.planning.hardware import Asked, Margins, narrow_dtype, site_of
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
+from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory
 from pipeline.planning.search import Base, Changes, Way, overrides
-from pipeline.presets import Strategy, in_order
-from pipeline.registry import Registry
 
 WRAP = "wrap"
 """The slot of the strategy."""

@@ -10,14 +10,15 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from pipeline.engine import Engine
+from pipeline.plan.plan.plan import Step
+
+from pipeline.contracts.engine import Engine
 from pipeline.errors import PipeError, RecipeError, UsageError
-from pipeline.plan import Step
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
+from pipeline.planning.presets import Strategy
 from pipeline.planning.report import memory
 from pipeline.planning.search import Base, Changes, Way, balanced, best, leanest, overrides
-from pipeline.presets import Strategy
 
 MOST_NODES = 512
 """How far more nodes are looked for."""

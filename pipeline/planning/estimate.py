@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.accelerators import GIB
-from pipeline.binding import Results
+from pipeline.plan.plan.binding import Results
+
+from pipeline.hardware.gpus import GIB
 from pipeline.planning import strategy
 from pipeline.planning.planner import Job, Topology, forecasts
 from pipeline.planning.profile import ZERO, Peak, Profile

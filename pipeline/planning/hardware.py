@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.accelerators import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.errors import UsageError
-from pipeline.machine import free_memory
-from pipeline.memory_record import MemoryRecord, newest_record, read_record
+from pipeline.hardware.gpus import GB, GIB, Accelerator, accelerators, find_accelerator
+from pipeline.hardware.host import free_memory
 from pipeline.planning.planner import Topology
-from pipeline.suggest import did_you_mean
+from pipeline.run.memory_record import MemoryRecord, newest_record, read_record
+from pipeline.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import Machine

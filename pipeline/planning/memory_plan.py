@@ -7,16 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.plan.plan.plan import Plan, plan_file
+from pipeline.plan.plan.registry import Registry
+
 from pipeline.artifacts import Precision
-from pipeline.plan import Plan, plan_file
 from pipeline.planning.estimate import Estimate, ask, assemble
 from pipeline.planning.hardware import Asked, Hardware, Margins, hardware_of, site_of
 from pipeline.planning.planner import Job, Topology
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
-from pipeline.registry import Registry
-from pipeline.saved_plan import VERSION, identity
+from pipeline.run.saved_plan import VERSION, identity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pipeline.plan.plan.binding import Results
+from pipeline.plan.plan.registry import Entry, installed_entries, load_entry
+
 from pipeline.artifacts import TrainedRun
-from pipeline.binding import Results
 from pipeline.errors import PluginError, UsageError
 from pipeline.planning.shapes import SampleShape, Step
-from pipeline.registry import Entry, installed_entries, load_entry
 
 if TYPE_CHECKING:
-    from pipeline.plan import Plan
-    from pipeline.stage import Presets
+    from pipeline.plan.plan.plan import Plan
+
+    from pipeline.contracts.stage import Presets
 
 GROUP = "pipe.planners"
 FORECAST = "forecast"

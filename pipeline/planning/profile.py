@@ -24,11 +24,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from pipeline.artifacts import ModelSource, Precision, TrainedRun
-from pipeline.files import private_folder, replace_text
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.strategy import Event, Unit
-from pipeline.rundir import versions
+from pipeline.run.rundir import versions
+from pipeline.utils.files import private_folder, replace_text
 
 DECIDE = (ModelSource, Precision, TrainedRun)
 """Stages that give one of these decide what a model's parts take."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipeline.accelerators import GIB
+from pipeline.hardware.gpus import GIB
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.step_time import crossing, sent
 from pipeline.planning.strategy import Held
-from pipeline.throughput import human
+from pipeline.utils.text import human
 
 WORDS = {"device": "GPU", "host": "host"}
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.plan.plan.plan import Plan
+from pipeline.plan.plan.registry import Registry
+
 from pipeline.errors import RecipeError, StageError
-from pipeline.plan import Plan
 from pipeline.planning.hardware import Asked, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
 from pipeline.planning.planner import RECOMPUTE, Planners
-from pipeline.presets import Strategy
-from pipeline.registry import Registry
+from pipeline.planning.presets import Strategy
 
 LONGER = 1.1
 """How many times as long as another a step has to be estimated to count as longer: less is within

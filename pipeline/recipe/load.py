@@ -11,16 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.errors import Problem, RecipeError
-from pipeline.fields import build
-from pipeline.marks import Marks
-from pipeline.marks import Path as Keys
-from pipeline.recipe.interpolate import resolve
+from pipeline.recipe.dump import render
+from pipeline.recipe.fields import build
+from pipeline.recipe.includes import Sources
+from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.merge import drop_removed
-from pipeline.recipe.nodes import Node, marks_of, plain
+from pipeline.recipe.nodes import Marks, Node, marks_of, plain
+from pipeline.recipe.nodes import Path as Keys
 from pipeline.recipe.overrides import apply
-from pipeline.recipe.render import render
-from pipeline.recipe.sources import Sources
-from pipeline.suggest import did_you_mean
+from pipeline.utils.text import did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
 

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import Location, Problem
-from pipeline.marks import dotted
 from pipeline.recipe.merge import merge
-from pipeline.recipe.nodes import Node
+from pipeline.recipe.nodes import Node, dotted
 from pipeline.recipe.parse import parse
-from pipeline.suggest import did_you_mean
+from pipeline.utils.text import did_you_mean
 
 TOP_LEVEL = ("name", "seed", "launch", "env", "rehearse")
 

@@ -23,7 +23,7 @@ import yaml
 
 from pipeline.errors import Location, Problem
 from pipeline.recipe.nodes import Node
-from pipeline.scalars import Scalar, resolve
+from pipeline.recipe.scalars import Scalar, resolve
 
 MAX_DEPTH = 64
 MAX_VALUES = 10_000

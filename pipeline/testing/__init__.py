@@ -13,8 +13,7 @@ Works under any test runner; importing it imports neither one nor torch.
 
 from __future__ import annotations
 
-from pipeline.testing.configs import plan_view, problems
 from pipeline.testing.conformance import assert_conforms, check_stage
-from pipeline.testing.context import context
+from pipeline.testing.helpers import context, plan_view, problems
 
 __all__ = ["assert_conforms", "check_stage", "context", "plan_view", "problems"]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Generator, Iterator, Mapping
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from pipeline.annotations import dataclasses_in, field_types
-from pipeline.engine import Engine
-from pipeline.errors import Problem
-from pipeline.field_table import plain_value
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.signature import dataclasses_in, field_types, gives
+from pipeline.errors import PluginError, Problem
+from pipeline.plan.plan.registry import Entry, Registry
 from pipeline.planning.planner import Planners
-from pipeline.presets import presets
-from pipeline.signature import gives
-from pipeline.testing.configs import checked, make
+from pipeline.planning.presets import presets
+from pipeline.recipe.field_docs import plain_value
+from pipeline.testing.helpers import checked, make
 
 
 def acceptance(stage: type, valid: Mapping[str, Any]) -> Iterator[str]:
@@ -113,3 +114,39 @@ def _misspelt(valid: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(found: list[Problem]) -> str:
     return "; ".join(str(dataclasses.replace(each, location=None)) for each in found)
+
+
+HEAVY = ("torch", "transformers", "deepspeed", "accelerate")
+"""Packages that only `run` may import: they take seconds, and `pipe check` takes none."""
+
+
+def _observe(value: str, configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Heavy packages by the moment at which they came."""
+    at_start = _loaded()
+    entry = Entry(name="the.stage", value=value, distribution="the package", version="")
+    try:
+        stage = Registry([entry]).load(entry.name)
+        at_import = _loaded()
+        for fields in configs:
+            _try(stage, fields)
+    except PluginError:
+        return {"importing it": sorted(_loaded() - at_start)}
+    return {
+        "importing it": sorted(at_import - at_start),
+        "checking it": sorted(_loaded() - at_import),
+    }
+
+
+def _try(stage: type, fields: Mapping[str, Any]) -> None:
+    try:
+        checked(make(stage, fields)[0])
+    except Exception:
+        return  # is told where the check's answers are looked at
+
+
+def _loaded() -> set[str]:
+    return {name for name in HEAVY if name in sys.modules}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_observe(**json.load(sys.stdin))))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.annotations import name_of
+from pipeline.contracts.signature import name_of
 from pipeline.errors import PluginError
-from pipeline.registry import GROUP, Entry, Registry
+from pipeline.plan.plan.registry import GROUP, Entry, Registry
 from pipeline.testing.behaviour import acceptance, preset_faults, refusal
 from pipeline.testing.declaration import field_violations, name_violations, run_violations
-from pipeline.testing.imports import import_violations
 
 Fields = Mapping[str, Any]
 
@@ -88,3 +91,23 @@ def _unregistered(stage: type) -> Entry:
     return Entry(
         name=stage.__qualname__, value=value, distribution=package, version="(not installed)"
     )
+
+
+def import_violations(value: str, configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What importing the stage at `value` (`module:Class`) and then checking slots of these fields
+    imports too early."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.testing.behaviour"],
+        input=json.dumps({"value": value, "configs": list(configs)}),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        yield f"importing it in a fresh process failed: {last}"
+        return
+    for moment, names in json.loads(done.stdout.splitlines()[-1]).items():
+        if names:
+            yield f"{moment} imports {', '.join(names)} (import them inside run)"

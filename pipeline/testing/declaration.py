@@ -9,7 +9,6 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.annotations import dataclasses_in, field_types, init_fields
 from pipeline.artifacts import (
     Checkpoints,
     Data,
@@ -20,13 +19,13 @@ from pipeline.artifacts import (
     TrainedRun,
     Weights,
 )
-from pipeline.engine import Engine
-from pipeline.field_table import plain_value
-from pipeline.fields import adapter, default_of, field_docs
-from pipeline.registry import kind_of
-from pipeline.signature import gives, needs
-from pipeline.stage import Context
-from pipeline.testing.configs import make
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.signature import dataclasses_in, field_types, gives, init_fields, needs
+from pipeline.contracts.stage import Context
+from pipeline.plan.plan.registry import kind_of
+from pipeline.recipe.field_docs import plain_value
+from pipeline.recipe.fields import adapter, default_of, field_docs
+from pipeline.testing.helpers import make
 
 KINDS: dict[str, type] = {
     "model": ModelSource,

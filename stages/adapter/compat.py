@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.optional import optional
+from pipeline.utils.optional import optional
 
 
 def import_peft() -> Any:
@@ -70,3 +70,22 @@ def uninitialised() -> Iterator[None]:
 def _outputs(layer: Any) -> int:
     """Of a linear layer of torch, or of transformers' GPT-2 kind."""
     return int(layer.out_features if hasattr(layer, "out_features") else layer.nf)
+
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before every name in the file."""
+ADAPTER = "default"
+"""Name of the adapter, which is part of the module's names and not of the file's."""
+
+
+def name_in_file(name: str) -> str:
+    """The name under which peft saves a tensor of the module with updates.
+
+    It takes such a name too, and those that files of other versions have.
+    """
+    left_out = (ADAPTER, "base_layer", "modules_to_save")
+    kept = [part for part in name.removeprefix(PREFIX).split(".") if part not in left_out]
+    # A parameter in early versions of peft has since become a module's `weight`.
+    return (PREFIX + ".".join(kept)).replace("_magnitude_vector.weight", "_magnitude_vector")

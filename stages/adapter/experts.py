@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pipeline.contracts.stage import PlanView
 from pipeline.errors import Problem
-from pipeline.stage import PlanView
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
 

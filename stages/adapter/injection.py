@@ -9,9 +9,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import StageError
-from stages.adapter.compat import import_peft, quiet, uninitialised
-from stages.adapter.files import ADAPTER
-from stages.model.linear import is_linear, linear_layers
+from stages.adapter.compat import ADAPTER, import_peft, quiet, uninitialised
+from stages.model.block_changes import is_linear, linear_layers
 
 if TYPE_CHECKING:
     from torch import nn

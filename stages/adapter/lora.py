@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,10 +13,33 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from pipeline.artifacts import ModelSource
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
-from stages.adapter.artifact import AdaptedModel, FourBits
+from stages.model.derived import DerivedSource
+
+FourBits = Literal["nf4", "fp4"]
+"""The 16 values that 4 bits stand for: quantiles of a normal distribution, or floating-point
+numbers."""
+
+
+class AdaptedModel(DerivedSource):
+    """A model whose own weights stay as they are, with an adapter that is trained."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> Sequence[str]:
+        """Names of the parameters that are trained, all of the adapter."""
+
+    @property
+    @abstractmethod
+    def quantize(self) -> FourBits | None:
+        """In which 4 bits the model's own linear layers are, if they are."""
+
+    @abstractmethod
+    def save_config(self, folder: Path) -> None:
+        """Write what peft needs beside the weights. Raises StageError for a training that an
+        adapter cannot express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +101,7 @@ class Lora:
             yield from self._start_problems(Path(self.start_from).expanduser())
 
     def _start_problems(self, folder: Path) -> Iterator[Problem]:
-        from stages.adapter.files import CONFIG, WEIGHTS
-        from stages.adapter.saved import differences
+        from stages.adapter.compat import CONFIG, WEIGHTS
 
         missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
         for name in missing:
@@ -95,8 +119,34 @@ class Lora:
 
     def declared(self, model: ModelSource, *, seed: int) -> Any:
         """The model with its adapter, of which nothing is said yet."""
-        from stages.adapter.quantised import QuantisedSource
+        from stages.adapter.nf4_linear import QuantisedSource
         from stages.adapter.source import AdaptedSource
 
         base = model if self.quantize is None else QuantisedSource(model, self.quantize)
         return AdaptedSource(self, base, seed=seed)
+
+
+def differences(stage: Lora, config: Path) -> Iterator[tuple[str, str]]:
+    """Where peft's `config` file means another function than `stage`: what, and what to do."""
+    try:
+        saved: Any = json.loads(config.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        yield f"{config} cannot be read: {error}", ""
+        return
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        yield f"{config} is of no LoRA", ""
+        return
+    for key in ("rank_pattern", "alpha_pattern"):
+        if saved.get(key):
+            yield f"its {key} gives layers settings of their own, which adapter.lora has not", ""
+    scaling = "rslora" if saved.get("use_rslora") else "standard"
+    told = {
+        "rank": saved.get("r"),
+        "alpha": saved.get("lora_alpha"),
+        "scaling": scaling,
+        "dora": bool(saved.get("use_dora")),
+    }
+    for field, value in told.items():
+        own = getattr(stage, field)
+        if value != own:
+            yield f"was trained with {field}: {value}, this is {own}", f"set {field}: {value}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
 from stages.adapter.injection import Layer, peft_config
-from stages.model.names import ties
+from stages.model.declared import ties
 
 if TYPE_CHECKING:
     from torch import nn

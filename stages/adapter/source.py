@@ -12,26 +12,23 @@ from typing import TYPE_CHECKING
 
 from pipeline.artifacts import ModelSource, TensorReader, Weights
 from pipeline.errors import StageError
-from stages.adapter.artifact import AdaptedModel
 from stages.adapter.experts import HINT, SKIPPED, built_share
-from stages.adapter.fresh import FreshUpdates
+from stages.adapter.initial_values import FreshUpdates, saved_updates
 from stages.adapter.injection import Layer, inject, layers
-from stages.adapter.merged import MergedWeights
+from stages.adapter.lora import AdaptedModel
+from stages.adapter.merging import MergedWeights
 from stages.adapter.saving import save_config
-from stages.adapter.start import saved_updates
-from stages.model.names import stands_for, ties
-from stages.model.outline import outline
+from stages.model.declared import outline, stands_for, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
-from stages.weights.joined import JoinedReader
+from stages.weights.views import JoinedReader
 
 if TYPE_CHECKING:
     from logging import Logger
 
     from torch import nn
 
-    from stages.adapter.artifact import FourBits
-    from stages.adapter.lora import Lora
+    from stages.adapter.lora import FourBits, Lora
 
 NUMBERED = frozenset("0123456789?[")
 """Characters of names and patterns that may tell one block from another."""

@@ -9,9 +9,9 @@ from typing import Annotated
 from annotated_types import Gt, Lt
 
 from pipeline.artifacts import Checkpoints
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
 
 ELEMENT = 4
 """Bytes of it, in fp32."""

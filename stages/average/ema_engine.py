@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.engine import WEIGHT, Admit, Engine, EngineState, Fragment, StepReport
+from pipeline.contracts.engine import WEIGHT, Admit, Engine, EngineState, Fragment, StepReport
 
 EMA = "ema"
 """Kind of state in checkpoints."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Self
 from annotated_types import Ge, Gt
 
 from pipeline.artifacts import Checkpoints, ModelSource
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, PlanView, Trial
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView, Trial
-from stages.checkpoint.addresses import unknown_address
 
 if TYPE_CHECKING:
-    from pipeline.state.checkpoints import StateCheckpoints
-    from pipeline.state.planning import Arrangement
-    from pipeline.state.retention import Retention
+    from pipeline.checkpoint.layout import Arrangement
+    from pipeline.checkpoint.manager import StateCheckpoints
+    from pipeline.checkpoint.retention import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class CheckpointSettings(ABC):
     @property
     def retention(self) -> Retention:
         """What is kept."""
-        from pipeline.state.retention import Retention
+        from pipeline.checkpoint.retention import Retention
 
         return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)
 
@@ -69,7 +69,7 @@ class CheckpointSettings(ABC):
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints beside the run's own, which are gone when the rehearsal ends."""
-        from pipeline.state.checkpoints import StateCheckpoints
+        from pipeline.checkpoint.manager import StateCheckpoints
 
         made = replace(self, start_from=None).run(ctx, engine, model)
         assert isinstance(made, StateCheckpoints)
@@ -89,7 +89,7 @@ class CheckpointSettings(ABC):
         folder: str | None,
     ) -> StateCheckpoints:
         """The artifact, in files of that arrangement, below `folder` (null: the run's own)."""
-        from pipeline.state.checkpoints import StateCheckpoints, address
+        from pipeline.checkpoint.manager import StateCheckpoints, address
 
         return StateCheckpoints(
             ctx,
@@ -102,3 +102,22 @@ class CheckpointSettings(ABC):
             asynchronous=self.asynchronous,
             start_from=self.start_from,
         )
+
+
+def unknown_address(key: str, address: str | None) -> Iterator[Problem]:
+    """The mistake, if nothing that is installed knows the address; imports no store's library."""
+    protocol, mark, _ = (address or "").partition("://")
+    if not mark:
+        return
+    from fsspec.registry import known_implementations
+
+    known = known_implementations.get(protocol)
+    if known is None:
+        yield Problem(
+            key=key,
+            message=f"fsspec knows no {protocol}://",
+            hint="a path, or an address such as s3://bucket/folder",
+        )
+    elif importlib.util.find_spec(known["class"].partition(".")[0]) is None:
+        hint = known.get("err", "")
+        yield Problem(key=key, message=f"{protocol}:// needs a package", hint=hint)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.artifacts import Checkpoints, TrainedRun, Weights
-from pipeline.engine import Engine
+from pipeline.checkpoint.formats import Formats
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
-from pipeline.state.formats import Formats
 from stages.average.ema import EmaAverage
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.artifacts import TensorSpec, Weights
-from pipeline.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading, open_state
+from pipeline.checkpoint.layout import as_bytes, dtype
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.dtypes import as_bytes, dtype
-from pipeline.state.formats import Reading, open_state
-from pipeline.state.source import StateSource
 
 if TYPE_CHECKING:
     from torch import Tensor

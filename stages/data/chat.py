@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,12 +10,40 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.artifacts import Data, ModelSource
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
 from stages.data import files
-from stages.data.selection import Selection, problems
-from stages.data.today import is_date
-from stages.model.words import tokenizer_problems
+from stages.data.fields import Selection, problems
+from stages.model.config_checks import tokenizer_problems
+
+_ASKS = "strftime_now"
+_DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
+_BARE = "deHIjmMSUWy"
+"""Those that may have no zeros before them, written `%-d`."""
+
+
+def with_today(template: str, today: str) -> str:
+    """A chat template whose `strftime_now` tells of midnight on `today` (YYYY-MM-DD), by a macro of
+    that name: functions cannot be handed to a template, and a macro goes before transformers' own.
+    """
+    if _ASKS not in template:
+        return template
+    now = datetime.datetime.fromisoformat(today)
+    directives = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _BARE]
+    filled = "".join(f'|replace("{each}", "{now.strftime(each)}")' for each in directives)
+    # The template stays at the beginning of a line, where its first white space means the same.
+    return (
+        '{% macro strftime_now(format) %}{% for part in format.split("%%") %}'
+        '{{ "" if loop.first else "%" }}{{ part' + filled + " }}{% endfor %}{% endmacro %}\n"
+    ) + template
+
+
+def is_date(text: str) -> bool:
+    """Whether it is a day as YYYY-MM-DD."""
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +105,7 @@ class ChatData(Selection):
     def _wants_template(self) -> bool:
         """Whether rows are certain to: by `form`, or by the first row of each source's first file,
         since there may be thousands of files."""
-        from stages.data.forms import first_form
+        from stages.data.formats import first_form
 
         paths = [path for source in self.trained_on() for path in files.expand(source.files)[:1]]
         found = {self.form} if self.form else {first_form(path) for path in paths}
@@ -86,6 +115,6 @@ class ChatData(Selection):
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Render and tokenise once, then map the samples. Raises DataError for an unusable row, and
         StageError when a source has no token to train on."""
-        from stages.data.chat_data import chat_data
+        from stages.data.prepare_chat import chat_data
 
         return chat_data(self, ctx, model)

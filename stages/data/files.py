@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.errors import Problem
-from stages.data.digests import file_digests
+from stages.data.cache import file_digests
 
 TEXT = (".txt", ".txt.gz")
 JSON_LINES = (".jsonl", ".jsonl.gz")

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from pipeline.errors import DataError
 from stages.data.files import JSON, PARQUET, TEXT
-from stages.data.progress import Reading
+from stages.data.tokenize import Reading
 
 UNREADABLE = (OSError, EOFError, zlib.error)
 """What reading a file raises when the disk fails or a .gz file is damaged."""

@@ -12,14 +12,13 @@ import numpy as np
 
 from pipeline.artifacts import NO_TARGET, Sample, Samples
 from pipeline.errors import StageError
-from stages.data import parallel
-from stages.data.blocks import require_within
+from stages.data import tokenize
 from stages.data.cache import Counts, Entry
-from stages.data.encoding import Dropped, Encoded
-from stages.data.fitting import RowEncoder
-from stages.data.forms import FormName
-from stages.data.progress import Announcer
+from stages.data.documents import require_within
+from stages.data.encode import Dropped, Encoded, RowEncoder
+from stages.data.formats import FormName
 from stages.data.rows import Row
+from stages.data.tokenize import Announcer
 
 if TYPE_CHECKING:
     import logging
@@ -116,7 +115,7 @@ class SampleWriter:
         self._counts = dict.fromkeys(names, 0)
         self._dropped = {}
         offsets, targets = array("q", [0]), array("i")
-        encoded = parallel.each(self.encoder.batch, chunks(rows, _BATCH), self.workers)
+        encoded = tokenize.each(self.encoder.batch, chunks(rows, _BATCH), self.workers)
         with (folder / _TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
             for batch, results in encoded:
                 for (_, row), result in zip(batch, results, strict=True):

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from stages.data.items import Conversation
-from stages.data.messages import ROLES, checked, conversation, require_role
+from stages.data.messages import ROLES, Conversation, checked, conversation, require_role
 from stages.data.rows import Row, kind, require_text
 
 USUAL = {

@@ -9,11 +9,11 @@ from typing import Annotated
 from pydantic import Field
 
 from pipeline.artifacts import Data, ModelSource, TrainedRun
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
 from stages.data import files
-from stages.data.document_settings import DocumentSettings
-from stages.model.words import tokenizer_problems
+from stages.data.fields import DocumentSettings
+from stages.model.config_checks import tokenizer_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,6 @@ class StreamData(DocumentSettings):
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """List the shards; they are read when their turn comes. Raises StageError when there are
         none."""
-        from stages.data.stream_data import stream_data
+        from stages.data.streaming.data import stream_data
 
         return stream_data(self, ctx, model)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DataError, StageError
-from stages.data.progress import Reading
 from stages.data.rows import Row
+from stages.data.tokenize import Reading
 
 
 def parquet_rows(path: Path, reading: Reading, columns: list[str] | None) -> Iterator[Row]:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.artifacts import Data, ModelSource
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
-from stages.data.document_settings import DocumentSettings
-from stages.data.selection import Selection, problems
-from stages.model.words import tokenizer_problems
+from stages.data.fields import DocumentSettings, Selection, problems
+from stages.model.config_checks import tokenizer_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,6 @@ class TextData(DocumentSettings, Selection):
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Tokenise once, then map the tokens. Raises DataError for a file that cannot be used."""
-        from stages.data.text_data import text_data
+        from stages.data.prepare_text import text_data
 
         return text_data(self, ctx, model)

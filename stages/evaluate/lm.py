@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 from pydantic import Field
+from xxhash import xxh3_64_hexdigest
 
-from pipeline.artifacts import ExportedModel, ModelSource
-from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
+from pipeline.artifacts import Durable, ExportedModel, ModelSource
+from pipeline.contracts.stage import Context, PlanView
+from pipeline.errors import Problem, StageError
+from pipeline.utils.files import replace_text
 from stages.data.files import problems
-from stages.evaluate.artifact import EvaluatedModel
 
 Count = Annotated[int, Gt(0)]
 WINDOW = 1024
@@ -102,11 +104,57 @@ class EvaluateLm:
                     yield Problem(key=key, message="only means something with tasks")
 
     def run(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
-        from stages.evaluate.steps import evaluate
+        from stages.evaluate.run import evaluate
 
         return evaluate(self, ctx, exported, model)
 
     def rehearse(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
-        from stages.evaluate.steps import evaluate
+        from stages.evaluate.run import evaluate
 
         return evaluate(self, ctx, exported, model, briefly=True)
+
+
+FILE = "evaluation.json"
+"""In the run's folder: slot -> what its stage has measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModel(Durable):
+    """What was measured of an exported model."""
+
+    file: Path
+    """Where it is written down, under the slot's name."""
+    slot: str
+    results: Mapping[str, Any]
+    """JSON."""
+
+    def save(self) -> None:
+        """Write the results beside those of other slots (rank 0)."""
+        known = _read(self.file) | {self.slot: dict(self.results)}
+        replace_text(self.file, json.dumps(known, indent=1, allow_nan=False) + "\n")
+
+    def record(self) -> dict[str, Any]:
+        return {"file": str(self.file), "slot": self.slot, "sum": _sum(self.results)}
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> EvaluatedModel:
+        file, slot = Path(record["file"]), record["slot"]
+        known = _read(file)
+        if slot not in known:
+            raise StageError(f"the evaluation is gone: {file} has nothing of slot `{slot}`")
+        if record.get("sum") not in (None, _sum(known[slot])):  # earlier versions recorded none
+            raise StageError(f"{file}: slot `{slot}` has other results than were measured")
+        return cls(file=file, slot=slot, results=known[slot])
+
+
+def _sum(results: Mapping[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(results, sort_keys=True).encode())
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Empty where there is none, or none that can be read."""
+    try:
+        known = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

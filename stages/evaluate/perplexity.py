@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from pipeline.artifacts import NO_TARGET, Sample
 from pipeline.errors import StageError
-from stages.evaluate.windows import windows
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 
@@ -84,3 +84,22 @@ def _samples(
         totals.documents += 1
         totals.bytes += len(document.encode())
         yield from windows(encode(document), config.window, stride)
+
+
+def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
+    """The windows of a document, `stride` apart, each of at most `window` input tokens.
+
+    A window's labels are the tokens that no earlier one has; the others are its context. So each
+    token but the first is a label exactly once, and every one beyond the first window has at least
+    `window - stride` tokens before it.
+    """
+    tokens = np.asarray(ids, dtype=np.int64)
+    scored = 0
+    for start in range(0, max(len(tokens) - 1, 0), stride):
+        stop = min(start + window, len(tokens) - 1)
+        labels = tokens[start + 1 : stop + 1].copy()
+        labels[: scored - start] = NO_TARGET
+        yield Sample(input_ids=tokens[start:stop], labels=labels)
+        scored = stop
+        if stop == len(tokens) - 1:
+            return

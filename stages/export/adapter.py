@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
-from stages.adapter.artifact import AdaptedModel
-from stages.export import fields
+from stages.adapter.lora import AdaptedModel
+from stages.export import safetensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ExportAdapter:
     tokenizer, fixed token ids are used."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from fields.problems(self.folder, self.prompt)
+        yield from safetensors.problems(self.folder, self.prompt)
         for model in plan.giving(ModelSource):
             for name in ("vocab_size", "new_weights"):
                 if getattr(model, name, None):
@@ -50,7 +50,7 @@ class ExportAdapter:
         trained: TrainedRun | None = None,
     ) -> ExportedModel:
         from stages.export.adapter_contents import AdapterContents
-        from stages.export.steps import export
+        from stages.export.run import export
         from stages.export.target import target_of
 
         contents = AdapterContents(model, weights, dtype=self.dtype, prompt=self.prompt)
@@ -75,6 +75,6 @@ class ExportAdapter:
         cls, folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool
     ) -> None:
         """What `pipe verify` does with a folder that this stage has written. Raises ExportError."""
-        from stages.export.verify_adapter import verify
+        from stages.export.adapter_contents import verify
 
         verify(folder, tell, trust_remote_code=trust_remote_code)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,27 +12,27 @@ import torch
 
 from pipeline.artifacts import TensorReader, Weights, torch_dtype
 from pipeline.errors import ExportError, StageError
-from stages.adapter.compat import import_peft, quiet
-from stages.adapter.files import PREFIX, WEIGHTS, name_in_file
+from stages.adapter.compat import CONFIG, PREFIX, WEIGHTS, import_peft, name_in_file, quiet
+from stages.adapter.nf4_linear import round_layers
 from stages.export.card import Usage
 from stages.export.contents import Contents, trained_logits
 from stages.export.layout import Named, Shard, digest
 from stages.export.logits import Values, by_blocks, logits
 from stages.export.manifest import Proof
 from stages.export.plan import ExportPlan
-from stages.export.proof import compare, in_short, token_ids
+from stages.export.proof import compare, in_short, recognise, token_ids
+from stages.export.verify import prove_whole
 from stages.model import compat
 from stages.model.assets import save_tokenizer
-from stages.model.names import ties
-from stages.model.outline import outline
-from stages.weights.cast import CastReader
+from stages.model.declared import outline, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
+from stages.weights.views import CastReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stages.adapter.artifact import AdaptedModel
+    from stages.adapter.lora import AdaptedModel, FourBits
 
 
 class AdapterContents(Contents):
@@ -162,3 +163,38 @@ class _WithAdapter(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def verify(folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool) -> None:
+    """Read every byte; then, if the model that the adapter belongs to is at hand, load both and run
+    them. `tell` is told what has been proven. Raises ExportError for whatever is not as it was."""
+    proof = prove_whole(folder, tell)
+    base = json.loads((folder / CONFIG).read_text("utf-8")).get("base_model_name_or_path")
+    if base is None or not (Path(base) / "config.json").is_file():
+        tell(f"not run: its model is not here ({base})" if base else "not run: it names no model")
+        return
+    model = _loaded(base, folder, proof.quantize, trust_remote_code=trust_remote_code)
+    told = logits(model, torch.tensor([proof.prompt]))
+    difference = recognise(told, proof.logits, torch.float32)
+    bits = f" in {proof.quantize}" if proof.quantize else ""
+    tell(f"with {base}{bits} it computes what it did (largest difference {difference:.2g})")
+
+
+def _loaded(base: str, folder: Path, quantize: FourBits | None, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    peft = import_peft()
+    try:
+        with compat.quiet(), quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                base,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+            )
+            if quantize is not None:
+                round_layers(model, quantize)
+            return peft.PeftModel.from_pretrained(model, str(folder))
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        hint = "--trust-remote-code" if "trust_remote_code" in str(error) else ""
+        raise ExportError(f"{folder}: cannot be loaded onto {base}: {error}", hint=hint) from error

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline import rundir
-from pipeline.throughput import human
+from pipeline.run import rundir
+from pipeline.utils.text import human
 
 if TYPE_CHECKING:
     from pipeline.artifacts import ModelSource, TrainedRun
-    from pipeline.stage import Context
+    from pipeline.contracts.stage import Context
     from stages.export.plan import ExportPlan
 
 CARD = "README.md"

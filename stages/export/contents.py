@@ -13,8 +13,8 @@ from stages.export.card import MODEL_USAGE, Usage
 from stages.export.logits import logits, reference
 from stages.export.plan import ExportPlan, make_plan
 from stages.export.proof import compare, prove_model, token_ids
-from stages.model.outline import outline
-from stages.weights.joined import JoinedReader
+from stages.model.declared import outline
+from stages.weights.views import JoinedReader
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.artifacts import TensorSpec
-from pipeline.state.dtypes import CODES
-from pipeline.state.safetensors_file import Entry, header
+from pipeline.checkpoint.layout import CODES
+from pipeline.checkpoint.safetensors_format import Entry, header
 from stages.export.manifest import BLOCK
 
 SINGLE = "model.safetensors"

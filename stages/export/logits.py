@@ -13,8 +13,7 @@ import torch
 from pipeline.artifacts import ModelSource, TensorReader
 from pipeline.errors import ExportError, StageError
 from stages.model import compat
-from stages.model.names import refuse_differences, ties
-from stages.model.outline import outline
+from stages.model.declared import outline, refuse_differences, ties
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -12,8 +12,8 @@ from xxhash import xxh3_64_hexdigest
 
 from pipeline.artifacts import EXPORT_MANIFEST
 from pipeline.errors import ExportError
-from pipeline.files import replace_text
-from stages.adapter.artifact import FourBits
+from pipeline.utils.files import replace_text
+from stages.adapter.lora import FourBits
 
 NAME = EXPORT_MANIFEST
 WRITERS = ("export.safetensors", "export.adapter")

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.checkpoint.layout import CODES
 from pipeline.errors import ExportError, StageError
-from pipeline.machine import free_memory
-from pipeline.state.dtypes import CODES
+from pipeline.hardware.host import free_memory
 from stages.export.layout import Shard
 from stages.export.logits import loaded, logits, reference
 from stages.export.manifest import Position, Proof
 from stages.export.writer import Sums, check
-from stages.model.names import listed
+from stages.model.declared import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.artifacts import ModelSource, TensorReader
-    from pipeline.dist import Dist
+    from pipeline.distributed.process_group import Dist
 
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest of them; the same kernels run on the same

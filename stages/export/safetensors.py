@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
+from pipeline.contracts.stage import Context, PlanView, Room
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView, Room
-from stages.export import fields
-from stages.export.sizes import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class ExportSafetensors:
             parse_size(self.max_shard_size)
         except ValueError as error:
             yield Problem(message=str(error), key="max_shard_size")
-        yield from fields.problems(self.folder, self.prompt)
+        yield from problems(self.folder, self.prompt)
 
     def run(
         self,
@@ -52,7 +51,7 @@ class ExportSafetensors:
         trained: TrainedRun | None = None,
     ) -> ExportedModel:
         from stages.export.contents import ModelContents
-        from stages.export.steps import export
+        from stages.export.run import export
         from stages.export.target import target_of
 
         contents = ModelContents(
@@ -65,7 +64,7 @@ class ExportSafetensors:
         return export(target_of(self.folder, ctx), ctx, contents, trained)
 
     def foresee(self, ctx: Context, model: ModelSource) -> Iterator[Room]:
-        from stages.export.foresight import room
+        from stages.export.plan import room
 
         yield room(self, ctx, model)
 
@@ -91,3 +90,50 @@ class ExportSafetensors:
         from stages.export.verify import verify
 
         verify(folder, tell, trust_remote_code=trust_remote_code)
+
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `512MiB`, `1.5 GB`. Raises ValueError with a sentence for the user."""
+    match = SIZE.fullmatch(text)
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is not a size: a number with a unit such as 5GB or 512MiB")
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise ValueError(f"{text!r} is less than one byte")
+    return size
+
+
+def problems(folder: str | None, prompt: str) -> Iterator[Problem]:
+    """Of the fields `folder` and `prompt`."""
+    if not prompt.strip():
+        yield Problem(message="must not be empty", key="prompt")
+    if folder is not None:
+        yield from _folder(Path(folder).expanduser())
+
+
+def _folder(folder: Path) -> Iterator[Problem]:
+    from stages.export.target import PARTIAL, foreign
+
+    if folder.name.endswith(PARTIAL):
+        yield Problem(
+            message=f"`{folder.name}` is what an unfinished export is called",
+            key="folder", hint=f"choose a name that does not end in `{PARTIAL}`",
+        )  # fmt: skip
+    reason = foreign(folder)
+    if reason:
+        yield Problem(message=reason, key="folder", hint="name a new folder")

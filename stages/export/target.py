@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ExportError, StageError
-from pipeline.files import sync, sync_tree
-from pipeline.throughput import human
+from pipeline.utils.files import sync, sync_tree
+from pipeline.utils.text import human
 from stages.export import manifest
 from stages.export.manifest import BLOCK, Manifest
 
 if TYPE_CHECKING:
-    from pipeline.stage import Context
+    from pipeline.contracts.stage import Context
 
 PARTIAL = ".partial"
 """Ends the name of an export that is not finished; it is removed when its plan changes."""

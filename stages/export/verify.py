@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.dist import Dist
+from pipeline.checkpoint.layout import DTYPES
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import ExportError
-from pipeline.state.dtypes import DTYPES
 from stages.export import manifest
 from stages.export.card import CARD
 from stages.export.layout import INDEX, Named, Shard, index

@@ -11,12 +11,12 @@ import torch
 from xxhash import xxh3_64
 
 from pipeline.artifacts import TensorReader
-from pipeline.files import opened, page_aligned, read_at, write_at
-from pipeline.state.dtypes import as_bytes
+from pipeline.checkpoint.layout import as_bytes
+from pipeline.utils.files import opened, page_aligned, read_at, write_at
 from stages.export.layout import Block, Shard, share
 
 if TYPE_CHECKING:
-    from pipeline.dist import Dist
+    from pipeline.distributed.process_group import Dist
 
 Sums = dict[str, list[str]]
 """Tensor -> the checksum (XXH3, 64 bits, hexadecimal) of each of its blocks, in order."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.state.formats import Reading, StateFormat
+from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.state.source import StateSource
+    from pipeline.checkpoint.state_source import StateSource
 
 
 class Canonical(StateFormat):
@@ -27,14 +27,14 @@ class Canonical(StateFormat):
         return open_checkpoint(folder)
 
     def target(self, folder: Path, step: int) -> Path:
-        from pipeline.state.offline import step_target
+        from pipeline.checkpoint.offline_writer import step_target
 
         return step_target(folder, step)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.state.local_store import LocalStore
-        from pipeline.state.offline import write_checkpoint
-        from pipeline.state.planning import Sharded
+        from pipeline.checkpoint.layout import Sharded
+        from pipeline.checkpoint.local_store import LocalStore
+        from pipeline.checkpoint.offline_writer import write_checkpoint
 
         write_checkpoint(source, LocalStore(folder.parent), folder.name, Sharded())
         return ()
@@ -50,9 +50,9 @@ class Full(Canonical):
         return (folder / "manifest.json").is_file() and _is_full(folder)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.state.local_store import LocalStore
-        from pipeline.state.offline import write_checkpoint
-        from pipeline.state.whole import Whole
+        from pipeline.checkpoint.full_layout import Whole
+        from pipeline.checkpoint.local_store import LocalStore
+        from pipeline.checkpoint.offline_writer import write_checkpoint
 
         write_checkpoint(source, LocalStore(folder.parent), folder.name, Whole())
         return ()
@@ -60,8 +60,8 @@ class Full(Canonical):
 
 def open_checkpoint(folder: Path) -> StateSource:
     """A checkpoint in either layout; only the names of its files differ."""
-    from pipeline.state.local_store import LocalStore
-    from pipeline.state.reader import CheckpointReader
+    from pipeline.checkpoint.local_store import LocalStore
+    from pipeline.checkpoint.reader import CheckpointReader
 
     folder = folder.resolve()
     reader = CheckpointReader(LocalStore(folder.parent), folder.name)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.state.formats import Reading, StateFormat
+from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.state.source import StateSource
+    from pipeline.checkpoint.state_source import StateSource
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of accelerate's and the Trainer's sharded state."""
@@ -31,7 +31,7 @@ class Dcp(StateFormat):
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
         from stages.formats.dcp_source import open_dcp
-        from stages.formats.guarded import understood
+        from stages.formats.files import understood
 
         parts = [folder / MODEL, folder / OPTIMIZER] if (folder / MODEL).is_dir() else [folder]
         with understood(folder, "torch.distributed.checkpoint"):
@@ -39,7 +39,7 @@ class Dcp(StateFormat):
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
         from stages.formats.dcp_writer import write_dcp
-        from stages.formats.guarded import understood
+        from stages.formats.files import understood
 
         with understood(source.where, "pipe"):
             return write_dcp(source, folder)

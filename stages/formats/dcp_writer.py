@@ -19,14 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pipeline.engine import WEIGHT
+from pipeline.checkpoint.layout import dtype
+from pipeline.checkpoint.offline_writer import appearing
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.dtypes import dtype
-from pipeline.state.offline import appearing
-from pipeline.state.source import StateSource
-from stages.formats.adam import MOMENTS, SETTINGS
-from stages.formats.assembled import assembled
-from stages.formats.saving import append
+from stages.formats.files import append
+from stages.formats.mapped import MOMENTS, SETTINGS, assembled
 
 DATA = "__0_0.distcp"
 """The first file of rank 0, as torch calls it."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.state.formats import Reading, StateFormat
+from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.state.source import StateSource
+    from pipeline.checkpoint.state_source import StateSource
 
 
 class DeepSpeed(StateFormat):
@@ -32,7 +32,7 @@ class DeepSpeed(StateFormat):
         from stages.formats.deepspeed_files import state_folder
         from stages.formats.deepspeed_native import open_native
         from stages.formats.deepspeed_universal import open_universal
-        from stages.formats.guarded import understood
+        from stages.formats.files import understood
 
         state = state_folder(folder)
         with understood(state, "DeepSpeed"):
@@ -42,7 +42,7 @@ class DeepSpeed(StateFormat):
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
         from stages.formats.deepspeed_writer import write_universal
-        from stages.formats.guarded import understood
+        from stages.formats.files import understood
 
         with understood(source.where, "pipe"):
             return write_universal(source, folder)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pipeline.artifacts import Progress
+from pipeline.checkpoint.layout import random_key
 from pipeline.errors import CheckpointError
-from stages.formats import guarded
+from stages.formats import files as guarded
+from stages.formats.files import PROGRESS, read_json
+from stages.formats.mapped import Stored, whole
 
 _TAG = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 _MODEL = re.compile(
@@ -99,3 +106,25 @@ def _in_rank_order(folder: Path, pattern: str, name: re.Pattern[str]) -> list[Pa
         missing = min(set(range(len(ranks))) - set(ranks))
         raise CheckpointError(f"{folder}: the file of rank {missing} ({pattern}) is missing")
     return [ranks[rank] for rank in range(len(ranks))]
+
+
+def own_progress(folder: Path) -> dict[str, Any] | None:
+    """The progress of a training of ours; None for a checkpoint of another tool."""
+    if not (folder / PROGRESS).is_file():
+        return None
+    record = read_json(folder / PROGRESS)
+    try:
+        return vars(Progress(**record["progress"]))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / PROGRESS}: of another version: {error}") from error
+
+
+def own_random(folder: Path) -> dict[str, Stored]:
+    """The states of every rank's generators, by key."""
+    found = {}
+    for file in folder.glob("random-*.json"):
+        rank = int(file.stem.removeprefix("random-"))
+        for name, text in read_json(file).items():
+            data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            found[random_key(rank, name)] = whole(data)
+    return found

@@ -11,15 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.manifest import Group, Scale, State
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.formats import Reading
-from pipeline.state.manifest import Group, Scale, State
-from pipeline.state.source import StateSource
-from stages.formats.adam import fresh_progress, require_moments, settings
-from stages.formats.assembled import require_file_name
-from stages.formats.deepspeed_companions import own_progress, own_random
-from stages.formats.deepspeed_files import Scaler, load, model_files, optimizer_files
+from stages.formats.deepspeed_files import (
+    Scaler,
+    load,
+    model_files,
+    optimizer_files,
+    own_progress,
+    own_random,
+)
 from stages.formats.deepspeed_layout import (
     Placed,
     reorders,
@@ -27,7 +31,16 @@ from stages.formats.deepspeed_layout import (
     require_same_account,
     sharded,
 )
-from stages.formats.mapped import MappedSource, Range, Stored, whole
+from stages.formats.mapped import (
+    MappedSource,
+    Range,
+    Stored,
+    fresh_progress,
+    require_file_name,
+    require_moments,
+    settings,
+    whole,
+)
 
 Saved = Mapping[str, Any]
 STEP = "step"

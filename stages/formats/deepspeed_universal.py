@@ -8,17 +8,27 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.manifest import Group, State
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.formats import Reading
-from pipeline.state.manifest import Group, State
-from pipeline.state.source import StateSource
-from stages.formats.adam import MOMENTS, fresh_progress, require_moments, settings
-from stages.formats.assembled import require_file_name
 from stages.formats.deepspeed_files import load
 from stages.formats.deepspeed_native import loss_scale
-from stages.formats.guarded import load as load_any
-from stages.formats.mapped import MappedSource, Range, Shape, Stored, flattened, whole
+from stages.formats.files import load as load_any
+from stages.formats.mapped import (
+    MOMENTS,
+    MappedSource,
+    Range,
+    Shape,
+    Stored,
+    flattened,
+    fresh_progress,
+    require_file_name,
+    require_moments,
+    settings,
+    whole,
+)
 
 FP32 = "fp32"
 """DeepSpeed's name of the file of a master weight."""

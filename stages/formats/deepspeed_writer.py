@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from pipeline.engine import WEIGHT
+from pipeline.checkpoint.manifest import Scale
+from pipeline.checkpoint.offline_writer import appearing
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.manifest import Scale
-from pipeline.state.offline import appearing
-from pipeline.state.source import StateSource
-from stages.formats.adam import MOMENTS
-from stages.formats.assembled import assembled, require_file_name
 from stages.formats.deepspeed_universal import FP32
-from stages.formats.saving import save
+from stages.formats.files import save
+from stages.formats.mapped import MOMENTS, assembled, require_file_name
 
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Where stages 1 and 2, and stage 3, look for what is no tensor."""
@@ -83,7 +82,7 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
 
 
 def _scaler(scale: Scale) -> Any:
-    from pipeline.dist import Dist
+    from pipeline.distributed.process_group import Dist
     from stages.wrap.zero.compat import point_at_device
 
     point_at_device(Dist(device=torch.device("cpu")))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.layout import CODES, as_bytes, dtype
+from pipeline.checkpoint.manifest import State, TensorEntry
+from pipeline.checkpoint.safetensors_format import CHUNK
+from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import CheckpointError
-from pipeline.state.blocks import CHUNK
-from pipeline.state.dtypes import CODES, as_bytes
-from pipeline.state.manifest import State, TensorEntry
-from pipeline.state.source import StateSource
 
 Shape = tuple[int, ...]
 
@@ -120,3 +121,69 @@ def entry_of(key: str, dtype: torch.dtype, shape: Shape, where: str) -> TensorEn
     if dtype not in CODES:
         raise CheckpointError(f"{where}: {key} is {dtype}, which cannot be converted")
     return TensorEntry(key=key, dtype=CODES[dtype], shape=tuple(shape))
+
+
+_NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
+
+
+def assembled(source: StateSource, key: str) -> Tensor:
+    """The tensor `key` with its shape."""
+    entry = source.entry(key)
+    flat = torch.empty(entry.numel, dtype=dtype(entry.dtype))
+    source.read_into(key, 0, as_bytes(flat))
+    return flat.view(tuple(entry.shape))
+
+
+def require_file_name(name: str, where: str) -> str:
+    """A tensor's name that is to be the name of a folder. Raises CheckpointError for one that would
+    lead elsewhere."""
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"{where}: {name!r} cannot be the name of a folder")
+    return name
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+"""Hyperparameters that say what the optimizer computes; the rest says how."""
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a saved group. The learning rate is the base rate where the group keeps it; without a
+    schedule of torch's, only the rate of the last step is there."""
+    found = {key: plain(group[key]) for key in SETTINGS if key in group}
+    if group.get("initial_lr") is not None:
+        found["lr"] = plain(group["initial_lr"])
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A saved value as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def require_moments(kinds: Collection[str], where: str, name: str) -> None:
+    """Raises CheckpointError unless a parameter has what Adam keeps for every element of it."""
+    if not kinds:
+        raise CheckpointError(
+            f"{where}: holds no optimizer state of {name}",
+            hint="it was saved before the first update, or by DeepSpeed with an offload ratio "
+            "below 1; --weights-only takes the weights alone",
+        )
+    if set(kinds) != set(MOMENTS):
+        raise CheckpointError(
+            f"{where}: the optimizer kept {', '.join(sorted(kinds))} for {name}; only Adam's "
+            f"{' and '.join(MOMENTS)} can be converted",
+            hint="--weights-only takes the weights alone",
+        )
+
+
+def fresh_progress(step: int, samples: int, skipped: int = 0) -> dict[str, Any]:
+    """Progress of a training that is not ours: whose model and data it was is unknown."""
+    return {
+        "step": step, "samples": samples, "tokens": 0, "skipped": skipped,
+        "metrics": {}, "origin": {},
+    }  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.state.formats import Reading, StateFormat
+from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.state.source import StateSource
+    from pipeline.checkpoint.state_source import StateSource
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 STATE = "trainer_state.json"

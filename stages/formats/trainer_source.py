@@ -9,16 +9,23 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.manifest import Group, State
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from pipeline.state.formats import Reading
-from pipeline.state.manifest import Group, State
-from pipeline.state.source import StateSource
-from stages.formats import guarded
-from stages.formats.adam import MOMENTS, fresh_progress, require_moments, settings
-from stages.formats.assembled import require_file_name
-from stages.formats.mapped import MappedSource, Stored, whole
-from stages.formats.records import read_json
+from stages.formats import files as guarded
+from stages.formats.files import read_json
+from stages.formats.mapped import (
+    MOMENTS,
+    MappedSource,
+    Stored,
+    fresh_progress,
+    require_file_name,
+    require_moments,
+    settings,
+    whole,
+)
 from stages.formats.trainer import STATE, WEIGHTS
 from stages.formats.trainer_names import CONFIG, Described, describe, identify, undescribed
 

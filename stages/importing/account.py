@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.importing.translator import Fate
-from pipeline.suggest import did_you_mean
-from stages.importing.foreign import METHOD
+from pipeline.recipe.nodes import Path as Keys
+from pipeline.utils.text import did_you_mean
 from stages.importing.rules import UNSET, Auto, Table, Verdict, judge
 
 LEFT_OVER = "has no place in this recipe"
@@ -176,3 +177,98 @@ def _no_block(value: Any) -> Verdict:
     if not value or value in ("no", "none", "auto"):
         return Verdict(outcome="default", why=UNSET)
     return Verdict(outcome="refused", why="must be a block of keys")
+
+
+class Draft:
+    """Recipe values by dotted key (`train.steps`; slots stand at the top, as in overrides)."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.header: dict[str, Any] = {}
+        self.slots: dict[str, dict[str, Any]] = {}
+        self.notes: dict[Keys, str] = {}
+        self.missing: dict[str, str] = {}
+
+    def slot(self, name: str, use: str) -> None:
+        """A slot, behind those that are there."""
+        self.slots[name] = {"use": use}
+
+    def put(self, key: str, value: Any, *facts: str, note: str = "") -> None:
+        """Say `value` at `key`, which follows from `facts`."""
+        slot, *inner = key.split(".")
+        path = ("stages", slot, *inner) if slot in self.slots else (slot, *inner)
+        block = self.slots if slot in self.slots else self.header
+        for part in (slot, *inner)[:-1]:
+            block = block.setdefault(part, {})
+        block[(slot, *inner)[-1]] = value
+        for fact in facts:
+            for entry in self.account.of(fact):
+                entry.to[key] = value
+        text = note or self._origin(facts)
+        if text:
+            self.notes[path] = text
+
+    def copy(self, fact: str, key: str, read: Callable[[Any], Any] = lambda value: value) -> None:
+        """Say a fact at `key`, if there is one."""
+        if self.account.says(fact):
+            self.put(key, read(self.account.value(fact)), fact)
+
+    def lacks(self, key: str, what: str) -> None:
+        """A field that the person has to fill in."""
+        slot, _, field = key.partition(".")
+        self.missing[key] = what
+        path: Keys = ("stages", slot, "use")
+        before = f"{self.notes[path]}; " if path in self.notes else ""
+        self.notes[path] = f"{before}fill in `{field}`: {what}"
+
+    def _origin(self, facts: tuple[str, ...]) -> str:
+        entries = [entry for fact in facts for entry in self.account.of(fact)]
+        plain = [f"{entry.key} in {entry.file}" for entry in entries]
+        if plain:
+            return ", ".join(dict.fromkeys(plain))
+        return next((self.account.assumed[f][1] for f in facts if f in self.account.assumed), "")
+
+
+FOREIGN: Mapping[str, frozenset[str]] = {
+    "axolotl": frozenset(
+        {"base_model", "sequence_len", "sample_packing", "lora_target_linear", "rl", "num_epochs"}
+    ),
+    "LLaMA-Factory": frozenset(
+        {
+            *("finetuning_type", "stage", "template", "cutoff_len", "dataset_dir", "lora_rank"),
+            *("lora_target", "pref_beta", "pref_loss", "quantization_bit"),
+        }
+    ),
+    "ms-swift": frozenset({"tuner_type", "train_type", "sft_type", "rlhf_type", "tuner_backend"}),
+    "TRL for preference or reinforcement learning": frozenset(
+        {
+            *("beta", "reference_free", "precompute_ref_log_probs", "precompute_ref_batch_size"),
+            *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "ld_alpha"),
+            *("f_divergence_type", "discopop_tau", "loss_weights", "use_weighting", "rpo_alpha"),
+            *("label_smoothing", "max_prompt_length", "max_completion_length", "num_generations"),
+            *("reward_funcs", "reward_weights", "reward_model_path", "center_rewards_coefficient"),
+            *("scale_rewards", "desirable_weight", "undesirable_weight", "cpo_alpha", "tpo_alpha"),
+            *("simpo_gamma", "kl_coef", "cliprange", "num_ppo_epochs", "whiten_rewards", "lmbda"),
+            *("use_vllm", "disable_dropout", "teacher_model_name_or_path", "num_value_samples"),
+            *("teacher_model_kind", "teacher_server_urls", "teacher_model_server_url"),
+        }
+    ),
+    "Megatron": frozenset({"tensor_model_parallel_size", "pipeline_model_parallel_size"}),
+    "Lightning": frozenset({"trainer", "seed_everything", "exp_manager"}),
+    "peft (adapter_config.json)": frozenset({"peft_type", "base_model_name_or_path"}),
+    "a model (config.json)": frozenset({"architectures", "vocab_size"}),
+}
+"""Tool -> keys that none of the files read here has; one of them tells."""
+
+METHOD = re.compile(
+    r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
+    r"|distill|parallel|(^|_)(tp|pp|cp|sp|ep)_size"
+)
+"""Names of keys that change what is trained, or how, rather than tune it."""
+
+
+def tool(content: Mapping[str, Any]) -> str | None:
+    """Whose configuration it is, if its keys tell that it is none of those read here."""
+    if any(isinstance(value, Mapping) and "_component_" in value for value in content.values()):
+        return "torchtune"
+    return next((name for name, keys in FOREIGN.items() if keys & content.keys()), None)

@@ -9,15 +9,13 @@ from typing import Any
 
 from pipeline.importing.files import read_config
 from pipeline.importing.translator import ConfigFile, Request, Translation, Translator
-from stages.importing.accelerate_keys import ACCELERATE_ALL
-from stages.importing.account import Account
-from stages.importing.compose import compose, recipe
-from stages.importing.deepspeed_keys import DEEPSPEED, assume_engine
-from stages.importing.foreign import tool
-from stages.importing.fsdp_keys import FSDP_PREFIXED
+from stages.importing.accelerate import ACCELERATE_ALL, FSDP_PREFIXED
+from stages.importing.account import Account, tool
+from stages.importing.deepspeed import DEEPSPEED, assume_engine
+from stages.importing.recipe import compose, recipe
 from stages.importing.rules import Table, Verdict
-from stages.importing.trainer_keys import DEFAULTS
-from stages.importing.trainer_other_keys import SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
+from stages.importing.trainer import DEFAULTS
+from stages.importing.trainer_other import SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
 
 ACCELERATE_KIND = "accelerate config"
 DEEPSPEED_KIND = "DeepSpeed configuration"

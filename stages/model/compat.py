@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import functools
+import importlib.util
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.weights.change import Change, renamed
@@ -222,3 +225,37 @@ def nearest_model(model: nn.Module, name: str) -> nn.Module:
 def is_remote_code(model: nn.Module) -> bool:
     """Whether the model's class came with the checkpoint."""
     return type(model).__module__.startswith("transformers_modules.")
+
+
+TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
+
+
+@functools.cache
+def causal_types() -> Collection[str]:
+    """The `model_type`s of its table; empty when that is not found. Importing the table would
+    import torch, which takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return ()
+    file = Path(found.submodule_search_locations[0]) / "models/auto/modeling_auto.py"
+    try:
+        pairs = file.read_text("utf-8").split(TABLE)[1].split("\n)\n")[0]
+        return frozenset(name for name, _ in ast.literal_eval(pairs.strip()))
+    except (OSError, IndexError, ValueError, SyntaxError):
+        return ()
+
+
+@contextlib.contextmanager
+def masks_of_values(*, packed: bool) -> Iterator[None]:
+    """Inside, models make the masks that they would make of real samples. Of tensors without
+    values transformers takes nothing for granted, and makes a whole mask, which is what packed
+    samples need; for others it is told to look at the values."""
+    from transformers import masking_utils
+
+    original = masking_utils.is_tracing
+    if not packed:
+        masking_utils.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = original

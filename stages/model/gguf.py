@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.errors import StageError
-from pipeline.state.blocks import CHUNK
 from stages.model import compat
 from stages.model.gguf_header import read_header
 from stages.weights.change import Change

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
-from stages.model.config import config_of_files, config_of_recipe
-from stages.model.fit import Allowed
+from stages.model.assets import config_of_files, config_of_recipe
+from stages.model.files import Files, is_gguf, is_local, local
 from stages.model.gguf import require_gguf, require_whole
-from stages.model.paths import Files, is_gguf, is_local, local
+from stages.model.reconcile import Allowed
 from stages.model.source import HfSource, Training
 
 if TYPE_CHECKING:
-    from pipeline.stage import Context
+    from pipeline.contracts.stage import Context
     from stages.model.hf import HfModel
 
 ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")

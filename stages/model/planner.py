@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.artifacts import ModelSource
+from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from pipeline.planning.planner import RECOMPUTE, Extent, Planner, Saving, Topology
-from pipeline.stage import Context
+from stages.model.files import is_local
 from stages.model.hf import HfModel
-from stages.model.paths import is_local
 from stages.model.read import read_config
 
 LEFT_OUT = {

@@ -18,7 +18,7 @@ import torch
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
-from stages.weights.memory import pieces
+from stages.weights.torch_files import pieces
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

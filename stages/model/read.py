@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import StageError
+from stages.model.files import is_gguf, is_local, local
 from stages.model.gguf_header import read_header
-from stages.model.paths import is_gguf, is_local, local
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel

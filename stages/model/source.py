@@ -15,18 +15,22 @@ from torch import nn
 
 from pipeline.artifacts import DtypeName, ModelSource, TensorReader, torch_dtype
 from pipeline.errors import StageError
-from stages.data.digests import file_digests
+from stages.data.cache import file_digests
 from stages.model import assets, compat
-from stages.model.faster import use_fp8, use_liger
-from stages.model.files import safetensors_files, weight_files
-from stages.model.fingerprint import source_fingerprint
-from stages.model.fit import Allowed, fit
+from stages.model.block_changes import checkpoint_blocks, compile_blocks, use_fp8, use_liger
+from stages.model.declared import outline, ties
+from stages.model.files import (
+    COMMIT,
+    Files,
+    has_tokenizer,
+    is_local,
+    safetensors_files,
+    source_fingerprint,
+    weight_files,
+)
 from stages.model.gguf import open_gguf
-from stages.model.memory import checkpoint_blocks, compile_blocks
-from stages.model.names import ties
-from stages.model.outline import outline
-from stages.model.paths import COMMIT, Files, has_tokenizer, is_local
 from stages.model.random_reader import RandomReader
+from stages.model.reconcile import Allowed, fit
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stages.model.options import ActivationCheckpointing, Compile, Fp8
+    from stages.model.hf import ActivationCheckpointing, Compile, Fp8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

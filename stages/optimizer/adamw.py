@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Gt
 
 from pipeline.artifacts import OptimizerPlan, Precision
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class AdamW(OptimizerSettings):
         return plan if self.algorithm == "adamw" else self._low_bit(plan, ctx.seed)
 
     def _low_bit(self, plan: OptimizerPlan, seed: int) -> OptimizerPlan:
-        from stages.optimizer.lowbit import LowBitAdamW
-        from stages.optimizer.packings import packing
+        from stages.optimizer.low_bit_adamw import LowBitAdamW
+        from stages.optimizer.quantized_moments import packing
 
         kept = packing(self.moments)
         build = functools.partial(

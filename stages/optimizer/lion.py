@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Gt
 
 from pipeline.artifacts import OptimizerPlan
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 if TYPE_CHECKING:

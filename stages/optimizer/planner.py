@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.artifacts import OptimizerPlan, Precision
+from pipeline.contracts.stage import Context
 from pipeline.planning.planner import NARROW_MASTERS, NARROW_MOMENTS, Planner, Saving, Topology
 from pipeline.planning.shapes import BYTES, OptimizerShape
-from pipeline.stage import Context
 from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.lion import Lion
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import StageError
-from pipeline.optional import unheard
+from pipeline.utils.optional import unheard
 
 if TYPE_CHECKING:
     import types

@@ -10,8 +10,8 @@ from typing import Annotated
 from annotated_types import Gt
 
 from pipeline.artifacts import DtypeName, LossScaling, Precision
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
 
 
 @dataclass(frozen=True, kw_only=True)

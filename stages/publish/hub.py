@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from pipeline.artifacts import ExportedModel
+from pipeline.artifacts import Durable, ExportedModel
+from pipeline.contracts.stage import Context, PlanView
+from pipeline.distributed.environment import worker_rank
 from pipeline.errors import Problem
-from pipeline.launch.environment import worker_rank
-from pipeline.stage import Context, PlanView
-from stages.publish.access import certainly_none, how_to_get_one
-from stages.publish.artifact import PublishedModel
-from stages.publish.names import branch_mistake, repo_mistake, variable_mistake
+from stages.publish.token import LOOKS_LIKE_TOKEN, certainly_none, how_to_get_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,69 @@ class PublishHub:
             yield Problem(message="no token for the hub", key="token_env", hint=hint)
 
     def run(self, ctx: Context, model: ExportedModel) -> PublishedModel:
-        from stages.publish.steps import publish
+        from stages.publish.upload import publish
 
         return publish(self, ctx, model)
 
     def rehearse(self, ctx: Context, model: ExportedModel) -> PublishedModel:
         return replace(self, dry_run=True).run(ctx, model)
+
+
+BRANCH = re.compile(r"[A-Za-z0-9_](?:[\w./-]*[A-Za-z0-9_-])?", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def repo_mistake(repo: str) -> str:
+    """Why this is no `owner/name`; empty when it is."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    owner, _, name = repo.partition("/")
+    if not owner or not name or "/" in name:
+        return "must be owner/name"
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        return str(error)
+    return ""
+
+
+def branch_mistake(branch: str) -> str:
+    """Why there can be no branch of this name; empty when there can."""
+    if COMMIT.fullmatch(branch) or branch.startswith("refs/"):
+        return "must be a branch, not a commit or a reference"
+    if not BRANCH.fullmatch(branch) or ".." in branch or "//" in branch:
+        return "cannot be the name of a branch"
+    return ""
+
+
+def variable_mistake(name: str) -> str:
+    """Why this is no environment variable's name; empty when it is. Does not repeat the name, which
+    may be a token."""
+    if LOOKS_LIKE_TOKEN.search(name):
+        return "must be the name of an environment variable, not the token itself"
+    if not VARIABLE.fullmatch(name):
+        return "must be the name of an environment variable"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel(Durable):
+    """An exported model that can be fetched from a hub."""
+
+    repo: str
+    """`owner/name`."""
+    commit: str | None
+    """Hash of the commit that holds the model; None after a dry run, which published nothing."""
+    url: str | None
+    """Address of that commit."""
+
+    def record(self) -> dict[str, Any]:
+        return {"repo": self.repo, "commit": self.commit, "url": self.url}
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> PublishedModel:
+        """The artifact from its record. The hub is not asked: to go on with a run needs no
+        network."""
+        return cls(repo=record["repo"], commit=record["commit"], url=record["url"])

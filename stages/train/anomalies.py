@@ -9,7 +9,7 @@ import torch.distributed
 from torch import Tensor
 
 from pipeline.artifacts import Progress
-from pipeline.engine import Admit, StepReport
+from pipeline.contracts.engine import Admit, StepReport
 from stages.train.policies import Action, Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"

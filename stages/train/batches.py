@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import NO_TARGET, Sample
-from pipeline.engine import DataShard
+from pipeline.contracts.engine import DataShard
 
 
 def rank_share(count: int, shard: DataShard) -> tuple[int, int]:

@@ -16,12 +16,11 @@ from pipeline.artifacts import (
     OptimizerPlan,
     TrainedRun,
 )
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, PlanView, Room, Trial
 from pipeline.errors import Problem
 from pipeline.length import Length
-from pipeline.stage import Context, PlanView, Room, Trial
-from stages.train.policies import Anomalies, Count, EarlyStopping
-from stages.train.refusals import GIVE_SAMPLES, NO_SAMPLES
+from stages.train.policies import GIVE_SAMPLES, NO_SAMPLES, Anomalies, Count, EarlyStopping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +181,8 @@ class TrainCausalLm:
         checkpoints: Checkpoints,
         model: ModelSource,
     ) -> TrainedRun:
+        from stages.train.lineage import origin
         from stages.train.loop import train
-        from stages.train.origin import origin
 
         began = origin(self, ctx, data, model)
         return train(self, ctx, engine, data, optimizer, checkpoints, began)
@@ -191,7 +190,7 @@ class TrainCausalLm:
     def prove(self, trained: TrainedRun) -> None:
         """A canonical checkpoint has all its files, each of its size; its tensors are verified when
         they are read, and so is all of what is not on this machine. Raises CheckpointError."""
-        from pipeline.state.formats import Formats, Reading
+        from pipeline.checkpoint.formats import Formats, Reading
         from stages.formats.canonical import Canonical
 
         if "://" in trained.checkpoint:

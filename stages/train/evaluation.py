@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from pipeline.artifacts import Data, Progress, Samples
-from pipeline.engine import DataShard, Engine
+from pipeline.contracts.engine import DataShard, Engine
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.policies import EarlyStopping

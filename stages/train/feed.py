@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from pipeline.artifacts import Data, Progress, Sample
-from pipeline.engine import DataShard
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.sample_order import ENDLESS, Order
 from pipeline.errors import StageError
-from pipeline.order import ENDLESS, Order
 from stages.train.batches import MicroBatch, collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.artifacts import TrainedRun
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
-from stages.checkpoint.addresses import unknown_address
+from stages.checkpoint.settings import unknown_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class FinishedTraining:
         import contextlib
 
         from pipeline.artifacts import Progress
+        from pipeline.checkpoint.formats import Reading, open_state
         from pipeline.errors import CheckpointError
-        from pipeline.state.formats import Reading, open_state
 
         address = self.checkpoint
         if "://" not in address:

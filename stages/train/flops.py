@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.accelerators import find_accelerator
-from pipeline.engine import Engine
-from stages.model.names import stands_for
+from pipeline.contracts.engine import Engine
+from pipeline.hardware.gpus import find_accelerator
+from stages.model.declared import stands_for
 
 NARROW = (["bf16"], ["fp16"])
 """What an engine says of its compute dtype where the peaks apply."""

@@ -24,25 +24,30 @@ from pipeline.artifacts import (
     TrainedRun,
     torch_dtype,
 )
-from pipeline.engine import DataShard
-from pipeline.stage import Context
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.stage import Context
 from stages.train.batches import microbatches
 from stages.train.evaluation import mean_loss
 from stages.train.feed import Feed
-from stages.train.hf_trainer_batches import MicroBatches, micro_batch
-from stages.train.hf_trainer_record import Recorder, read_progress, whole_checkpoints
+from stages.train.hf_trainer_callback import (
+    MicroBatches,
+    Recorder,
+    micro_batch,
+    read_progress,
+    whole_checkpoints,
+)
+from stages.train.lineage import origin, require_same_origin
 from stages.train.loss import SummedLoss
-from stages.train.origin import origin, require_same_origin
 from stages.wrap.accelerate_compat import forget
-from stages.wrap.birth import (
+from stages.wrap.compute_cast import cast_on_use
+from stages.wrap.load_weights import fill
+from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
     materialise,
     named_parameters,
     stored_tensors,
 )
-from stages.wrap.compute_cast import cast_on_use
-from stages.wrap.fill import fill
 from stages.wrap.torch_engine import local_parts
 
 if TYPE_CHECKING:

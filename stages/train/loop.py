@@ -16,22 +16,22 @@ from pipeline.artifacts import (
     Samples,
     TrainedRun,
 )
-from pipeline.engine import Engine
+from pipeline.checkpoint import rng_state
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
-from pipeline.stage import Context
-from pipeline.state import randomness
 from stages.train.anomalies import Watch
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, note, reason_to_stop
 from stages.train.feed import Feed
 from stages.train.flops import utilisation
+from stages.train.lineage import require_same_origin
 from stages.train.loss import SummedLoss
-from stages.train.origin import require_same_origin
+from stages.train.policies import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.profiling import Profile, Profiler
-from stages.train.proof import prove_head, prove_packing
 from stages.train.recovery import Recovery
-from stages.train.refusals import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.report import Reporter
+from stages.train.self_checks import prove_head, prove_packing
 from stages.train.step import Done, train_step
 
 
@@ -46,7 +46,7 @@ def train(
 ) -> TrainedRun:
     """Train to the last step from wherever the newest checkpoint left off (collective). `began` is
     what positions in this training mean something for."""
-    randomness.start(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
+    rng_state.start(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
     admit = functools.partial(require_same_origin, began, ctx.accept)
     restored = checkpoints.restore(admit)
     ctx.metrics.rewind(-1 if restored is None else restored.step)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context
 from pipeline.planning import strategy
 from pipeline.planning.planner import CHUNK, SMALLER, Extent, Planner, Saving, Topology
 from pipeline.planning.shapes import SampleShape, Step
-from pipeline.stage import Context
 from stages.train.causal_lm import TrainCausalLm
 
 MICROBATCHES = 3
@@ -49,7 +49,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         self, ctx: Context, engine: Engine, topology: Topology, samples: SampleShape, extent: Extent
     ) -> None:
         """Two steps as `train_step` makes them, or one micro-batch."""
-        from stages.model.masks_compat import masks_of_values
+        from stages.model.compat import masks_of_values
         from stages.train.loss import SummedLoss
 
         step = self.forecast(topology, samples)

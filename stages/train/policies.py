@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from pipeline.artifacts import Checkpoints
+from pipeline.contracts.stage import PlanView
 from pipeline.errors import Problem
-from pipeline.stage import PlanView
 
 Action = Literal["stop", "skip", "rollback"]
 Count = Annotated[int, Gt(0)]
@@ -97,3 +97,12 @@ class EarlyStopping:
     min_improvement: Annotated[float, Ge(0)] = 0.0
     """How far, in nats, an evaluation has to be below the one that was the last improvement, to be
     an improvement itself; with 0 any lower loss is one."""
+
+
+HINT = "leave out loss_chunk_size"
+CHANGED_LOGITS = (
+    "loss_chunk_size: this model computes something with its logits (caps or scales them, say), so "
+    "their loss cannot stand for them"
+)
+NO_SAMPLES = "needs held-out samples, and there are none"
+GIVE_SAMPLES = "give some in the data slot (heldout_fraction or heldout_files)"

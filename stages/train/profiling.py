@@ -5,17 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline.engine import Engine
-from stages.train.trace import STEP, communication_share
+from pipeline.contracts.engine import Engine
 
 FOLDER = "profile"
 T = TypeVar("T")
@@ -77,3 +76,111 @@ def _mean(share: float | None, ranks: int, device: torch.device) -> float | None
         torch.distributed.all_reduce(told)
     total, known = told.tolist()
     return total / ranks if round(known) == ranks else None
+
+
+Event = Mapping[str, Any]
+Span = tuple[float, float]
+"""Start and end, in microseconds."""
+
+STEP = "pipe: step"
+"""The annotation around the step."""
+GLOO = "gloo:"
+NCCL = "nccl"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+NO_WORK = ("c10d::", "_c10d_functional::", "autograd::", "torch::autograd::")
+"""Operators in which a thread may do nothing but wait, or that only surround others."""
+
+
+def communication_share(events: Sequence[Event], *, ranks: int) -> float | None:
+    """Part of the step during which a collective was under way and this rank computed nothing, from
+    0 to 1; None where the trace of several ranks shows no collective.
+
+    On GPUs: the time of NCCL's kernels in which no other kernel and no copy runs. On CPUs: that of
+    gloo's operations in which the training thread is in no operator. Either holds what a rank waits
+    for slower ones, and on CPUs the interpreter's time while a collective is under way.
+    """
+    events = [event for event in events if event.get("ph") == "X"]
+    step = next(e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
+    kernels = [event for event in events if event.get("cat") in ON_DEVICE]
+    if kernels:
+        collectives = [_span(event) for event in kernels if NCCL in event["name"].lower()]
+        busy = [_span(event) for event in kernels if NCCL not in event["name"].lower()]
+    else:
+        collectives = [_span(event) for event in events if event["name"].startswith(GLOO)]
+        busy = list(_computing(e for e in events if e.get("tid") == step["tid"]))
+    if not collectives:
+        return None if ranks > 1 else 0.0
+    whole = _span(step)
+    under_way = _within(_union(collectives), whole)
+    exposed = _length(under_way) - _length(_common(under_way, _union(busy)))
+    return exposed / (whole[1] - whole[0])
+
+
+def _computing(events: Iterable[Event]) -> Iterator[Span]:
+    """When the innermost event of a thread is an operator that computes."""
+    open_: list[Event] = []
+    since = 0.0
+    for now, event in _edges(events):
+        if open_ and _computes(open_[-1]) and now > since:
+            yield since, now
+        since = now
+        if event is None:
+            open_.pop()
+        else:
+            open_.append(event)
+
+
+def _edges(events: Iterable[Event]) -> Iterator[tuple[float, Event | None]]:
+    """Beginnings (with the event) and ends (None) in the order of time."""
+    ends: list[float] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
+        start, end = _span(event)
+        while ends and ends[-1] <= start:
+            yield ends.pop(), None
+        yield start, event
+        # Rounding can let a part end later than the whole.
+        ends.append(min(end, ends[-1]) if ends else end)
+    while ends:
+        yield ends.pop(), None
+
+
+def _computes(event: Event) -> bool:
+    name = event["name"]
+    return event.get("cat") == "cpu_op" and "::" in name and not name.startswith(NO_WORK)
+
+
+def _span(event: Event) -> Span:
+    return event["ts"], event["ts"] + event.get("dur", 0)
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same time without overlaps, in order."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _within(spans: Iterable[Span], whole: Span) -> list[Span]:
+    cut = [(max(start, whole[0]), min(end, whole[1])) for start, end in spans]
+    return [(start, end) for start, end in cut if start < end]
+
+
+def _common(ones: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Time that is in both; each is in order and without overlaps."""
+    found, first = [], 0
+    for one in ones:
+        while first < len(others) and others[first][1] <= one[0]:
+            first += 1
+        for other in others[first:]:
+            if other[0] >= one[1]:
+                break
+            found.append((max(one[0], other[0]), min(one[1], other[1])))
+    return found
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)

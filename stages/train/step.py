@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import OptimizerPlan, Progress
-from pipeline.engine import Engine, StepReport
+from pipeline.contracts.engine import Engine, StepReport
 from pipeline.errors import StageError
 from stages.train.anomalies import Watch
 from stages.train.feed import Feed, Taken

@@ -11,9 +11,9 @@ import torch
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.weights.change import Change
-from stages.weights.memory import pieces
 from stages.weights.provenance import Run, Runs, trace
-from stages.weights.view import ReaderView
+from stages.weights.torch_files import pieces
+from stages.weights.views import ReaderView
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.checkpoint.layout import DTYPES, as_bytes
+from pipeline.checkpoint.safetensors_format import CHUNK, Placed, table
 from pipeline.errors import StageError
-from pipeline.files import read_at
-from pipeline.state.blocks import CHUNK
-from pipeline.state.dtypes import DTYPES, as_bytes
-from pipeline.state.safetensors_file import Placed, table
+from pipeline.utils.files import read_at
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.errors import StageError
-from stages.formats.guarded import explained
+from stages.formats.files import explained
 from stages.formats.mapped import flattened
-from stages.weights.memory import MemoryReader
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class MemoryReader(TensorReader):
+    """Tensors of a state dict."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        tensor = self._tensor(name)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        yield from pieces(self._tensor(name), start, stop)
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise StageError(f"no tensor named {name}")
+        return self._tensors[name].detach()
+
+
+def pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Elements [start, stop) of a tensor, flattened, in pieces of a few MiB."""
+    whole = tensor.contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # one element can have any stride
+    step = max(CHUNK // tensor.element_size(), 1)
+    for first in range(start, stop, step):
+        yield flat[first : min(first + step, stop)]
 
 
 class TorchFilesReader(MemoryReader):

@@ -13,23 +13,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
-from pipeline.engine import DataShard
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.stage import Context
 from pipeline.importing.files import read_config
-from pipeline.stage import Context
 from stages.wrap import accelerate_compat as compat
-from stages.wrap.accelerate_checks import is_sharded
-from stages.wrap.birth import (
+from stages.wrap.accelerate import is_sharded
+from stages.wrap.load_weights import fill
+from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
     expected_buffers,
     materialise,
     named_parameters,
 )
-from stages.wrap.fill import fill
-from stages.wrap.fsdp_compat import reshard, sharding_facts
-from stages.wrap.gradients import make_optimizer, make_scaler
+from stages.wrap.optimizer_step import make_optimizer, make_scaler
+from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.witness import attest
+from stages.wrap.verify_engine import attest
 
 if TYPE_CHECKING:
     from stages.wrap.accelerate import Accelerate

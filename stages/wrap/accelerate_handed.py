@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.plan.plan.registry import Registry
+
 from pipeline.artifacts import OptimizerPlan, Precision
+from pipeline.contracts.stage import PlanView
 from pipeline.errors import Location, Problem
-from pipeline.fields import build
 from pipeline.importing.files import read_config
 from pipeline.importing.translator import Fate, Request, choose, installed_translators
-from pipeline.marks import Marks
-from pipeline.registry import Registry
-from pipeline.stage import PlanView
+from pipeline.recipe.fields import build
+from pipeline.recipe.nodes import Marks
 
 SHARED = {"optimizer": OptimizerPlan, "precision": Precision}
 """Slots of the recipe that such a file has opinions on, too."""

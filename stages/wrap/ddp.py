@@ -8,8 +8,8 @@ from typing import Annotated
 from annotated_types import Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
-from pipeline.engine import Engine
-from pipeline.stage import Context
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context
 
 
 @dataclass(frozen=True, kw_only=True)

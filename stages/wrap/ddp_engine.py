@@ -5,34 +5,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
-from pipeline.engine import DataShard
-from pipeline.stage import Context
-from stages.wrap.birth import (
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.stage import Context
+from stages.wrap.compute_cast import cast_on_use, installed_casts
+from stages.wrap.load_weights import fill
+from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
     expected_buffers,
     materialise,
     named_parameters,
 )
-from stages.wrap.compute_cast import cast_on_use, installed_casts
-from stages.wrap.ddp_compat import (
-    hook_states,
-    keeps_gradients,
-    no_buffer_sync,
-    settle_buckets,
-)
-from stages.wrap.ddp_reduce import ReduceIn, reduce_in
-from stages.wrap.fill import fill
-from stages.wrap.gradients import make_optimizer, make_scaler
+from stages.wrap.optimizer_step import make_optimizer, make_scaler
+from stages.wrap.torch_compat import hook_states, keeps_gradients, no_buffer_sync, settle_buckets
 from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.witness import attest
+from stages.wrap.verify_engine import attest
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
@@ -132,3 +130,31 @@ class DdpEngine(TorchEngine):
             "compute": sorted(casts) or common["master"],
             "reduce": [dtype_name(state.dtype) for state in reductions] or common["master"],
         }
+
+
+# No postponed annotations here: DDP compares the hook's annotations with its own classes.
+
+
+@dataclass(frozen=True)
+class ReduceIn:
+    """What the hook is registered with: the dtype to reduce in, among which processes."""
+
+    dtype: torch.dtype
+    group: torch.distributed.ProcessGroup
+
+
+def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
+    """A DDP communication hook: cast a bucket, average it over all ranks, cast it back.
+
+    torch's own hooks do the same for NCCL only.
+    """
+    gradient = bucket.buffer()
+    # Dividing first keeps the sum in the range of fp16.
+    narrow = gradient.to(state.dtype).div_(state.group.size())
+    work = torch.distributed.all_reduce(narrow, group=state.group, async_op=True)
+    assert work is not None
+
+    def widen(future: Future[list[Tensor]]) -> Tensor:
+        return gradient.copy_(future.value()[0])
+
+    return cast(Future[Tensor], work.get_future().then(widen))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, Preset, Presets
 from pipeline.planning import strategy
 from pipeline.planning.planner import Planner, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
 from pipeline.planning.strategy import Gradients, Item, Moment, Traffic
-from pipeline.stage import Context, Preset, Presets
 from stages.wrap.ddp import Ddp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 

@@ -13,13 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
-from pipeline.engine import DataShard
-from pipeline.stage import Context
-from stages.wrap.birth import build_empty, cast_buffers, materialise, named_parameters, trained
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.stage import Context
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.ddp import Ddp
-from stages.wrap.ddp_buckets import cut
-from stages.wrap.gradients import make_optimizer, make_scaler
+from stages.wrap.materialize import (
+    build_empty,
+    cast_buffers,
+    materialise,
+    named_parameters,
+    trained,
+)
+from stages.wrap.optimizer_step import make_optimizer, make_scaler
+from stages.wrap.torch_compat import cut
 from stages.wrap.torch_engine import TorchEngine
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from pipeline.stage import Context, PlanView
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +19,22 @@ from torch.distributed.fsdp import (
 )
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
-from pipeline.engine import DataShard
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
-from pipeline.fake_tensors import with_values
-from pipeline.stage import Context
-from stages.wrap.birth import (
+from pipeline.utils.fake_tensors import with_values
+from stages.wrap.load_weights import fill
+from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
     expected_buffers,
     materialise,
     named_parameters,
 )
-from stages.wrap.fill import fill
-from stages.wrap.fsdp_compat import reshard, sharding_facts
-from stages.wrap.fsdp_units import choose_units
-from stages.wrap.gradients import make_optimizer, make_scaler
+from stages.wrap.optimizer_step import make_optimizer, make_scaler
+from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.witness import attest
+from stages.wrap.verify_engine import attest
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
@@ -175,3 +175,62 @@ class FsdpEngine(TorchEngine):
             **sharding_facts(self.model),
             "sharded_parameters": sum(p.to_local().numel() for p in self.model.parameters()),  # type: ignore[attr-defined]
         }
+
+
+def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The units in forward order, inner before outer, without the root.
+
+    Raises StageError when the recipe's choice finds none in this model, or would part tied weights.
+    """
+    if config.units == "block":
+        units, what = list(blocks), "transformer blocks; name their classes in `units`"
+    elif config.units == "size":
+        # A model smaller than one unit is one unit: the root.
+        return list(_by_size(module, config.unit_size))
+    else:
+        named = set(config.units)
+        units = [m for m in _inner_first(module) if type(m).__name__ in named]
+        what = f"modules of class {', '.join(sorted(named))}"
+    if not units:
+        raise StageError(f"{type(module).__name__} has no {what}")
+    owners = _owners(module)
+    for unit in units:
+        if not _closed(unit, owners):
+            raise StageError(
+                f"{type(unit).__name__} shares a weight with a module outside of it",
+                hint="choose units that hold all owners of a tied weight, or none",
+            )
+    return units
+
+
+def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
+    taken: set[nn.Parameter] = set()
+    owners = _owners(module)
+
+    for owner in _inner_first(module):
+        own = set(owner.parameters()) - taken
+        container = isinstance(owner, nn.ModuleList | nn.ModuleDict)
+        if not container and sum(p.numel() for p in own) >= least and _closed(owner, owners):
+            taken.update(own)
+            yield owner
+
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module below `module`, children before their parents."""
+    for child in module.children():
+        yield from _inner_first(child)
+        yield child
+
+
+def _owners(module: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+    owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners[parameter].add(owner)
+    return owners
+
+
+def _closed(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
+    """Whether no weight of `unit` is tied to one outside; torch gathers a weight in one unit."""
+    inside = set(unit.modules())
+    return all(owners[parameter] <= inside for parameter in unit.parameters())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, Preset, Presets
 from pipeline.planning import strategy
 from pipeline.planning.planner import REDUCE, Planner, Saving, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes
 from pipeline.planning.strategy import Copies, Gradients, Item, Moment, Place, Traffic
-from pipeline.stage import Context, Preset, Presets
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from pipeline.artifacts import OptimizerPlan
-from pipeline.engine import (
+from pipeline.contracts.engine import (
     WEIGHT,
     Admit,
     Engine,
@@ -25,10 +25,9 @@ from pipeline.engine import (
     StepReport,
 )
 from pipeline.errors import StageError
-from stages.wrap.birth import aliases, dtype_names, parameter_count, stored_tensors
-from stages.wrap.fill import Part
-from stages.wrap.gradients import apply_step, scaled
-from stages.wrap.moments import (
+from stages.wrap.load_weights import Part
+from stages.wrap.materialize import aliases, dtype_names, parameter_count, stored_tensors
+from stages.wrap.optimizer_state import (
     flat,
     read_moments,
     require_known,
@@ -37,6 +36,7 @@ from stages.wrap.moments import (
     updates,
     write_moments,
 )
+from stages.wrap.optimizer_step import apply_step, scaled
 
 
 class _Part(NamedTuple):

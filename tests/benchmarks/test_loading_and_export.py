@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.artifacts import Progress
-from pipeline.dist import Dist
-from pipeline.state.reader import CheckpointReader
-from pipeline.state.store import locate
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.store import locate
+from pipeline.distributed.process_group import Dist
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.artifacts import Data, Sample, Samples
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
 
 
 class Toy(Samples):

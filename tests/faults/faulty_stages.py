@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.artifacts import Durable
+from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, ExportError
-from pipeline.stage import Context
 
 Fault = Literal[
     "none",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.dist import Dist
+from pipeline.checkpoint import local_store
+from pipeline.checkpoint.restore import Restoration, _Problem
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError
-from pipeline.state import local_store
-from pipeline.state.restore import Restoration, _Problem
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, make_engine, save_run

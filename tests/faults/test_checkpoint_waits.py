@@ -13,8 +13,8 @@ import torch
 import torch.distributed
 
 from pipeline.artifacts import Progress
-from pipeline.dist import Dist
-from pipeline.state.checkpoints import StateCheckpoints
+from pipeline.checkpoint.manager import StateCheckpoints
+from pipeline.distributed.process_group import Dist
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, make_engine

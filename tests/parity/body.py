@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from pipeline.dist import Dist
-from pipeline.metrics import records
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.artifacts import ModelSource, torch_dtype
-from pipeline.dist import Dist
-from pipeline.engine import WEIGHT, Engine
+from pipeline.contracts.engine import WEIGHT, Engine
+from pipeline.distributed.process_group import Dist
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from tests.parity.body import SEED, stage, tiny_source

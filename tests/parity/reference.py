@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.artifacts import Data, ModelSource, OptimizerPlan
-from pipeline.order import SampleOrder
-from stages.wrap.birth import named_parameters
+from pipeline.contracts.sample_order import SampleOrder
+from stages.wrap.materialize import named_parameters
 
 LR, WARMUP, DECAY, CLIP = 1e-3, 2, 0.1, 0.5
 

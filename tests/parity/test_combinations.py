@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.combinations import (
     CONTAINED,

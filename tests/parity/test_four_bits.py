@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.combinations import LORA, RANKS, STRATEGIES
 from tests.parity.reference import reference

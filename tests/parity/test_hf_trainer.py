@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.dist import Dist
-from pipeline.metrics import records
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import records
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

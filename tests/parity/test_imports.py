@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, os, sys
 import torch, torch.distributed
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from tests.parity.body import train_case
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1

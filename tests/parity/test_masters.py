@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.dist import Dist
-from stages.wrap.zero.options import OptimizerOffload
+from pipeline.distributed.process_group import Dist
+from stages.wrap.zero.stage import OptimizerOffload
 from tests.parity.masters import compare, round_once
 from tests.support.processes import run_ranks
 

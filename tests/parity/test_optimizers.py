@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from stages.optimizer.groups import GroupSettings
 from stages.optimizer.lion import Lion
 from tests.parity.body import ADAMW, BATCH, SEED, STEPS, tiny_source, train_case

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.artifacts import torch_dtype
-from pipeline.dist import Dist
-from stages.wrap.zero.options import OptimizerOffload
+from pipeline.distributed.process_group import Dist
+from stages.wrap.zero.stage import OptimizerOffload
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.reference import reference
 from tests.support.processes import run_ranks

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context, PlanView, Preset, Presets, Room, Trial
 from pipeline.errors import Problem
 from pipeline.planning.planner import Planner
-from pipeline.stage import Context, PlanView, Preset, Presets, Room, Trial
 
 
 class RedEngine(Engine):

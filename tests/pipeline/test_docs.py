@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.dist import Dist
-from pipeline.stage import Context, PlanView
+from pipeline.contracts.stage import Context, PlanView
+from pipeline.distributed.process_group import Dist
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

@@ -14,7 +14,7 @@ from tests.support.plugins import install
 GOOD = """
     from dataclasses import dataclass
 
-    from pipeline.stage import Context
+    from pipeline.contracts.stage import Context
 
     @dataclass(frozen=True, kw_only=True)
     class Nothing:

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 from pipeline.artifacts import Checkpoints
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
 from pipeline.testing import plan_view, problems
-from stages.checkpoint.full import FullCheckpoint
-from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.data.chat import ChatData
 from stages.data.stream import StreamData

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from pipeline.artifacts import Progress, TrainedRun
-from pipeline.dist import Dist
-from pipeline.engine import WEIGHT, Engine
+from pipeline.contracts.engine import WEIGHT, Engine
+from pipeline.distributed.process_group import Dist
 from stages.average.ema import EmaAverage
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts import Progress
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from stages.checkpoint.sharded import ShardedCheckpoint
 from tests.support.injection import SITECUSTOMIZE, VARIABLE, Fault
 from tests.support.runs import context

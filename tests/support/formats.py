@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeline.dist import Dist
-from pipeline.engine import LossScale
-from pipeline.state.source import StateSource
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import LossScale
+from pipeline.distributed.process_group import Dist
 from tests.support.runs import context
 from tests.support.state import Setting, digest, make_engine, train
 

@@ -12,9 +12,9 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from pipeline.artifacts import ModelSource, TensorReader
-from pipeline.dist import Dist
-from pipeline.metrics import Metrics
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import Metrics
 from stages.model.hf import HfModel
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from fsspec import get_filesystem_class
 
-from pipeline.state import object_store
-from pipeline.state.writer import carry_out
+from pipeline.checkpoint import object_store
+from pipeline.checkpoint.writer_main import carry_out
 from tests.support.injection import Fault
 from tests.support.sweep import REPOSITORY
 from tests.support.tiny_store import Tiny, job

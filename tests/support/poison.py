@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from pipeline.artifacts import Data, Sample
-from pipeline.dist import Dist
-from pipeline.metrics import records
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train import loop as loop_module

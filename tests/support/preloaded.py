@@ -21,8 +21,8 @@ MODULES = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
-    "pipeline.state.checkpoints",
-    "pipeline.state.local_store",
+    "pipeline.checkpoint.manager",
+    "pipeline.checkpoint.local_store",
     "pipeline.worker",
     "stages.adapter.lora",
     "stages.consolidate.weights",
@@ -57,7 +57,7 @@ def load_operators() -> None:
     """Load DeepSpeed's operators, compiled first where they are not yet."""
     import torch
 
-    from pipeline.dist import Dist
+    from pipeline.distributed.process_group import Dist
     from stages.wrap.zero.compat import point_at_device
 
     point_at_device(Dist(device=torch.device("cpu")))

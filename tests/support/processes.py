@@ -90,7 +90,7 @@ def _rank(
     import torch
     import torch.distributed
 
-    from pipeline.dist import Dist
+    from pipeline.distributed.process_group import Dist
 
     torch.set_num_threads(1)
     _allow_fp16()

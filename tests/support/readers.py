@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.artifacts import TensorReader, TensorSpec
-from pipeline.state.dtypes import CODES
+from pipeline.checkpoint.layout import CODES
 
 SIDES = st.integers(0, 6)
 SHAPES = st.lists(SIDES, max_size=4).map(tuple)

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.dist import Dist
-from pipeline.journal import Journal
-from pipeline.plan import plan_file
-from pipeline.runner import Runner
+from pipeline.plan.plan.plan import plan_file
+
+from pipeline.distributed.process_group import Dist
+from pipeline.run.journal import Journal
+from pipeline.run.runner import Runner
 from tests.support.runs import context
 
 

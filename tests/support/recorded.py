@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.state.retention import Retention
+from pipeline.checkpoint.retention import Retention
 from tests.support import injection
 from tests.support.injection import Fault
 from tests.support.sweep import Injected, Seen, Sweep, sweep

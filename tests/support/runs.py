@@ -14,8 +14,8 @@ import torch
 
 from pipeline import testing
 from pipeline.artifacts import Data, ModelSource, Sample, Samples
-from pipeline.dist import Dist
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
 from stages.model.hf import HfModel
 
 TINY = {

@@ -12,10 +12,9 @@ import torch
 import torch.distributed
 
 from pipeline.artifacts import LossScaling, ModelSource, OptimizerPlan, Precision, Progress
-from pipeline.dist import Dist
-from pipeline.engine import Engine
-from stages.checkpoint.full import FullCheckpoint
-from stages.checkpoint.sharded import ShardedCheckpoint
+from pipeline.contracts.engine import Engine
+from pipeline.distributed.process_group import Dist
+from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.state.local_store import LocalStore
-from pipeline.state.object_store import ObjectStore
-from pipeline.state.store import Store
-from pipeline.state.writer import carry_out
+from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.object_store import ObjectStore
+from pipeline.checkpoint.store import Store
+from pipeline.checkpoint.writer_main import carry_out
 from tests.support import injection
 from tests.support.injection import Fault
 from tests.support.tiny_store import Tiny, digests, job, read_digests

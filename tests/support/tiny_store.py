@@ -10,13 +10,13 @@ import hashlib
 import random
 import threading
 
-from pipeline.state.division import Run
-from pipeline.state.manifest import TensorEntry
-from pipeline.state.reader import CheckpointReader
-from pipeline.state.retention import Retention
-from pipeline.state.staging import Staging, stage
-from pipeline.state.store import Store, step_name
-from pipeline.state.writer import Job, Outcome, Setup, Skeleton, carry_out
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.staging import Staging, stage
+from pipeline.checkpoint.store import Store, step_name
+from pipeline.checkpoint.writer_main import Job, Outcome, Setup, Skeleton, carry_out
 
 TENSORS = [
     TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),
@@ -40,8 +40,8 @@ def setups(
     address: str, arrangement: str = "sharded", retention: Retention | None = None
 ) -> tuple[list[Setup], list[Staging]]:
     """For each rank its Setup, and what goes where in its arena."""
-    from pipeline.state.planning import Sharded, spans_of
-    from pipeline.state.whole import Whole
+    from pipeline.checkpoint.full_layout import Whole
+    from pipeline.checkpoint.layout import Sharded, spans_of
 
     made = Sharded() if arrangement == "sharded" else Whole()
     runs = {tensor.key: own for tensor, own in zip(TENSORS, RUNS, strict=True)}

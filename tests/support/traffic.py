@@ -10,7 +10,7 @@ import torch.distributed
 from torch import Tensor
 
 from pipeline.artifacts import Precision
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from tests.support.runs import context, tiny_model
 from tests.support.state import ADAMW, train
 

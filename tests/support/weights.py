@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from pipeline.artifacts import ModelSource, Weights
-from stages.weights.memory import MemoryReader
+from stages.weights.torch_files import MemoryReader
 
 
 class MemoryWeights(MemoryReader, Weights):

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.artifacts import LossScaling, ModelSource, Precision
-from pipeline.dist import Dist
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.distributed.process_group import Dist
 from stages.optimizer.adamw import AdamW
-from stages.wrap.birth import named_parameters
+from stages.wrap.materialize import named_parameters
 from stages.wrap.zero import Zero
 from tests.support.runs import TINY, context, tiny_model
 

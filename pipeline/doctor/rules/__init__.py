@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from pipeline.doctor.report import Machine
-from pipeline.doctor.rules import environment, gpus, measured, memory, processes, software, storage
+from pipeline.doctor.rules import (
+    environment,
+    gpus,
+    measured,
+    software,
+    storage,
+)
+from pipeline.doctor.rules import (
+    host as memory,
+)
+from pipeline.doctor.rules import (
+    host as processes,
+)
 from pipeline.doctor.rules.finding import SEVERITIES, Finding, Rule
 
 RULES: tuple[Rule, ...] = (

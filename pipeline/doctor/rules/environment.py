@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Sequence
 
+from pipeline.distributed.environment import LOOPBACK
 from pipeline.doctor.report import Machine
 from pipeline.doctor.rules.finding import Finding
-from pipeline.launch.environment import LOOPBACK
 
 OFF = ("", "0")
 SLOW = {

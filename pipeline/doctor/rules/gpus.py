@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipeline.doctor.gpu_topology import is_nvlink
 from pipeline.doctor.report import Link, Machine
 from pipeline.doctor.rules.finding import Finding
-from pipeline.doctor.topology import is_nvlink
-from pipeline.throughput import human
+from pipeline.utils.text import human
 
 BF16_CAPABILITY = (8, 0)
 MOSTLY_FREE = 0.9

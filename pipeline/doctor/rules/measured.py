@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.doctor.gpu_topology import is_nvlink
 from pipeline.doctor.report import Failure, Machine
 from pipeline.doctor.rules.finding import Finding
-from pipeline.doctor.topology import is_nvlink
-from pipeline.throughput import human
+from pipeline.utils.text import human
 
 LARGE = 64 << 20
 """Bytes: smaller exchanges take their time for other things than the links."""

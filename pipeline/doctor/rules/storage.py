@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.doctor.report import Machine
 from pipeline.doctor.rules.finding import Finding
-from pipeline.throughput import human
+from pipeline.utils.text import human
 
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "virtiofs", "afs"}
 """Not the parallel ones (Lustre, GPFS, BeeGFS, WekaFS), which are made for this."""

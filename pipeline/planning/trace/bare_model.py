@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec, torch_dtype
-from pipeline.engine import Admit, DataShard, Engine, StepReport
-from pipeline.fake_tensors import with_values
+from pipeline.contracts.engine import Admit, DataShard, Engine, StepReport
 from pipeline.planning.planner import Topology
 from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.torch_compat import cast_in
+from pipeline.utils.fake_tensors import with_values
 
 
 class BareEngine(Engine):

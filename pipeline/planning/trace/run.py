@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from pipeline.plan.plan.binding import Results
 from torch import nn
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, TrainedRun
-from pipeline.binding import Results
-from pipeline.dist import Dist
-from pipeline.engine import Engine
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import PipeError, StageError, UsageError
-from pipeline.fake_tensors import without_values
-from pipeline.metrics import Metrics
 from pipeline.planning.planner import Extent, Job
 from pipeline.planning.strategy import LOAD, Held
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
@@ -26,7 +25,8 @@ from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.structure import Structure, structure
 from pipeline.planning.trace.torch_compat import silent_group, single_group
 from pipeline.planning.trace.tracker import MemoryTracker, Stretch, offloading
-from pipeline.stage import Context
+from pipeline.run.metrics import Metrics
+from pipeline.utils.fake_tensors import without_values
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 WHOLE = Extent()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from pipeline.launch.environment import stay_on_loopback
+from pipeline.distributed.environment import stay_on_loopback
 
 ALONE = 4, 2
 """How often a gradient and its storage are referred to when a watcher sees them added, if only the

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeline.fake_tensors import device_of, has_values
 from pipeline.planning.strategy import LOAD
 from pipeline.planning.trace import torch_compat
+from pipeline.utils.fake_tensors import device_of, has_values
 
 aten = torch.ops.aten
 ATTENTION, PRODUCTS = "attention", "products"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from stages.wrap.zero.options import Aio, OptimizerOffload, ParameterOffload
-from stages.wrap.zero.stage import Zero
+from stages.wrap.zero.stage import Aio, OptimizerOffload, ParameterOffload, Zero
 
 __all__ = ["Aio", "OptimizerOffload", "ParameterOffload", "Zero"]

@@ -9,22 +9,26 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed
 from torch import nn
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.artifacts import ModelSource, NamedParameter, OptimizerPlan, Precision
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
-from pipeline.files import replace_text
-from pipeline.stage import Context
-from stages.wrap.birth import cast_buffers, expected_buffers
-from stages.wrap.fill import fill
-from stages.wrap.witness import attest
+from pipeline.utils.files import replace_text
+from stages.wrap.load_weights import fill
+from stages.wrap.materialize import build_empty, cast_buffers, expected_buffers, materialise
+from stages.wrap.verify_engine import attest
 from stages.wrap.zero import compat
-from stages.wrap.zero.birth import partitioned, replicated
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
-from stages.wrap.zero.optimizer import make_optimizer
+from stages.wrap.zero.stage import RULE, uses_deepspeed_kernel
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from stages.wrap.zero.stage import Zero
 
 
@@ -101,3 +105,83 @@ def _expected(
         "loss_scaling": precision.loss_scaling is not None,
         "partitioned": True,
     }
+
+
+def replicated(model: ModelSource, precision: Precision, dist: Dist) -> nn.Module:
+    """Stages 1 and 2: every rank has memory for all parameters, not yet filled."""
+    module = build_empty(model, precision)
+    materialise(module, dist.device, buffer_device=dist.device)
+    return module
+
+
+def partitioned(
+    model: ModelSource, precision: Precision, dist: Dist, config: Mapping[str, Any]
+) -> nn.Module:
+    """Stage 3: each parameter is partitioned as soon as it exists, not yet filled.
+
+    No process holds more of the model than its part and one whole tensor.
+    """
+    import deepspeed
+
+    declared = build_empty(model, precision)
+    with deepspeed.zero.Init(config_dict_or_path=dict(config)):
+        module = model.build()
+    model.tie(module)
+    for owner in model.reaching(module):
+        for parameter in owner.parameters():
+            deepspeed.zero.register_external_parameter(owner, parameter)
+    for block in model.compiled(module):
+        # Gathered as a whole, without hooks within, which would break its graph. Frozen parameters
+        # are not there in backward then: with an adapter the hooks stay.
+        if all(parameter.requires_grad for parameter in block.parameters()):
+            deepspeed.utils.set_z3_leaf_module(block, True)
+    module.train()
+    _redeclare_buffers(module, declared, dist.device)
+    return module
+
+
+def _redeclare_buffers(module: nn.Module, declared: nn.Module, device: torch.device) -> None:
+    """Give `module` the buffers of `declared`: zero.Init computes buffers in the parameters' dtype,
+    which is too coarse for rotary frequencies."""
+    for name, buffer in declared.named_buffers(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+
+
+def make_optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
+    """The optimizer over the module's parameters, before DeepSpeed takes it apart.
+
+    Raises StageError when DeepSpeed's kernel was asked for by name and has no such rule.
+    """
+    groups = plan.groups(_named_parameters(module))
+    if not uses_deepspeed_kernel(stage, plan.algorithm):
+        return plan.build(groups)
+    if plan.algorithm != RULE:
+        raise StageError(
+            f"DeepSpeed's kernels compute {RULE}, the optimizer slot asks for {plan.algorithm}",
+            hint="set optimizer_implementation: torch",
+        )
+    return _adamw(groups, plan, offloaded=stage.offload_optimizer is not None)
+
+
+def _adamw(groups: list[dict[str, Any]], plan: OptimizerPlan, *, offloaded: bool) -> Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    if offloaded:
+        optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
+    else:
+        optimizer = FusedAdam(groups, adam_w_mode=True, **plan.hyperparameters)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _named_parameters(module: nn.Module) -> list[NamedParameter]:
+    """Parameters with their full shapes, which a partitioned one keeps in `ds_shape`; every rank
+    has masters of its own."""
+    shard = torch.distributed.get_rank()
+    return [
+        NamedParameter(
+            name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape)), shard
+        )
+        for name, parameter in module.named_parameters()
+    ]

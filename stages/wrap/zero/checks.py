@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.contracts.stage import PlanView
 from pipeline.errors import Problem
-from pipeline.stage import PlanView
 from stages.wrap.zero.extra import extra_problems
-from stages.wrap.zero.kernels import RULE
+from stages.wrap.zero.stage import RULE
 
 if TYPE_CHECKING:
-    from stages.wrap.zero.options import OptimizerOffload, ParameterOffload
-    from stages.wrap.zero.stage import Zero
+    from stages.wrap.zero.stage import OptimizerOffload, ParameterOffload, Zero
 
 NVME_ONLY = {"path", "buffer_count", "fast_init", "pipeline_read", "pipeline_write"} | {
     "buffer_size",

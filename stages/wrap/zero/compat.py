@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import OptimizerPlan
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from stages.wrap.zero.operators_compat import keep_operators
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.artifacts import LossScaling, Precision
 
 if TYPE_CHECKING:
-    from stages.wrap.zero.options import OptimizerOffload, ParameterOffload
-    from stages.wrap.zero.stage import Zero
+    from stages.wrap.zero.stage import OptimizerOffload, ParameterOffload, Zero
 
 NEVER = 2**62
 """A loss scale window that never ends: the engine grows the scale itself, see `engine.py`."""

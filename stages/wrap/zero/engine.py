@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeline.artifacts import OptimizerPlan, Precision
-from pipeline.dist import Dist
-from pipeline.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
-from stages.wrap.fill import Part
+from pipeline.contracts.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
+from pipeline.distributed.process_group import Dist
+from stages.wrap.load_weights import Part
+from stages.wrap.materialize import dtype_names, parameter_count, trained
 from stages.wrap.zero import compat
-from stages.wrap.zero.admission import Admission
-from stages.wrap.zero.facts import facts
 from stages.wrap.zero.state import ZeroState
 
 
@@ -90,3 +93,120 @@ class ZeroEngine(Engine):
             live, self.deepspeed = self.deepspeed, None
             del self.model, self._state
             live.destroy()
+
+
+@dataclass
+class Answer:
+    """What came of asking in one step."""
+
+    refused: bool = False
+
+
+@dataclass
+class _Question:
+    """To be asked once in a step, however many optimizers and groups take part in it."""
+
+    admit: Admit
+    norm: Callable[[], float]
+    answer: Answer
+    asked: bool = False
+    hidden: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+
+    def refused(self) -> bool:
+        if not self.asked:
+            self.asked, self.answer.refused = True, not self.admit(self.norm())
+        return self.answer.refused
+
+
+class Admission:
+    """Stands before the steps of these optimizers."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._question: _Question | None = None
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+
+    @contextlib.contextmanager
+    def asking(self, admit: Admit | None, norm: Callable[[], float]) -> Iterator[Answer]:
+        """Let steps in the body depend on what `admit` says to `norm()`, which is called when an
+        optimizer is about to step; without `admit`, on nothing."""
+        answer = Answer()
+        self._question = None if admit is None else _Question(admit, norm, answer)
+        try:
+            yield answer
+        finally:
+            self._question = None
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        question = self._question
+        if question is None or not question.refused():
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    question.hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._question is not None:
+            for parameter, gradient in self._question.hidden:
+                parameter.grad = gradient
+            self._question.hidden.clear()
+
+
+PADDING = 64
+"""Elements that a parameter or group may be padded by, more than any alignment in use."""
+
+
+def facts(live: Any) -> dict[str, Any]:
+    """Read off the engine, its optimizers and its tensors; nothing is taken from a configuration
+    when an object can tell."""
+    optimizer = live.optimizer
+    kept = compat.kept_elements(live.module)
+    masters = compat.master_elements(optimizer)
+    offload_optimizer, offload_param = compat.offload_devices(optimizer)
+    return {
+        "engine": type(live).__name__,
+        "model": type(live.module).__name__,
+        "zero_optimizer": type(optimizer).__name__,
+        "optimizer": type(optimizer.optimizer).__name__,
+        "zero_stage": compat.zero_stage(optimizer),
+        "world_size": torch.distributed.get_world_size(optimizer.dp_process_group),
+        "device": str(live.device).partition(":")[0],
+        "master": dtype_names(compat.master_partitions(optimizer)),
+        "compute": dtype_names(live.module.parameters()),
+        "reduce": _name(compat.reduce_dtype(live)),
+        "gradient_accumulation": _name(compat.accumulation_dtype(optimizer)),
+        "buffers": dtype_names(live.module.buffers()),
+        "offload_optimizer": offload_optimizer,
+        "offload_param": offload_param,
+        "max_grad_norm": optimizer.clip_grad or None,
+        "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
+        "loss_scaling": compat.loss_scaler(live) is not None,
+        "parameters": parameter_count(live.module, _elements),
+        "trained_parameters": sum(_elements(p) for p in trained(live.module)),
+        "kept_parameters": kept,
+        "kept_masters": masters,
+        "partitioned": _is_partitioned(live, masters),
+    }
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_names([torch.empty(0, dtype=dtype)])[0]
+
+
+def _elements(parameter: Any) -> int:
+    """Of the whole parameter, also where it is partitioned."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _is_partitioned(live: Any, masters: int) -> bool:
+    """Whether this rank's masters are its share of the trainable elements (plus padding)."""
+    world = torch.distributed.get_world_size(live.optimizer.dp_process_group)
+    trainable = list(trained(live.module))
+    elements = sum(_elements(p) for p in trainable)
+    return (
+        masters * world >= elements
+        and (masters - PADDING * (len(trainable) + 1)) * world <= elements
+    )

@@ -12,8 +12,7 @@ from pipeline.artifacts import Precision
 from pipeline.planning import strategy
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
 from pipeline.planning.strategy import Copies, Gradients, Item, Moment, StrategyMemory, Unit
-from stages.wrap.zero.kernels import uses_deepspeed_kernel
-from stages.wrap.zero.stage import Zero
+from stages.wrap.zero.stage import Zero, uses_deepspeed_kernel
 
 SUMMED = 4
 """Bytes of a gradient's element summed over micro-batches: `grad_accum_dtype` is always fp32."""

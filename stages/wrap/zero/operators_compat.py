@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import StageError
-from pipeline.files import sync
+from pipeline.utils.files import sync
 
 LOG = logging.getLogger("pipe.operators")
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline.artifacts import Precision
+from pipeline.contracts.stage import Preset, Presets
 from pipeline.planning.planner import Planner, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape
 from pipeline.planning.strategy import GATHERED, GRADIENTS, PARAMETERS, Copies, Item, Moment, Place
-from pipeline.stage import Preset, Presets
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
 from stages.wrap.zero.stage import Zero
 

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.artifacts import OptimizerPlan
-from pipeline.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterGroup
+from pipeline.contracts.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterGroup
 from pipeline.errors import CheckpointError, StageError
-from stages.wrap.birth import aliases, stored_tensors
-from stages.wrap.fill import Part
-from stages.wrap.moments import (
+from stages.wrap.load_weights import Part
+from stages.wrap.materialize import aliases, stored_tensors
+from stages.wrap.optimizer_state import (
     read_moments,
     require_known,
     set_updates,

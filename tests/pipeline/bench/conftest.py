@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
+from pipeline.plan.plan.registry import Entry
 
-from pipeline import jsonl
-from pipeline.bench import measure as measuring
-from pipeline.journal import Journal
+from pipeline.bench import session as measuring
 from pipeline.planning import planner
-from pipeline.registry import Entry
+from pipeline.run.journal import Journal
+from pipeline.utils import jsonl
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.runs import TINY
 

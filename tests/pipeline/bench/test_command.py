@@ -13,10 +13,10 @@ import pytest
 import yaml
 from click.testing import Result
 
-from pipeline.bench import measure as measuring
-from pipeline.bench import plot, record
-from pipeline.journal import Journal
-from pipeline.launch.signals import Interrupted
+from pipeline.bench import render, report
+from pipeline.bench import session as measuring
+from pipeline.distributed.signals import Interrupted
+from pipeline.run.journal import Journal
 
 
 def test_a_run_that_fails_is_a_row(bench: Callable[..., Result]) -> None:
@@ -101,8 +101,8 @@ def test_rows_are_told_where_the_files_cannot_be_written(
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "bench.json")
 
-    monkeypatch.setattr(record, "save", full)
-    monkeypatch.setattr(plot, "draw", full)
+    monkeypatch.setattr(report, "save", full)
+    monkeypatch.setattr(render, "draw", full)
     result = bench("--strategies", "blue", "--procs", "1,2")
     assert result.exit_code == 1
     assert "blue          2        48" in result.stdout
@@ -118,7 +118,7 @@ def test_the_table_comes_before_the_picture(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plot, "draw", interrupted)
+    monkeypatch.setattr(render, "draw", interrupted)
     result = bench("--strategies", "blue", "--run-dir", "here")
     assert result.exit_code == 130
     assert "fastest that fits: blue on 2 processes, 48 tokens/s" in result.stdout

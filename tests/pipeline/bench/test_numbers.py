@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.bench import plot, results
+from pipeline.bench import render, results
+from pipeline.bench.render import table, verdict
 from pipeline.bench.results import Memory, Row, Speed, with_efficiency
-from pipeline.bench.table import table
-from pipeline.bench.verdict import verdict
 from pipeline.errors import StageError
 from tests.pipeline.bench.rows import row
 
@@ -140,7 +139,7 @@ def test_a_plot_is_one_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = with_efficiency([row("ddp", 1, 100.0, 2.0), row("ddp", 2, 180.0), row("fsdp", 2, 150.0)])
     for name in ("a.svg", "b.svg"):
-        plot.draw(rows, tmp_path / name, "tiny")
+        render.draw(rows, tmp_path / name, "tiny")
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
     assert ET.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
@@ -152,5 +151,5 @@ def test_a_plot_is_one_file(tmp_path: Path) -> None:
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(StageError) as caught:
-        plot.draw([row("ddp", 1, 100.0)], tmp_path / "a.svg", "tiny")
+        render.draw([row("ddp", 1, 100.0)], tmp_path / "a.svg", "tiny")
     assert str(caught.value) == "the plot needs matplotlib (pip install 'pipetrain[report]')"

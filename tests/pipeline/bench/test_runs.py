@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pipeline.plan.plan.plan import make_plan
+from pipeline.plan.plan.registry import Registry
 
 from pipeline import cli
-from pipeline.bench import measure as measuring
+from pipeline.bench import session as measuring
 from pipeline.bench.results import Row
-from pipeline.plan import make_plan
 from pipeline.planning.strategy import BACKWARD, LOAD, RESUME, SAVE, Held
 from pipeline.recipe import load_recipe
-from pipeline.registry import Registry
 from tests.support.pipe import REPOSITORY
 from tests.support.tier import FULL
 

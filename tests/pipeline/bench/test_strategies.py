@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from pipeline.plan.plan.registry import Entry, Registry
 
+from pipeline.contracts.stage import Preset
 from pipeline.errors import PluginError, UsageError
 from pipeline.planning.planner import Planners
-from pipeline.presets import chosen, strategies
-from pipeline.registry import Entry, Registry
-from pipeline.stage import Preset
+from pipeline.planning.presets import chosen, strategies
 
 
 def test_strategies_are_what_installed_stages_offer(registry: Registry) -> None:

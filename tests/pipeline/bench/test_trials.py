@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from pipeline.plan.plan.plan import make_plan, plan_file
+from pipeline.plan.plan.registry import Registry
 
 from pipeline import cli
-from pipeline.bench import slots, trials
+from pipeline.bench import trials
+from pipeline.bench import trials as slots
 from pipeline.bench.trials import Length
+from pipeline.contracts.stage import Trial
 from pipeline.errors import UsageError
-from pipeline.plan import make_plan, plan_file
-from pipeline.presets import chosen
+from pipeline.planning.presets import chosen
 from pipeline.recipe import load_recipe
-from pipeline.registry import Registry
-from pipeline.stage import Trial
 
 
 def write(strategy: str, procs: int, **length: Any) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def test_processes_have_the_same_threads(
 ) -> None:
     plan = make_plan(load_recipe("r.yaml"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("pipeline.machine.usable_cores", lambda: 8.5)
+    monkeypatch.setattr("pipeline.hardware.host.usable_cores", lambda: 8.5)
     assert trials.threads(plan, 2) == 4
     assert trials.threads(plan, 16) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

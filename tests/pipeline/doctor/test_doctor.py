@@ -19,10 +19,10 @@ from click.testing import CliRunner, Result
 from pipeline.cli import main
 from pipeline.doctor import examine as module
 from pipeline.doctor import session
-from pipeline.doctor.folders import folders
-from pipeline.doctor.pace import QUICK
+from pipeline.doctor.inventory import folders
 from pipeline.doctor.ranks import Told
 from pipeline.doctor.report import Machine, read_machine
+from pipeline.doctor.session import QUICK
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,8 +9,22 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline import machine
-from pipeline.doctor import folders, host, kernel, network, software
+from pipeline.doctor import (
+    inventory as folders,
+)
+from pipeline.doctor import (
+    inventory as host,
+)
+from pipeline.doctor import (
+    inventory as kernel,
+)
+from pipeline.doctor import (
+    inventory as network,
+)
+from pipeline.doctor import (
+    software,
+)
+from pipeline.hardware import host as machine
 
 
 def test_cores_and_memory_of_control_groups(

@@ -6,9 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.doctor import bandwidth, copies, disk, matmul, torch_facts
+from pipeline.doctor import (
+    collectives as bandwidth,
+)
+from pipeline.doctor import (
+    copies,
+    disk,
+    matmul,
+)
+from pipeline.doctor import (
+    software as torch_facts,
+)
+from pipeline.doctor.probes import seconds_each
 from pipeline.doctor.ranks import measure
-from pipeline.doctor.timing import seconds_each
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.doctor.numbers import seen
+from pipeline.doctor.gpu_topology import seen
 
 UUIDS = {0: "GPU-8932f937", 1: "GPU-8a40c1d2", 2: "GPU-5e77b003", 3: "GPU-f00d1234"}
 

@@ -23,7 +23,7 @@ def rates(settings, tell):
     tell({"rank": int(os.environ["RANK"]), "threads": threads, "size": settings["size"]})
 
 def meet(settings, tell):
-    from pipeline.doctor.together import Together
+    from pipeline.doctor.probes import Together
     rank, together = int(os.environ["RANK"]), Together(settings)
     for late in (0, 1):
         time.sleep(0.5 * (rank == late))
@@ -66,7 +66,7 @@ def test_what_every_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("pipeline.machine.usable_cores", lambda: 7.5)
+    monkeypatch.setattr("pipeline.hardware.host.usable_cores", lambda: 7.5)
     told = measure("own_measurements:rates", {"size": 1}, procs=2, seconds=30)
     assert [record["threads"] for record in told.all_records] == ["3", "3"]
 

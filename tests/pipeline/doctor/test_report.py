@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.doctor import bandwidth
+from pipeline.doctor import collectives
 from pipeline.doctor.report import Machine, read_machine
 from pipeline.errors import UsageError
 
@@ -36,9 +36,9 @@ def test_round_trip(healthy: Machine, tmp_path: Path) -> None:
 
 def test_bandwidths() -> None:
     """nccl-tests' definitions, for 4 processes and 1 MB in 1 ms."""
-    reduced = bandwidth.allreduce(10**6, 1e-3, 4)
+    reduced = collectives.allreduce(10**6, 1e-3, 4)
     assert (reduced.algbw, reduced.busbw) == pytest.approx((1e9, 1.5e9))
-    gathered = bandwidth.allgather(10**6, 1e-3, 4)
+    gathered = collectives.allgather(10**6, 1e-3, 4)
     assert (gathered.algbw, gathered.busbw) == pytest.approx((1e9, 0.75e9))
 
 

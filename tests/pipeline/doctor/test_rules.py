@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.doctor import bandwidth
-from pipeline.doctor.pace import FULL, QUICK
+from pipeline.doctor import collectives as bandwidth
+from pipeline.doctor.gpu_topology import parse_topology
 from pipeline.doctor.report import (
     Device,
     Failure,
@@ -22,7 +22,7 @@ from pipeline.doctor.report import (
 from pipeline.doctor.rules import findings
 from pipeline.doctor.rules.finding import Finding
 from pipeline.doctor.rules.measured import LARGE
-from pipeline.doctor.topology import parse_topology
+from pipeline.doctor.session import FULL, QUICK
 
 GB = 10**9
 RECORDED = Path(__file__).parent / "topologies"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.doctor.gpu_topology import among, is_nvlink, parse_topology
 from pipeline.doctor.report import Link, Topology
-from pipeline.doctor.topology import among, is_nvlink, parse_topology
 
 RECORDED = Path(__file__).parent / "topologies"
 

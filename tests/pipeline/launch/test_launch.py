@@ -13,19 +13,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pipeline.plan.plan.plan import make_plan
+from pipeline.plan.plan.registry import Registry
 
-from pipeline import failure
+from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
-from pipeline.launch.children import none_left
 from pipeline.launch.local import _many, _set_threads, _stopped
-from pipeline.launch.signals import ENDING, Interrupted, default_signals, interruptible
-from pipeline.plan import make_plan
 from pipeline.recipe import load_recipe
-from pipeline.registry import Registry
+from pipeline.run import failures
+from pipeline.utils.process_tree import none_left
 
 STUCK = """
 import ctypes, os, signal, threading
-from pipeline.launch.signals import interruptible
+from pipeline.distributed.signals import interruptible
 with interruptible(force_after=0.3):
     print("ready", flush=True)
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -149,7 +149,7 @@ def test_the_rank_that_ended_first_ends_the_run(
 def test_a_rank_that_was_dying_already_is_the_cause(
     ranks: Callable[[str], None], tmp_path: Path
 ) -> None:
-    failure.record(tmp_path, 0, "train", RuntimeError("connection closed by peer"))
+    failures.record(tmp_path, 0, "train", RuntimeError("connection closed by peer"))
     with pytest.raises(RunFailed, match="rank 1 was killed by SIGSEGV"):
         ranks("late")
 
@@ -159,7 +159,7 @@ def test_a_rank_that_died_before_the_others_are_stopped_is_told() -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     process.kill()
     process.wait()
-    assert _stopped([process]) == [failure.Exit(rank=0, code=-signal.SIGKILL)]
+    assert _stopped([process]) == [failures.Exit(rank=0, code=-signal.SIGKILL)]
 
 
 def test_files_of_the_user_stand_in_for_no_module_of_a_rank(ranks: Callable[[str], None]) -> None:
@@ -213,7 +213,7 @@ def test_no_descendant_is_left(tmp_path: Path) -> None:
 def test_threads(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, set_before: str | None, expected: int
 ) -> None:
-    monkeypatch.setattr("pipeline.machine.usable_cores", lambda: 7.5)
+    monkeypatch.setattr("pipeline.hardware.host.usable_cores", lambda: 7.5)
     monkeypatch.setenv("OMP_NUM_THREADS", set_before or "")
     if set_before is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
@@ -226,7 +226,7 @@ def test_threads(
 def test_more_processes_than_gpus_need_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.plan.gpu_count", lambda: 8)
+    monkeypatch.setattr("pipeline.plan.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
     path.write_text("name: x\nlaunch: {device: cuda, procs: 16}\nstages: {}\n")
     recipe = load_recipe(path)

@@ -17,9 +17,9 @@ from pipeline.planning import planner
 from pipeline.planning.choice import choose, on_more_nodes, suited
 from pipeline.planning.hardware import Asked
 from pipeline.planning.planner import Planners, Saving, Tier, Topology
+from pipeline.planning.presets import Strategy
 from pipeline.planning.search import Base, Changes, Saved, Way, balanced, best, leanest
 from pipeline.planning.step_time import StepTime
-from pipeline.presets import Strategy
 
 ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
-from pipeline.commands.machines import link
+from pipeline.commands.hardware_options import link
 from pipeline.doctor.report import Machine
 from pipeline.errors import UsageError
 from pipeline.planning.hardware import Asked, Rate, hardware_of, site_of

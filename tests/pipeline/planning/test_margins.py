@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import UsageError
-from pipeline.memory_record import read_record, record_memory
 from pipeline.planning.hardware import Hardware, Margins, margins_for
 from pipeline.planning.memory_plan import shortages
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import Held
+from pipeline.run.memory_record import read_record, record_memory
 from tests.support.runs import context
 
 GIB = 1 << 30

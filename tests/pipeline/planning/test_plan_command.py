@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from pipeline.plan.plan.registry import BUILT_IN, Registry, installed_entries
 
+from pipeline.checkpoint.staging import PASSAGE
 from pipeline.cli import main
 from pipeline.planning.planner import GROUP, Planners
-from pipeline.registry import BUILT_IN, Registry, installed_entries
-from pipeline.state.staging import PASSAGE
 from tests.support.tier import spread
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from stages.adapter.experts import built_share, declared_share
 from stages.adapter.lora import Lora
+from stages.model.declared import outline
 from stages.model.hf import HfModel
-from stages.model.outline import outline
 from tests.support.models import context
 
 SIZES = {

@@ -18,16 +18,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from pipeline.errors import StageError
-from stages.adapter.artifact import FourBits
-from stages.adapter.four_bit_linear import FourBitLinear
-from stages.adapter.four_bit_sizes import BLOCK, packed_bytes
-from stages.adapter.four_bit_weights import PackedReader, RoundedReader
-from stages.adapter.four_bits import unpack
-from stages.adapter.lora import Lora
+from stages.adapter.lora import FourBits, Lora
+from stages.adapter.nf4 import BLOCK, PackedReader, RoundedReader, packed_bytes, unpack
+from stages.adapter.nf4_linear import FourBitLinear
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
-from stages.weights.memory import MemoryReader
+from stages.weights.torch_files import MemoryReader
 from tests.stages.adapter.test_lora import GPT2, UNTIED, adapted, logits, module_with, trained
 from tests.support.models import context
 from tests.support.runs import TINY
@@ -100,7 +97,7 @@ def test_any_range_is_that_of_the_whole(data: Any, shape: tuple[int, int], kind:
 def test_large_weights_are_read_some_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of((24, 100))
     packed, rounded = packed_of(weight), rounded_of(weight)
-    monkeypatch.setattr("stages.adapter.four_bit_weights.STEP", 2 * BLOCK)
+    monkeypatch.setattr("stages.adapter.nf4.STEP", 2 * BLOCK)
     assert torch.equal(packed_of(weight), packed)
     assert torch.equal(rounded_of(weight), rounded)
     reader = PackedReader(MemoryReader({"one.weight": weight}), {"one"}, "nf4")

@@ -18,16 +18,15 @@ from pipeline.artifacts import Data, Progress, TrainedRun
 from pipeline.errors import ResumeRefused, StageError
 from pipeline.testing import assert_conforms, plan_view
 from stages.adapter.compat import quiet
-from stages.adapter.four_bit_linear import round_layers
 from stages.adapter.injection import peft_config
 from stages.adapter.lora import Lora
-from stages.adapter.rows import row_blocks
+from stages.adapter.merging import row_blocks
+from stages.adapter.nf4_linear import round_layers
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
-from stages.model.hf import HfModel
-from stages.model.options import ActivationCheckpointing, Fp8
+from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.origin import origin, require_same_origin
+from stages.train.lineage import origin, require_same_origin
 from tests.support.models import context
 from tests.support.runs import TINY
 from tests.support.weights import MemoryWeights
@@ -158,7 +157,7 @@ def test_the_merge_is_peft_s_own(tmp_path: Path) -> None:
 def test_a_range_of_a_merged_weight_is_that_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.adapter.rows.CHUNK", 7 * 4 * 24)  # seven rows
+    monkeypatch.setattr("stages.adapter.merging.CHUNK", 7 * 4 * 24)  # seven rows
     source = adapted(tmp_path, UNTIED, rank=3, dora=True)
     merged = source.assemble(trained(source))
     name = "model.layers.1.mlp.up_proj.weight"
@@ -168,7 +167,7 @@ def test_a_range_of_a_merged_weight_is_that_of_the_whole(
 
 
 def test_row_blocks_do_not_depend_on_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.adapter.rows.CHUNK", 4 * 4 * 10)
+    monkeypatch.setattr("stages.adapter.merging.CHUNK", 4 * 4 * 10)
     assert list(row_blocks(11, 10, 0, 110)) == [(0, 4), (4, 8), (8, 11)]
     assert list(row_blocks(11, 10, 45, 81)) == [(4, 8), (8, 11)]
     assert list(row_blocks(11, 10, 39, 40)) == [(0, 4)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts import Progress, TrainedRun
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError
 from pipeline.testing import plan_view
 from stages.average.ema import EmaAverage

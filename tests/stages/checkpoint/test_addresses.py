@@ -6,9 +6,8 @@ import importlib.util
 
 import pytest
 
-from pipeline.stage import PlanView
-from stages.checkpoint.full import FullCheckpoint
-from stages.checkpoint.sharded import ShardedCheckpoint
+from pipeline.contracts.stage import PlanView
+from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 
 PLAN: PlanView = None  # type: ignore[assignment]
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.artifacts import LossScaling, Progress
-from pipeline.dist import Dist
-from pipeline.state.formats import Reading
+from pipeline.checkpoint.formats import Reading
+from pipeline.distributed.process_group import Dist
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.deepspeed import DeepSpeed

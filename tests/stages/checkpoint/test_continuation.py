@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.artifacts import LossScaling
-from pipeline.dist import Dist
-from pipeline.metrics import records
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from pipeline.artifacts import Progress
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.export.safetensors import ExportSafetensors
@@ -70,7 +70,7 @@ def starved(dist: Dist, folder: str) -> str:
     ctx = run_context(dist, folder)
     engine = make_engine(ctx, Setting(wrap="ddp"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.room.free_memory", lambda: 1000)
+        patch.setattr("pipeline.contracts.resources.free_memory", lambda: 1000)
         with pytest.raises(StageError) as error:
             ShardedCheckpoint().run(ctx, engine)
     return str(error.value)

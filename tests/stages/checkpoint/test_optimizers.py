@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.artifacts import Progress
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from stages.optimizer.groups import GroupSettings
 from stages.optimizer.lion import Lion
 from tests.stages.checkpoint.test_continuation import require_same_after_resume

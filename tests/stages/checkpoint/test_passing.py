@@ -9,20 +9,19 @@ import pytest
 import torch
 
 from pipeline.artifacts import Progress
-from pipeline.dist import Dist
+from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint.layout import Plan, dtype
+from pipeline.checkpoint.manager import StateCheckpoints
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.staging import stage
+from pipeline.checkpoint.store import locate
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError
-from pipeline.state import blocks
-from pipeline.state.checkpoints import StateCheckpoints
-from pipeline.state.dtypes import dtype
-from pipeline.state.planning import Plan
-from pipeline.state.reader import CheckpointReader
-from pipeline.state.staging import stage
-from pipeline.state.store import locate
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, digest, hashed, make_engine, train
 
-SMALL = 2 * blocks.BLOCK
+SMALL = 2 * safetensors_format.BLOCK
 """Of which the tiny model's state takes many rounds."""
 
 
@@ -33,7 +32,7 @@ def save(
     that are `on_device` are treated as if they were."""
     with pytest.MonkeyPatch.context() as patch:
         small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
-        patch.setattr("pipeline.state.checkpoints.stage", small)
+        patch.setattr("pipeline.checkpoint.manager.stage", small)
         if on_device:
             patch.setattr(Plan, "__post_init__", lambda plan: moved(plan, on_device), raising=False)
         ctx = context(dist, folder)
@@ -89,7 +88,7 @@ def test_memory_and_content(tmp_path: Path) -> None:
 def save_on_a_full_disk(dist: Dist, folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
-        patch.setattr("pipeline.state.checkpoints.stage", small)
+        patch.setattr("pipeline.checkpoint.manager.stage", small)
         ctx = context(dist, folder)
         engine = make_engine(ctx, Setting(wrap="ddp"))
         kept: StateCheckpoints = checkpoint_stage(Setting(wrap="ddp")).run(ctx, engine)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.dist import Dist
-from pipeline.metrics import records
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm

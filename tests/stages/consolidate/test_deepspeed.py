@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.artifacts import Progress, TrainedRun
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.stream import ConsolidateStream
 from stages.wrap.zero import Aio, OptimizerOffload

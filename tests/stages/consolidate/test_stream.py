@@ -15,17 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from pipeline.dist import Dist
-from pipeline.engine import WEIGHT
+from pipeline.checkpoint.formats import Formats
+from pipeline.checkpoint.layout import CODES
+from pipeline.checkpoint.manifest import State
+from pipeline.contracts.engine import WEIGHT
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.state.dtypes import CODES
-from pipeline.state.formats import Formats
-from pipeline.state.manifest import State
 from stages.consolidate.weights import open_weights
 from stages.export.layout import BLOCK, Named, shards
 from stages.export.writer import check, write
-from stages.formats.adam import fresh_progress
-from stages.formats.mapped import MappedSource, Range, Stored
+from stages.formats.mapped import MappedSource, Range, Stored, fresh_progress
 from tests.support.tier import examples
 
 HERE = Dist(device=torch.device("cpu"))

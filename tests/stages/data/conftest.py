@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.dist import Dist
-from pipeline.metrics import Metrics
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import Metrics
 from tests.stages.data.fakes import FakeSource
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
-from pipeline.stage import Context
 from stages.data import cache
-from stages.data.blocks import TokenWriter
 from stages.data.chat import ChatData
+from stages.data.documents import TokenWriter
 from stages.data.text import TextData
 from stages.data.verified import VerifiedArray, write_sums
 from tests.stages.data.fakes import FakeSource, ids

@@ -11,13 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts import NO_TARGET, Sample
+from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
-from pipeline.stage import Context
 from pipeline.testing import plan_view
-from stages.data.chat import ChatData
+from stages.data.chat import ChatData, with_today
 from stages.data.rows import Row
 from stages.data.samples import LeftOut
-from stages.data.today import with_today
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 from tests.support.tier import examples, times
 
@@ -219,7 +218,7 @@ def test_the_cache_knows_the_template_and_the_settings(
     def no_encoder(*arguments: Any) -> Any:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr("stages.data.encoding.Encoder.__call__", no_encoder)
+    monkeypatch.setattr("stages.data.encode.Encoder.__call__", no_encoder)
     again = stage.run(ctx, FakeSource())
     assert again.fingerprint == prints[0]
     assert trained(again.train[0]) == [*ids("b"), STOP, *ids("d"), STOP]

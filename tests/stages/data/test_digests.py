@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DataError
-from stages.data import digests
-from stages.data.digests import file_digests
+from stages.data import cache as digests
+from stages.data.cache import file_digests
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
-from pipeline.stage import Context
 from pipeline.testing import plan_view
 from stages.data import messages, rows
 from stages.data.chat import ChatData
-from stages.data.selection import Source
+from stages.data.fields import Source
 from stages.data.text import TextData
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import Sample, Samples
+from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
-from pipeline.stage import Context
 from stages.data.chat import ChatData
-from stages.data.mixture import Mixture, joined, mixed, shares
-from stages.data.selection import Source
+from stages.data.fields import Source
 from stages.data.text import TextData
+from stages.data.views import Mixture, joined, mixed, shares
 from tests.stages.data.fakes import FakeSource, ids
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from pipeline.artifacts import NO_TARGET, Samples
-from pipeline.dist import Dist
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
 from stages.data.chat import ChatData
-from stages.data.packing import best_fit_decreasing
 from stages.data.text import TextData
+from stages.data.views import best_fit_decreasing
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
@@ -212,7 +212,7 @@ def test_a_document_without_a_token_is_no_border(
     length=st.integers(1, 9),
 )
 def test_documents_apart_are_told_by_the_index_alone(documents: list[str], length: int) -> None:
-    from stages.data.blocks import TokenBlocks
+    from stages.data.documents import TokenBlocks
 
     stream = np.array([token for text in documents for token in [*ids(text), END]])
     starts = np.cumsum([0, *(len(text) + 1 for text in documents)])[:-1]

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
-from pipeline.stage import Context
-from stages.data import parallel, progress
+from stages.data import tokenize
+from stages.data import tokenize as progress
 from stages.data.chat import ChatData
-from stages.data.progress import Announcer, Reading
 from stages.data.text import TextData
+from stages.data.tokenize import Announcer, Reading
 from tests.stages.data.fakes import FakeSource
 
 
@@ -27,7 +28,7 @@ def test_results_come_in_order_from_other_processes() -> None:
     def square(number: int) -> tuple[int, int]:
         return number * number, os.getpid()
 
-    found = list(parallel.each(square, range(50), 3))
+    found = list(tokenize.each(square, range(50), 3))
     assert [(batch, result[0]) for batch, result in found] == [(n, n * n) for n in range(50)]
     pids = [result[1] for _, result in found]
     assert pids[0] == os.getpid()
@@ -36,14 +37,14 @@ def test_results_come_in_order_from_other_processes() -> None:
 
 
 def test_workers_are_as_many_as_cores_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.machine.usable_cores", lambda: 1.5)
-    found = list(parallel.each(lambda batch: os.getpid(), [7, 8, 9], None))
+    monkeypatch.setattr("pipeline.hardware.host.usable_cores", lambda: 1.5)
+    found = list(tokenize.each(lambda batch: os.getpid(), [7, 8, 9], None))
     assert {pid for _, pid in found} == {os.getpid()}
 
 
 def test_one_batch_or_one_worker_needs_no_process() -> None:
     for batches, workers in (([7], 4), ([7, 8, 9], 1), ([], 4)):
-        found = list(parallel.each(lambda batch: os.getpid(), batches, workers))
+        found = list(tokenize.each(lambda batch: os.getpid(), batches, workers))
         assert [result for _, result in found] == [os.getpid()] * len(batches)
 
 
@@ -58,7 +59,7 @@ def failing_at(*bad: int) -> Any:
 
 def test_an_error_keeps_its_class_and_its_words() -> None:
     with pytest.raises(DataError) as caught:
-        list(parallel.each(failing_at(9, 5), range(20), 2))
+        list(tokenize.each(failing_at(9, 5), range(20), 2))
     assert str(caught.value) == "f:5: broken (mend it)"
 
 
@@ -68,9 +69,9 @@ def test_an_error_of_the_reader_comes_behind_earlier_ones() -> None:
         raise StageError("unreadable")
 
     with pytest.raises(DataError, match="f:5"):
-        list(parallel.each(failing_at(5), numbers(), 2))
+        list(tokenize.each(failing_at(5), numbers(), 2))
     with pytest.raises(StageError, match="unreadable"):
-        list(parallel.each(failing_at(), numbers(), 2))
+        list(tokenize.each(failing_at(), numbers(), 2))
 
 
 def test_a_killed_process_is_no_hang() -> None:
@@ -80,7 +81,7 @@ def test_a_killed_process_is_no_hang() -> None:
         return number
 
     with pytest.raises(StageError, match=r"was killed \(if memory was short, set fewer `workers`"):
-        list(parallel.each(die, range(20), 2))
+        list(tokenize.each(die, range(20), 2))
 
 
 def test_a_process_that_ends_while_a_slow_source_is_read() -> None:
@@ -97,7 +98,7 @@ def test_a_process_that_ends_while_a_slow_source_is_read() -> None:
         return number
 
     with pytest.raises(StageError, match="a process that tokenises was killed"):
-        list(parallel.each(leave, slow(), 2))
+        list(tokenize.each(leave, slow(), 2))
 
 
 def files_of(cache: Path) -> dict[str, bytes]:

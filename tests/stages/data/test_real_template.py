@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts import NO_TARGET
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
 from stages.data.chat import ChatData
 from stages.model.hf import HfModel
 

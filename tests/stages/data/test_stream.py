@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from pipeline.artifacts import Data
-from pipeline.dist import Dist
-from pipeline.engine import DataShard
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.sample_order import SampleOrder
+from pipeline.contracts.stage import Context
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
-from pipeline.metrics import records
-from pipeline.order import SampleOrder
-from pipeline.stage import Context
+from pipeline.run.metrics import records
 from pipeline.testing import plan_view
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.data import shard_store
 from stages.data.stream import StreamData
-from stages.data.stream_order import StreamOrder, located
+from stages.data.streaming import store as shard_store
+from stages.data.streaming.order import StreamOrder, located
 from stages.data.text import TextData
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm

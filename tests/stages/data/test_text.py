@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts import Data, Samples
+from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
-from pipeline.stage import Context
 from stages.data.text import TextData
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.tier import times

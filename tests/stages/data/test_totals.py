@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pipeline.artifacts import Samples
-from pipeline.stage import Context
+from pipeline.contracts.stage import Context
 from stages.data.chat import ChatData
-from stages.data.mixture import Mixture
 from stages.data.text import TextData
+from stages.data.views import Mixture
 from tests.stages.data.fakes import FakeSource
 
 WORDS = ["abcd", "efg", "hi", "jklmnop", "q", "rstuv", "wx"]

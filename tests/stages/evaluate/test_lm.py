@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import NO_TARGET, ExportedModel
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from pipeline.testing import problems
-from stages.evaluate.artifact import EvaluatedModel
-from stages.evaluate.lm import EvaluateLm
-from stages.evaluate.windows import windows
+from stages.evaluate.lm import EvaluatedModel, EvaluateLm
+from stages.evaluate.perplexity import windows
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.models import context, filled, random_source, save_tokenizer, tiny_llama_config

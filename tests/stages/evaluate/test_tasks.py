@@ -34,7 +34,7 @@ import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.errors import StageError
 from stages.evaluate.lm import EvaluateLm
-from stages.evaluate.tasks import run_tasks
+from stages.evaluate.run import run_tasks
 folder, task = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder)
 config = EvaluateLm(tasks=(task,), task_folder=folder, batch_size=2)

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from pipeline.state.dtypes import CODES
-from pipeline.throughput import human
+from pipeline.checkpoint.layout import CODES
+from pipeline.utils.text import human
 from stages.export.layout import Named, Shard, index, shards
-from stages.export.safetensors import ExportSafetensors
-from stages.export.sizes import parse_size
+from stages.export.safetensors import ExportSafetensors, parse_size
 
 
 @pytest.mark.parametrize(

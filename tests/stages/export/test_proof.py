@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import ExportError, StageError
-from stages.export import proof, steps
+from stages.export import proof, run
 from tests.support.exports import Run
 
 
@@ -29,8 +29,8 @@ def test_one_flipped_bit_is_found(
         flip(folder / "model.safetensors", position)
         return sums
 
-    real = steps.write
-    monkeypatch.setattr(steps, "write", write_badly)
+    real = run.write
+    monkeypatch.setattr(run, "write", write_badly)
     with pytest.raises(ExportError, match=r"model.safetensors .*left for inspection: .*partial"):
         llama.export()
     assert not llama.folder.exists()

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.models import FAMILIES, context, random_source

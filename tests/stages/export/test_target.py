@@ -82,7 +82,7 @@ def test_write_error(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipeline.files.os.fsync", fail)
+    monkeypatch.setattr("pipeline.utils.files.os.fsync", fail)
     with pytest.raises(StageError, match=r"cannot write the export .* No space left"):
         llama.export()
 

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.manifest import State, TensorEntry
+from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import CheckpointError
-from pipeline.state.formats import Reading
-from pipeline.state.manifest import State, TensorEntry
-from pipeline.state.source import StateSource
+from stages.formats.boxes import Box, Boxes
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
-from stages.formats.dcp_boxes import Box, Boxes
-from stages.formats.dcp_metadata import read_metadata
+from stages.formats.dcp_files import read_metadata
 from tests.support.formats import digest_of, load_dcp, same, save_dcp
 from tests.support.processes import run_ranks
 from tests.support.state import Setting

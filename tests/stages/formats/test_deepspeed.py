@@ -14,10 +14,10 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from pipeline.artifacts import LossScaling, Progress
+from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import CheckpointError
-from pipeline.state.formats import Reading
-from pipeline.state.source import StateSource
-from stages.formats import guarded
+from stages.formats import files as guarded
 from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
 from stages.formats.deepspeed_files import ADMITTED, Fragment, Stage

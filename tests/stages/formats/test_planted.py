@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
+from pipeline.checkpoint.formats import Reading, StateFormat
 from pipeline.errors import CheckpointError
-from pipeline.state.formats import Reading, StateFormat
 from stages.formats.dcp import Dcp
 from stages.formats.deepspeed import DeepSpeed
 from tests.support.formats import tiny_native, tiny_universal

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import CheckpointError
-from pipeline.state.formats import Reading
-from pipeline.state.source import StateSource
-from stages.formats.assembled import assembled
 from stages.formats.canonical import Canonical
+from stages.formats.mapped import assembled
 from stages.formats.trainer import Trainer
 from stages.formats.trainer_names import identify
 from tests.support.runs import TINY

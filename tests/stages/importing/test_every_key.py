@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from stages.importing.accelerate_keys import (
+from stages.importing.accelerate import (
     ACCELERATE,
     ACCELERATE_ALL,
     DEEPSPEED_PLUGIN,
     DYNAMO_BLOCK,
+    FSDP,
+    FSDP_PREFIXED,
     PARALLELISM,
 )
-from stages.importing.deepspeed_dtype_keys import BF16, FP16
-from stages.importing.deepspeed_keys import AIO, DEEPSPEED
-from stages.importing.fsdp_keys import FSDP, FSDP_PREFIXED
+from stages.importing.deepspeed import AIO, BF16, DEEPSPEED, FP16
 from stages.importing.rules import Table, judge
-from stages.importing.trainer_keys import DEFAULTS, TRAINER
-from stages.importing.trainer_other_keys import OTHER, TRAINER_ALL
-from stages.importing.zero_keys import ZERO
+from stages.importing.trainer import DEFAULTS, TRAINER
+from stages.importing.trainer_other import OTHER, TRAINER_ALL
+from stages.importing.zero import ZERO
 from stages.wrap.zero.schema import top_level_keys, zero_keys
 
 

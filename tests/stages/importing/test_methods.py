@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.importing.translator import ConfigFile, choose
-from stages.importing.foreign import FOREIGN
+from stages.importing.account import FOREIGN
 from stages.importing.rules import Table
 from stages.importing.translator import TABLES, HuggingFace
 from tests.stages.importing.support import fate, refused, slot, translated

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from pipeline.dist import Dist
-from pipeline.metrics import records
+from pipeline.distributed.process_group import Dist
+from pipeline.run.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, refused
 from tests.support.models import save_tokenizer, tiny_llama_config

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.stage import PlanView
-from stages.model.causal_compat import causal_types
+from pipeline.contracts.stage import PlanView
+from stages.model.compat import causal_types
 from stages.model.hf import HfModel
 from tests.support.models import save_tokenizer, tiny_llama_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.model.config import config_of_recipe
+from stages.model.assets import config_of_recipe
 from stages.model.read import known_config
 from tests.support.tier import spread
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import StageError
-from stages.model.outline import outline
+from stages.model.declared import outline
 from stages.model.random_reader import unit_seed
 from tests.support.models import (
     FAMILIES,

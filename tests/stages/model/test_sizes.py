@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StageError
+from stages.model.assets import config_of_recipe
 from stages.model.checks import problems
-from stages.model.config import config_of_recipe
+from stages.model.config_checks import wrong_size
 from stages.model.hf import HfModel
-from stages.model.sizes import wrong_size
 from tests.support.runs import TINY
 
 MOST = 2**31 - 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.stage import PlanView
+from pipeline.contracts.stage import PlanView
 from stages.data.chat import ChatData
 from stages.data.stream import StreamData
 from stages.data.text import TextData

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeline.artifacts import NamedParameter
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from stages.optimizer.adamw import AdamW
 from tests.support.runs import context
 

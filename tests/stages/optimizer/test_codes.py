@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.optimizer.codes import Book4, Book8, Code, Fp8
-from stages.optimizer.packings import MOMENTS, SMALLEST, packing
+from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, packing
 
 CODES: dict[str, Code] = {
     "8bit signed": Book8(signed=True), "8bit unsigned": Book8(signed=False),

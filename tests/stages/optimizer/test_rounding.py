@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.optimizer.rounding import Noise, round_at_random
+from stages.optimizer.low_bit_adamw import Noise, round_at_random
 
 WEIGHT = torch.nn.Parameter(torch.zeros(3))
 

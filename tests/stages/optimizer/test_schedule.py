@@ -15,7 +15,7 @@ from transformers import optimization
 from pipeline import testing
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.optimizer.schedule import Schedule, Shape, lr_scale, steps_in
+from stages.optimizer.settings import Schedule, Shape, lr_scale, steps_in
 
 SCHEDULES = get_args(Schedule)
 TO_THE_END = {"linear", "cosine", "polynomial", "wsd"}

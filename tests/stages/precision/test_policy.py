@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.dist import Dist
-from pipeline.stage import PlanView
+from pipeline.contracts.stage import PlanView
+from pipeline.distributed.process_group import Dist
 from stages.precision.policy import PrecisionPolicy
 from tests.support.runs import context
 

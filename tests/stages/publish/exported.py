@@ -13,8 +13,7 @@ import pytest
 from pipeline.artifacts import ExportedModel
 from pipeline.errors import StageError
 from pipeline.testing import context
-from stages.publish.artifact import PublishedModel
-from stages.publish.hub import PublishHub
+from stages.publish.hub import PublishedModel, PublishHub
 
 TOKEN = "hf_aVerySecretTokenOfThirtyFourChars"
 REPO = "someone/tiny"

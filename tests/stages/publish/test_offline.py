@@ -11,8 +11,7 @@ from huggingface_hub import constants
 
 from pipeline.artifacts import ExportedModel
 from pipeline.testing import problems
-from stages.publish.artifact import PublishedModel
-from stages.publish.hub import PublishHub
+from stages.publish.hub import PublishedModel, PublishHub
 from tests.stages.publish.exported import REPO, TOKEN, publish, refused, snapshot
 
 

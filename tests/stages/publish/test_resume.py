@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts import ExportedModel
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.testing import context
 from stages.publish.hub import PublishHub
 from tests.stages.publish.exported import REPO, TOKEN
@@ -24,7 +24,7 @@ READY = """
     from dataclasses import dataclass
     from pathlib import Path
     from pipeline.artifacts import ExportedModel
-    from pipeline.stage import Context
+    from pipeline.contracts.stage import Context
 
     @dataclass(frozen=True, kw_only=True)
     class Ready:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import LossScaling, Progress
-from pipeline.state.manifest import FILE, Manifest
+from pipeline.checkpoint.manifest import FILE, Manifest
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.train.anomalies import is_spike, leave_out

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import Data, Progress, Sample
-from pipeline.engine import DataShard
-from pipeline.order import SampleOrder
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.sample_order import SampleOrder
 from stages.train.batches import collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.dist import Dist
-from pipeline.engine import DataShard
+from pipeline.contracts.engine import DataShard
+from pipeline.contracts.stage import PlanView
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
-from pipeline.stage import PlanView
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

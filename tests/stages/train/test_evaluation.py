@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline.artifacts import Data, Progress
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
-from pipeline.metrics import records
+from pipeline.run.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.order import ENDLESS, SampleOrder
+from pipeline.contracts.sample_order import ENDLESS, SampleOrder
 from stages.train.feed import STRETCH, OrderStretch
 from tests.support.tier import examples
 

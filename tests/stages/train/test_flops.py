@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.dist import Dist
-from pipeline.engine import EngineState
+from pipeline.contracts.engine import EngineState
+from pipeline.distributed.process_group import Dist
 from stages.adapter.lora import Lora
+from stages.model.declared import outline
 from stages.model.hf import HfModel
-from stages.model.outline import outline
 from stages.train.flops import Cost, Utilisation, known_cost, known_peak, utilisation
 from tests.support.models import context
 from tests.support.processes import run_ranks

@@ -11,8 +11,7 @@ import pytest
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.precision.policy import PrecisionPolicy
-from stages.train.hf_trainer import HfTrainer
-from stages.train.hf_trainer_checks import FREE
+from stages.train.hf_trainer import FREE, HfTrainer
 from stages.wrap.ddp import Ddp
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks

@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeline.artifacts import Data, Precision, Sample, Samples
-from pipeline.dist import Dist
-from pipeline.engine import DataShard, Engine
+from pipeline.contracts.engine import DataShard, Engine
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
-from pipeline.fake_tensors import without_values
+from pipeline.utils.fake_tensors import without_values
 from stages.optimizer.adamw import AdamW
 from stages.train.batches import collate
-from stages.train.head import LossHead
 from stages.train.linear_loss import linear_loss
-from stages.train.loss import SummedLoss
-from stages.train.proof import LOOKED_AT, prove_head, prove_packing
+from stages.train.loss import LossHead, SummedLoss
+from stages.train.self_checks import LOOKED_AT, prove_head, prove_packing
 from stages.wrap.ddp import Ddp
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
@@ -230,7 +229,7 @@ def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
 def test_a_loss_in_chunks_that_is_another_is_found(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.train.head.linear_loss", lambda *_: torch.tensor(7.0))
+    monkeypatch.setattr("stages.train.loss.linear_loss", lambda *_: torch.tensor(7.0))
     with pytest.raises(StageError, match="in chunks is not that of all logits: 7 instead of 4"):
         prove_head(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
 
@@ -337,7 +336,7 @@ def test_a_wrapper_may_copy_the_loss(tmp_path: Path) -> None:
 def handed_on(change: Any, value: float) -> None:
     """A model's head gives a loss, and the rest of the model changes it."""
     head = LossHead(torch.nn.Linear(2, 3), 4)
-    loss = mock.patch("stages.train.head.linear_loss", return_value=torch.tensor(value))
+    loss = mock.patch("stages.train.loss.linear_loss", return_value=torch.tensor(value))
     with loss, head.taking(torch.tensor([1])):
         head.require_given(change(head(torch.ones(1, 2))))
 

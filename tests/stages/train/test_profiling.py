@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.dist import Dist
+from pipeline.contracts.stage import Trial
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import UsageError
-from pipeline.metrics import records
-from pipeline.stage import Trial
+from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.policies import Anomalies, EarlyStopping
-from stages.train.trace import STEP, communication_share
+from stages.train.profiling import STEP, communication_share
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, make_engine, source

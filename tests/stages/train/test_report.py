@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import resident
 from pipeline.artifacts import Progress, TrainedRun
-from pipeline.dist import Dist
-from pipeline.engine import StepReport
-from pipeline.metrics import records
+from pipeline.contracts.engine import StepReport
+from pipeline.distributed.process_group import Dist
+from pipeline.hardware import host
+from pipeline.run.metrics import records
 from stages.train import report
 from stages.train.evaluation import note
 from stages.train.feed import Taken
@@ -35,7 +35,7 @@ ENGINE: Any = SimpleNamespace(shard=SimpleNamespace(count=1), device=CPU)
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever other tests have built in this process."""
-    monkeypatch.setattr(resident, "_before", [])
+    monkeypatch.setattr(host, "_before", [])
 
 
 def done(loss: float, taken: Taken | None = None) -> Done:
@@ -161,12 +161,12 @@ def test_host_memory_counts_from_where_the_model_begins(
 ) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpipe\nVmHWM:\t 900 kB\nVmRSS:\t 500 kB\nRssShmem:\t 100 kB\n")
-    monkeypatch.setattr(resident, "_STATUS", status)
-    assert resident.peak_beyond() is None
-    resident.model_begins()
+    monkeypatch.setattr(host, "_STATUS", status)
+    assert host.peak_beyond() is None
+    host.model_begins()
     status.write_text("VmHWM:\t 2000 kB\nVmRSS:\t 1500 kB\nRssShmem:\t 300 kB\n")
-    resident.model_begins()  # the first call counts
-    assert resident.peak_beyond() == (2000 - 300 - (500 - 100)) * 1024
+    host.model_begins()  # the first call counts
+    assert host.peak_beyond() == (2000 - 300 - (500 - 100)) * 1024
 
 
 def test_a_pause_is_no_training(tmp_path: Path, at: Callable[[float], None]) -> None:

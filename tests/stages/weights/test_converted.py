@@ -22,12 +22,12 @@ from torch import Tensor
 from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
-from stages.weights import converted, memory, safetensors
+from stages.weights import converted, safetensors, torch_files
 from stages.weights.change import Change, renamed
 from stages.weights.converted import ConvertedReader
-from stages.weights.memory import MemoryReader
 from stages.weights.provenance import Run, Runs, trace
 from stages.weights.safetensors import SafetensorsReader
+from stages.weights.torch_files import MemoryReader
 from tests.support.models import FAMILIES, filled, random_source
 from tests.support.readers import (
     FLOATS,
@@ -52,7 +52,7 @@ WORTHWHILE = converted.WORTHWHILE
 def _small_chunks() -> Iterator[None]:
     """So that small tensors take several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "CHUNK", 48)
+        patch.setattr(torch_files, "CHUNK", 48)
         patch.setattr(safetensors, "CHUNK", 48)
         yield
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.checkpoint.layout import CODES
 from pipeline.errors import StageError
-from pipeline.state.dtypes import CODES
-from stages.weights import memory
+from stages.weights import torch_files
 from stages.weights.torch_files import TorchFilesReader
 from tests.support.models import FAMILIES, context, filled, random_source
 from tests.support.readers import (
@@ -47,7 +47,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def _small_chunks() -> Iterator[None]:
     """So that small tensors take several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "CHUNK", 48)
+        patch.setattr(torch_files, "CHUNK", 48)
         yield
 
 

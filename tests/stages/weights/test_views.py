@@ -14,10 +14,9 @@ from torch import Tensor
 
 from pipeline.artifacts import TensorSpec
 from pipeline.errors import StageError
-from stages.weights import memory
-from stages.weights.cast import CastReader
-from stages.weights.extended import ExtendedReader, Origin
-from stages.weights.memory import MemoryReader
+from stages.weights import torch_files
+from stages.weights.torch_files import MemoryReader
+from stages.weights.views import CastReader, ExtendedReader, Origin
 from tests.support.readers import (
     FLOATS,
     chunked,
@@ -44,7 +43,7 @@ VIEWS = {
 def _small_chunks() -> Iterator[None]:
     """So that small tensors take several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "CHUNK", 48)
+        patch.setattr(torch_files, "CHUNK", 48)
         yield
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.dist import Dist
-from stages.model.options import ActivationCheckpointing, Compile, Fp8
+from pipeline.distributed.process_group import Dist
+from stages.model.hf import ActivationCheckpointing, Compile, Fp8
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from tests.parity.body import stage, tiny_source

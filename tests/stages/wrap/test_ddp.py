@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.dist import Dist
-from stages.wrap.ddp_reduce import ReduceIn, reduce_in
+from pipeline.distributed.process_group import Dist
+from stages.wrap.ddp_engine import ReduceIn, reduce_in
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine, train

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.artifacts import ModelSource, Precision, TensorReader
-from pipeline.dist import Dist
-from pipeline.engine import WEIGHT, Engine
+from pipeline.contracts.engine import WEIGHT, Engine
+from pipeline.distributed.process_group import Dist
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.weights import converted
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
-from stages.wrap import fill
+from stages.wrap import load_weights
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.zero import OptimizerOffload, Zero
@@ -59,7 +59,7 @@ class Case:
 
     wrap: str
     compute: str = "fp32"
-    cut: int = fill.CUT
+    cut: int = load_weights.CUT
     worthwhile: int = converted.WORTHWHILE
     as_stored: bool = True
 
@@ -82,7 +82,7 @@ def engine_of(dist: Dist, folder: str, case: Case, source: ModelSource) -> Engin
 
 def load(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
     """Build the engine; what this rank read, which parts it holds, and which have other values."""
-    fill.CUT, converted.WORTHWHILE = case.cut, case.worthwhile
+    load_weights.CUT, converted.WORTHWHILE = case.cut, case.worthwhile
     SafetensorsReader.as_stored = TorchFilesReader.as_stored = case.as_stored
     source = HfModel(path=folder).run(context(dist, folder))
     readers, order = noted(source)
@@ -431,7 +431,7 @@ def test_ddp_never_has_more_than_one_copy_beside_its_gradients(big: Path) -> Non
 def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: Path) -> None:
     """Until DeepSpeed makes its masters and buffers, and when these are filled."""
     total, largest = sizes_of(big)
-    functions = "stages.wrap.zero.birth.partitioned", "stages.wrap.zero.build.fill"
+    functions = "stages.wrap.zero.build.partitioned", "stages.wrap.zero.build.fill"
     for birth, loading in measured(big, Case(wrap="zero3"), *functions):
         assert total / 2 <= birth <= total / 2 + largest + SLACK < total
         assert loading <= SLACK

@@ -20,7 +20,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from stages.wrap.zero import operators_compat
 from stages.wrap.zero.compat import point_at_device

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 from pipeline.errors import EngineMismatch
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.ddp import Ddp
-from stages.wrap.ddp_compat import no_buffer_sync
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.witness import attest
+from stages.wrap.torch_compat import no_buffer_sync
+from stages.wrap.verify_engine import attest
 from tests.parity.body import tiny_source
 from tests.support.processes import run_ranks
 from tests.support.runs import context

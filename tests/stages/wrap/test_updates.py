@@ -16,7 +16,7 @@ from pipeline import testing
 from pipeline.artifacts import NamedParameter, OptimizerPlan
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.wrap.gradients import make_optimizer
+from stages.wrap.optimizer_step import make_optimizer
 from stages.wrap.torch_engine import TorchEngine
 
 

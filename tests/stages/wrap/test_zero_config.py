@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts import LossScaling, Precision
-from pipeline.stage import PlanView
+from pipeline.contracts.stage import PlanView
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
@@ -232,7 +232,7 @@ def test_rules_that_only_torch_computes_are_refused_where_deepspeed_must(
 def test_checking_imports_neither_torch_nor_deepspeed() -> None:
     program = (
         "import sys\n"
-        "from pipeline.stage import PlanView\n"
+        "from pipeline.contracts.stage import PlanView\n"
         "from stages.wrap.zero import Zero\n"
         "stage = Zero(extra={'dumpstate': 1})\n"
         "plan = PlanView(name='', seed=0, procs=1, device='cpu', slots={'wrap': stage})\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.dist import Dist
+from pipeline.distributed.process_group import Dist
 
 FSDP1 = {
     "fsdp_sharding_strategy": "FULL_SHARD",

@@ -1,0 +1,199 @@
+"""Checkpoints in a folder of a file system: written beside their place and renamed into it.
+
+The order of fsyncs: every file, the attempt's folder, then the rename, then the parent folder. So
+whatever is there under the final name after a power loss is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.checkpoint.manifest import FILE as MANIFEST
+from pipeline.checkpoint.store import Attempt, Sink, Source, Store, steps_in_order
+from pipeline.utils.files import naming, read_at, sync, write_at
+
+_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
+_ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class LocalStore(Store):
+    """The folder `root`, made at the first write."""
+
+    shared_files = True
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+
+    def names(self) -> Sequence[str]:
+        found = self._root.iterdir() if self._root.is_dir() else ()
+        return steps_in_order(path.name for path in found if path.is_dir())
+
+    def locate(self, name: str, file: str = "") -> str:
+        return str(self._root / name / file)
+
+    def attempt(self, name: str, identity: str) -> Attempt:
+        return _LocalAttempt(self._root / name, self._root / f"{name}.tmp-{identity}")
+
+    def size(self, name: str, file: str) -> int | None:
+        try:
+            return (self._root / name / file).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def get(self, name: str, file: str) -> bytes:
+        return (self._root / name / file).read_bytes()
+
+    def replace(self, name: str, file: str, data: bytes) -> None:
+        _put(self._root / name / file, data)
+        _sync(self._root / name)
+
+    def open(self, name: str, file: str) -> Source:
+        return _LocalSource(self._root / name / file)
+
+    def quarantine(self, name: str) -> str:
+        for count in itertools.count(1):
+            aside = self._root / f"{name}.damaged-{count}"
+            if not aside.exists():
+                break
+        (self._root / name).rename(aside)
+        _sync(self._root)
+        return str(aside)
+
+    def aside(self) -> Sequence[str]:
+        found = self._root.iterdir() if self._root.is_dir() else ()
+        return sorted(str(path) for path in found if _ASIDE.fullmatch(path.name))
+
+    def delete(self, name: str) -> None:
+        doomed = self._root / f"{name}.deleted-{os.getpid()}"
+        (self._root / name).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def clean(self) -> None:
+        for path in self._root.iterdir() if self._root.is_dir() else ():
+            if _LEFTOVER.fullmatch(path.name):
+                _remove(path)
+
+
+class _LocalAttempt(Attempt):
+    prefix = ""
+
+    def __init__(self, final: Path, folder: Path) -> None:
+        self._final = final
+        self._folder = folder
+        _make_durable(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
+
+    def create(self, file: str, size: int, *, shared: bool) -> Sink:
+        return _LocalSink(self._folder / file, size, shared=shared)
+
+    def put(self, file: str, data: bytes) -> None:
+        _put(self._folder / file, data)
+
+    def get(self, file: str) -> bytes | None:
+        try:
+            return (self._folder / file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def discard(self, file: str) -> None:
+        (self._folder / file).unlink()
+
+    def commit(self, manifest: bytes) -> None:
+        self.put(MANIFEST, manifest)
+        _sync(self._folder)
+        self._folder.rename(self._final)
+        _sync(self._final.parent)
+
+    def abandon(self) -> None:
+        # Under another name first, so that nobody goes on to write into it.
+        doomed = self._folder.with_name(self._folder.name.replace(".tmp-", ".deleted-"))
+        with contextlib.suppress(OSError):
+            self._folder.rename(doomed)
+            _remove(doomed)
+        _remove(self._folder)
+
+
+class _LocalSink(Sink):
+    def __init__(self, path: Path, size: int, *, shared: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= 0 if shared else os.O_EXCL
+        self._path = path
+        self._file = os.open(path, flags, 0o600)
+        try:
+            # Where a file system cannot reserve room, the C library does it by writing: over what
+            # other processes have written by then.
+            if size and not shared:
+                self._reserve(size)
+        except OSError:
+            self.abandon()
+            raise
+
+    def _reserve(self, size: int) -> None:
+        with naming(self._path):
+            try:
+                os.posix_fallocate(self._file, 0, size)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        with naming(self._path):
+            write_at(self._file, offset, data)
+
+    def finish(self) -> None:
+        with naming(self._path):
+            os.fsync(self._file)
+            os.close(self._file)
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+
+class _LocalSource(Source):
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, into: memoryview) -> int:
+        return read_at(self._file, offset, into)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _put(path: Path, data: bytes) -> None:
+    """A file that appears at once, in place of the one that was there."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with _LocalSink(partial, len(data), shared=False) as sink:
+        sink.write(0, memoryview(data))
+    partial.rename(path)
+
+
+def _make_durable(folder: Path, mode: int = 0o700) -> None:
+    """A folder of its owner's, and its missing parents, so that they survive a power loss."""
+    if folder.is_dir():
+        return
+    if not folder.parent.is_dir():
+        _make_durable(folder.parent, mode=0o777)  # less what the user's umask says
+    folder.mkdir(exist_ok=True, mode=mode)
+    _sync(folder.parent)
+
+
+def _remove(folder: Path) -> None:
+    """As far as that is possible."""
+    with contextlib.suppress(OSError):  # not all of which rmtree ignores
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    with naming(folder):
+        sync(folder)

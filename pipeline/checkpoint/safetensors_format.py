@@ -1,0 +1,114 @@
+"""The safetensors format, as far as writing one file as a stream needs it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
+    "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by the format's name of the dtype."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    """Bytes."""
+
+
+class Placed(NamedTuple):
+    """A tensor of a file: bytes [begin, end) of what follows the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def table(head: bytes) -> dict[str, Placed]:
+    """The tensors of a file, given what `header` returned; ValueError for anything else."""
+    try:
+        entries = json.loads(head[8:])
+        entries.pop("__metadata__", None)
+        return {
+            name: Placed(entry["dtype"], tuple(entry["shape"]), *map(int, entry["data_offsets"]))
+            for name, entry in entries.items()
+        }
+    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError("no safetensors header") from error
+
+
+def header(
+    entries: Iterable[Entry], *, metadata: Mapping[str, str] | None = None, align: int = 8
+) -> bytes:
+    """What precedes the tensors, which follow without gaps in the given order: the length of the
+    JSON as 8 bytes little-endian, and the JSON padded with spaces so that data begins at a multiple
+    of `align` (https://github.com/huggingface/safetensors)."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for entry in entries:
+        table[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [start, start + entry.size],
+        }
+        start += entry.size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % align)
+    return struct.pack("<Q", len(text)) + text
+
+
+BLOCK: Final = 16384
+"""Bytes of a block. Blocks count from the start of their piece; the last may be short."""
+
+CHUNK: Final = 256 * BLOCK
+"""Bytes that are read, written or verified at a time; all the memory that one of these needs."""
+
+SUM_BYTES = 8
+
+
+def count(size: int) -> int:
+    """Blocks of a piece of `size` bytes."""
+    return -(-size // BLOCK)
+
+
+def sums(data: memoryview) -> list[int]:
+    """The checksum (XXH3, 64 bits) of each block of `data`, which starts at a block's start."""
+    return [xxh3_64_intdigest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+
+
+def first_wrong(data: memoryview, expected: Sequence[int]) -> int | None:
+    """Index of the first block of `data` whose checksum is another; None if all agree."""
+    found = sums(data)
+    if found == list(expected):
+        return None
+    return next(at for at, (one, other) in enumerate(zip(found, expected, strict=True))
+                if one != other)  # fmt: skip
+
+
+def pack(values: Sequence[int]) -> bytes:
+    """Checksums as they are stored: 8 bytes little-endian each."""
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def unpack(data: bytes) -> memoryview:
+    """The reverse of `pack`; a view, as there can be millions."""
+    return memoryview(array("Q", data) if sys.byteorder == "little" else _swapped(data))
+
+
+def _swapped(data: bytes) -> array[int]:
+    values = array("Q", data)
+    values.byteswap()
+    return values

@@ -1,0 +1,174 @@
+"""Where checkpoints are kept: the port that a file system and an object store both fill.
+
+A store holds checkpoints under the names `step-NNNNNNNN`. One is written in an attempt, whose files
+nobody looks at, and appears whole when the attempt is committed.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+_STEP = re.compile(r"step-([0-9]{8,18})")
+"""No training has 10^18 steps, and they fit what other tools count in."""
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint after `step` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def step_number(name: str) -> int | None:
+    """The reverse; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def steps_in_order(names: Iterable[str]) -> list[str]:
+    """Those of the names that a checkpoint can have, oldest first."""
+    steps = ((step_number(name), name) for name in names)
+    return [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
+
+
+class Sink(ABC):
+    """A file that is being written; as a context, finished at its end or abandoned."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abandon()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abandon()
+            raise
+
+    @abstractmethod
+    def write(self, offset: int, data: memoryview) -> None:
+        """Put `data` at byte `offset`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Returns when the file is durable."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of it after a failure; raises nothing."""
+
+
+class Source(ABC):
+    """A file that is being read."""
+
+    @abstractmethod
+    def read(self, offset: int, into: memoryview) -> int:
+        """Fill `into` with the bytes from `offset` on; returns how many there were."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Attempt(ABC):
+    """A checkpoint that is being written, by several processes that gave the same name and id."""
+
+    prefix: str
+    """What stands before the names of this attempt's files in the manifest."""
+
+    @abstractmethod
+    def create(self, file: str, size: int, *, shared: bool) -> Sink:
+        """A new file of `size` bytes; with `shared`, other processes write other parts of it.
+        Raises OSError when there is no room."""
+
+    @abstractmethod
+    def put(self, file: str, data: bytes) -> None:
+        """A small file, durable. Where a file cannot appear at once, `get` may see its begin."""
+
+    @abstractmethod
+    def get(self, file: str) -> bytes | None:
+        """What another process has put; None as long as it has not."""
+
+    @abstractmethod
+    def discard(self, file: str) -> None:
+        """Remove a file of the attempt."""
+
+    @abstractmethod
+    def commit(self, manifest: bytes) -> None:
+        """Make the checkpoint appear; when this returns, it survives a power loss."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove the attempt's files, as far as that is possible; raises nothing."""
+
+
+class Store(ABC):
+    """Checkpoints at one place. Methods raise OSError."""
+
+    shared_files: bool
+    """Whether several processes can write into one file."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Committed checkpoints, also damaged ones, oldest first."""
+
+    @abstractmethod
+    def locate(self, name: str, file: str = "") -> str:
+        """Path or address, for people."""
+
+    @abstractmethod
+    def attempt(self, name: str, identity: str) -> Attempt:
+        """Begin to write checkpoint `name`, or take part in that."""
+
+    @abstractmethod
+    def size(self, name: str, file: str) -> int | None:
+        """Bytes of a file; None if it is missing."""
+
+    @abstractmethod
+    def get(self, name: str, file: str) -> bytes:
+        """A whole file."""
+
+    @abstractmethod
+    def replace(self, name: str, file: str, data: bytes) -> None:
+        """Put a small file in a checkpoint in place of the one that is there: at any time, after a
+        crash too, one or the other is there as a whole."""
+
+    @abstractmethod
+    def open(self, name: str, file: str) -> Source:
+        """A file to read ranges of."""
+
+    @abstractmethod
+    def quarantine(self, name: str) -> str:
+        """Take a damaged checkpoint out of `names` without deleting it; returns where it is."""
+
+    @abstractmethod
+    def aside(self) -> Sequence[str]:
+        """Where the damaged checkpoints are that were taken out."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a checkpoint; a crash in between never leaves part of one under its name."""
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Remove what unfinished attempts and deletions left. Only while nobody writes."""
+
+
+def locate(checkpoint: str) -> tuple[Store, str]:
+    """The store that holds the checkpoint at an address, and its name there."""
+    root, _, name = checkpoint.rstrip("/").rpartition("/")
+    return open_store(root or ("/" if checkpoint.startswith("/") else ".")), name
+
+
+def open_store(address: str) -> Store:
+    """The store at a path, or at an address that fsspec knows (`s3://bucket/folder`)."""
+    if "://" in address:
+        from pipeline.checkpoint.object_store import ObjectStore
+
+        return ObjectStore(address)
+    from pipeline.checkpoint.local_store import LocalStore
+
+    return LocalStore(address)

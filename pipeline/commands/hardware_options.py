@@ -1,0 +1,89 @@
+"""Options that say what machines a recipe is meant for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.planning.hardware import Asked, Margins
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+GPUS = click.IntRange(min=1, max=256)
+"""GPUs of a node."""
+MOST = 10**6
+"""GiB, or GB/s, of anything in a machine."""
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+RUN = click.Path(path_type=Path, exists=True)
+
+
+def amount(said: str, least: float = 1e-3) -> float:
+    """GiB or GB/s; not nan, which no comparison keeps out of a range."""
+    number = float(click.FloatRange(min=least, max=MOST).convert(said, None, None))  # type: ignore[arg-type]
+    if math.isnan(number):
+        raise click.BadParameter(f"{said!r} is not a number.")
+    return number
+
+
+def spare(said: str) -> float:
+    """GiB, of which there may be none."""
+    return amount(said, 0)
+
+
+def link(said: str) -> float:
+    """GB/s of a link by its name, of several as in `8x400g`, or as a number."""
+    from pipeline.hardware.gpus import GB, NETWORKS
+
+    cards = re.fullmatch(r"(?:([1-9][0-9]?)x)?([0-9]+g(?:be)?)", said.lower())
+    if cards is not None and cards[2] in NETWORKS:
+        return int(cards[1] or 1) * NETWORKS[cards[2]] / GB
+    try:
+        float(said)
+    except ValueError:
+        names = f"nor one of {', '.join(NETWORKS)}, nor several of them as in 8x400g"
+        raise click.BadParameter(f"{said!r} is neither a number of GB/s {names}.") from None
+    return amount(said)
+
+
+OPTIONS = {
+    "--gpus": (GPUS, "GPUs of a node."),
+    "--nodes": (click.IntRange(min=1, max=100_000), "Nodes, of 8 GPUs without --gpus."),
+    "--gpu": (str, "Kind of GPU, as in H100, or 'A100 40GB'."),
+    "--memory": (amount, "GiB of a GPU, in place of what its kind has."),
+    "--host-memory": (amount, "GiB of host memory of a node."),
+    "--interconnect": (link, "A node's links to others: 100gbe, 8x400g, ..., or their GB/s."),
+    "--nvme": (amount, "GB/s of the disk that state is offloaded to."),
+    "--overhead": (spare, "GiB of a GPU in use beside torch's memory, in place of what is known."),
+    "--measured": (RUN, "A run on GPUs of the same kind, which tells what they lose beside "
+                   "tensors. Default: the newest one in ./runs."),
+    "--price": (amount, "Of a GPU for an hour: tells a training's cost."),
+    "--machine": (FILE, "A machine like those, as `pipe doctor --out` has measured it."),
+}  # fmt: skip
+"""Option -> its type, and help."""
+
+
+def machine_options(command: F) -> F:
+    """A command with these options; `asked_for` takes what they say."""
+    options = [click.option(name, type=kind, help=told) for name, (kind, told) in OPTIONS.items()]
+    return reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def asked_for(
+    *, nvme: float | None, overhead: float | None, measured: Path | None, machine: Path | None,
+    **said: Any,
+) -> tuple[Asked, Margins]:  # fmt: skip
+    """The machines, and what their GPUs lose beside tensors. Raises UsageError for a file that
+    describes no machine, or no run's memory."""
+    from pipeline.doctor.report import read_machine
+    from pipeline.planning.hardware import Asked, margins_for
+
+    found = None if machine is None else read_machine(machine)
+    asked = Asked(disk=nvme, machine=found, **said)
+    return asked, margins_for(asked.kind, record=measured, overhead=overhead)

@@ -1,0 +1,13 @@
+"""`python -m pipeline.commands.supervised PARENT ARGUMENTS...`: `pipe ARGUMENTS...`, which ends with the
+process PARENT, however that ends."""
+
+from __future__ import annotations
+
+import sys
+
+from pipeline.cli import main
+from pipeline.utils.process_tree import die_with
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    main(sys.argv[2:])

@@ -1,0 +1,104 @@
+"""Read a stage's needs and gives off its `run` annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import PluginError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One artifact parameter of a stage's `run`."""
+
+    parameter: str
+    type: type
+    optional: bool
+
+
+@functools.cache
+def _annotations(stage: type, method: str = "run") -> dict[str, Any]:
+    function = getattr(stage, method, None)
+    if not callable(function):
+        raise PluginError(f"{stage.__module__}.{stage.__qualname__} has no method `{method}`")
+    try:
+        return typing.get_type_hints(function)
+    except Exception as error:
+        raise PluginError(
+            f"{stage.__module__}.{stage.__qualname__}.{method}: "
+            f"its annotations cannot be resolved: {error}",
+            hint="import artifact types outside TYPE_CHECKING",
+        ) from error
+
+
+@functools.cache
+def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
+    """What a method takes after `self` and `ctx`, in order. `X | None` is optional.
+
+    Raises PluginError when a parameter is not annotated with a class.
+    """
+    hints = _annotations(stage, method)
+    found = []
+    for parameter in list(inspect.signature(getattr(stage, method)).parameters.values())[2:]:
+        annotation = hints.get(parameter.name)
+        options = [annotation]
+        if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+            options = list(typing.get_args(annotation))
+        kinds = [option for option in options if option is not type(None)]
+        if len(kinds) != 1 or kinds[0] is Any or not isinstance(kinds[0], type):
+            raise PluginError(
+                f"{stage.__module__}.{stage.__qualname__}.{method}: parameter `{parameter.name}` "
+                "is not annotated with one artifact class"
+            )
+        found.append(
+            Need(parameter=parameter.name, type=kinds[0], optional=len(kinds) < len(options))
+        )
+    return tuple(found)
+
+
+def gives(stage: type) -> type | None:
+    """The class of what `run` returns; None when it returns nothing."""
+    given = _annotations(stage).get("return")
+    if given is None or given is type(None):
+        return None
+    if not isinstance(given, type):
+        raise PluginError(
+            f"{stage.__module__}.{stage.__qualname__}.run: its return annotation is not one class"
+        )
+    return given
+
+
+def init_fields(kind: type) -> list[dataclasses.Field[Any]]:
+    """The fields that a recipe may set."""
+    return [field for field in dataclasses.fields(kind) if field.init]
+
+
+@functools.cache
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Each field's resolved annotation, with its bounds. Raises PluginError if one has none."""
+    try:
+        hints = typing.get_type_hints(kind, include_extras=True)
+    except Exception as error:
+        raise PluginError(f"{name_of(kind)}: a field's type cannot be resolved: {error}") from error
+    return {field.name: hints[field.name] for field in init_fields(kind)}
+
+
+def dataclasses_in(annotation: Any) -> Iterator[type]:
+    """The dataclasses that a value of this type may be or hold."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        yield annotation
+    if typing.get_origin(annotation) is not typing.Literal:
+        for arg in typing.get_args(annotation):
+            yield from dataclasses_in(arg)
+
+
+def name_of(kind: type) -> str:
+    """Module and class, for messages."""
+    return f"{kind.__module__}.{kind.__qualname__}"

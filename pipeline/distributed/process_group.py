@@ -1,0 +1,252 @@
+"""This process's place among the run's processes. The only file that starts a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import itertools
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.distributed.environment import (
+    STORE,
+    all_here,
+    is_worker,
+    stay_on_loopback,
+    worker_rank,
+)
+from pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
+
+LONG_WAIT = datetime.timedelta(hours=24)
+"""For waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer ends
+them early: the launcher stops the whole run."""
+
+PIECE = 1 << 20
+"""Characters of one value in the store. torch's server drops the connection of one that sends more
+than a few MiB at once."""
+
+_CALLS = itertools.count()
+"""Every rank makes the same calls in the same order, so counting them gives common keys."""
+
+
+@dataclass(kw_only=True)
+class Dist:
+    """Rank, world and device of this process; every wait between processes goes through here."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    device: torch.device
+    store: Store | None = None
+    """Key-value store of the run; None exactly when there is one process and no group."""
+    _spent: list[str] = field(default_factory=list, init=False, repr=False)
+    """Keys that rank 0 may delete once every rank has come to a later call."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes shared files and speaks on screen."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks, however long that takes; uses the store, so no collective times
+        out."""
+        if self.store is None or self.world_size == 1:
+            return
+        key = _next_key("barrier")
+        opened = f"{key}/open"
+        if self.store.add(key, 1) == self.world_size:
+            self.store.set(opened, "1")
+        self.store.wait([opened], LONG_WAIT)
+        self._forget()
+        self._spent += [key, opened]
+
+    def share(self, value: str | None) -> str:
+        """Rank 0's text, on every rank. Other ranks pass None."""
+        if self.store is None or self.world_size == 1:
+            assert value is not None
+            return value
+        key = _next_key("share")
+        self._spent.append(key)
+        if self.is_main:
+            assert value is not None
+            pieces = [value[at : at + PIECE] for at in range(0, len(value), PIECE)]
+            for number, piece in enumerate(pieces):
+                self.store.set(f"{key}/{number}", piece)
+                self._spent.append(f"{key}/{number}")
+            self.store.set(key, str(len(pieces)))
+            return value
+        count = int(receive(self.store, key))
+        return "".join(receive(self.store, f"{key}/{number}") for number in range(count))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        data = json.dumps(value).encode()
+        if self.world_size == 1:
+            return [json.loads(data)]
+        mine, sizes = self._padded(data)
+        texts = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(texts, mine)
+        return [json.loads(text) for text in _cut(texts, sizes)]
+
+    def collect(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""
+        import torch
+        import torch.distributed as dist
+
+        if self.world_size == 1:
+            return [value]
+        mine, sizes = self._padded(value)
+        found = [torch.empty_like(mine) for _ in sizes] if self.is_main else None
+        dist.gather(mine, found, dst=0)
+        return _cut(found or [], sizes)
+
+    def _padded(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
+        """Data as long as the longest rank's, and how long each rank's is (collective)."""
+        import torch
+        import torch.distributed as dist
+
+        self.barrier()  # which waits longer than a collective may
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        known = [int(size) for size in sizes]
+        padded = torch.zeros(max(known), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return padded, known
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[bool]:
+        """Rank 0 runs the body first, the others after it has finished; yields whether this is
+        rank 0.
+
+        For work whose result is a file: rank 0 makes it, the others find it. When rank 0 raises,
+        the others wait until its end is noticed and the launcher stops them.
+        """
+        if not self.is_main:
+            self.barrier()
+        yield self.is_main
+        if self.is_main:
+            self.barrier()
+
+    def _forget(self) -> None:
+        """Delete the keys of earlier calls: all ranks have left those, as they are all here."""
+        if self.is_main and self.store is not None:
+            for key in self._spent:
+                self.store.delete_key(key)
+        self._spent.clear()
+
+
+def _cut(texts: list[torch.Tensor], sizes: list[int]) -> list[bytes]:
+    """Cut off what ranks have padded; gives each one's memory back as soon as it is copied."""
+    texts.reverse()
+    return [texts.pop()[:size].numpy().tobytes() for size in sizes if texts]
+
+
+def _next_key(what: str) -> str:
+    return f"pipe/{what}/{next(_CALLS)}"
+
+
+def receive(store: Store, key: str) -> str:
+    """The text under `key`, as soon as another rank has set it."""
+    store.wait([key], LONG_WAIT)
+    return bytes(store.get(key)).decode()
+
+
+def environment_store() -> Store | None:
+    """Meet the ranks that the launcher's environment describes: in a file if it was `pipe`, else at
+    MASTER_ADDR and MASTER_PORT (the torchrun contract). None when there is no launcher."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.rendezvous import rendezvous
+
+    if not is_worker():
+        return None
+    if STORE in os.environ:
+        store = FileStore(os.environ[STORE], int(os.environ["WORLD_SIZE"]))
+        store.set_timeout(default_pg_timeout)
+        return store
+    if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _served(default_pg_timeout)
+    store, _, _ = next(rendezvous("env://"))
+    return store  # type: ignore[no-any-return]
+
+
+def _served(timeout: datetime.timedelta) -> Store:
+    """The store of all ranks, which this one serves at MASTER_ADDR alone; torch by itself would
+    listen at every address of the machine."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with _listening(host, port) as server:
+        return TCPStore(
+            host_name=host,
+            port=port,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=server.detach(),
+        )
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    place = f"rank 0 cannot listen at MASTER_ADDR={host} and MASTER_PORT={port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_loopback and not all_here():
+            raise UsageError(
+                f"{place}: that is {address[0]} here, which other machines do not reach",
+                hint="name an address that they reach, or set LOCAL_WORLD_SIZE if all is here",
+            )
+        return socket.create_server(address, family=family, backlog=1024)
+    except OSError as error:
+        hint = "it is to be an address of the machine that rank 0 runs on"
+        raise UsageError(f"{place}: {error.strerror}", hint=hint) from error
+
+
+def environment_dist(store: Store | None, *, device: str) -> Dist:
+    """Start the process group of the ranks that meet in `store`, from `environment_store`.
+
+    `device` is `cpu` or `cuda`. A group is started for one process too, because strategies need
+    one. Where all are on this machine, no other can connect to them.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    if all_here():
+        stay_on_loopback()
+    rank = int(os.environ.get("RANK", "0")) if store is not None else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if store is not None else 0
+    world_size = int(os.environ["WORLD_SIZE"]) if store is not None else 1
+    place, backend = torch.device("cpu"), "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+        place, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    common = store if store is not None else dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", common),
+        rank=rank,
+        world_size=world_size,
+        device_id=place if device == "cuda" else None,
+    )
+    return Dist(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if store is not None else 1,
+        device=place,
+        store=common,
+    )

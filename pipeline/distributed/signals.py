@@ -1,0 +1,131 @@
+"""Signals that ask the run to end become an exception, so that ranks are stopped and journalled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from pipeline.errors import RunStopped
+
+ENDING = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
+    signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
+"""Those that end a process by default and are sent to ask for it: batch systems choose any of them
+to say that time is up."""
+
+
+AFTER_THE_FIRST = (signal.SIG_DFL, signal.SIG_IGN)
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end. No `except Exception` of a stage swallows it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
+        super().__init__(self.number.name)
+
+
+def default_signals() -> None:
+    """End at once on an ending signal, even inside a native call that would keep Python from it."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def interruptible(*, force_after: float) -> Iterator[None]:
+    """Raise Interrupted in the main thread on the first ending signal.
+
+    After it the others are ignored while the run is wound up, and a second Ctrl-C ends the process
+    at once. The process ends `force_after` seconds after the first in any case, as the main thread
+    may be in a native call that never returns. A signal that is ignored from the start (nohup)
+    stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _raise)
+    try:
+        with _forced_end(force_after):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _forced_end(seconds: float) -> Iterator[None]:
+    """Python's low-level handler writes a signal's number to a pipe, whatever the main thread does;
+    another thread reads it there."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    over = threading.Event()
+
+    def watch() -> None:
+        number = os.read(reader, 1)
+        while number and not _is_ours(number[0]):
+            number = os.read(reader, 1)
+        if number and not over.wait(seconds):
+            os._exit(128 + number[0])
+
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="pipe-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _is_ours(number: int) -> bool:
+    """Whether the signal asks this process to end: a stage may have a handler of its own for it."""
+    return number in ENDING and signal.getsignal(number) in (_raise, *AFTER_THE_FIRST)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    for other in ENDING:
+        if signal.getsignal(other) is _raise:
+            signal.signal(other, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise Interrupted(number)
+
+
+def _in_forked_child() -> None:
+    """It ends by a signal at once, and does not tell its parent's watching thread of it through the
+    pipe that both have."""
+    ours = [number for number in ENDING if signal.getsignal(number) is _raise]
+    for number in ours:
+        signal.signal(number, signal.SIG_DFL)
+    if ours:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+FORCE_SECONDS = 10.0
+"""After which a stopped command ends even if something keeps it from cleaning up."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP leave the body as an exception does: its folders are removed and
+    its processes ended. Raises RunStopped then."""
+    with interruptible(force_after=FORCE_SECONDS):
+        try:
+            yield
+        except Interrupted as interrupted:
+            number = interrupted.number
+            raise RunStopped(number, f"stopped by {number.name}") from None

@@ -1,0 +1,126 @@
+"""What this machine has, and what it has left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes of host memory that a process can still take, page cache counted as free; a number
+    without meaning where the system does not say."""
+    try:
+        free = _figures(Path("/proc/meminfo"))["MemAvailable"] * 1024
+    except OSError:
+        return sys.maxsize
+    return max(min(free, *_left_in_groups(), sys.maxsize), 0)
+
+
+def total_memory() -> int | None:
+    """Bytes of host memory that processes here may hold together: the machine's, or what a control
+    group leaves of it; None where the system does not say."""
+    try:
+        total = _figures(Path("/proc/meminfo"))["MemTotal"] * 1024
+    except OSError:
+        return None
+    return min([total, *(limit for _, _, limit in _memory_limits())])
+
+
+def most_processes() -> int | None:
+    """Processes and threads that there may be at once in the control groups that this process is
+    in, those of others counted; None where none limits them."""
+    limits = []
+    for folder, _ in _groups("pids"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limits.append(int((folder / "pids.max").read_text("ascii")))
+    return min(limits, default=None)
+
+
+def usable_cores() -> float:
+    """Cores' worth of processor time that processes here may use together: this process's affinity,
+    or a control group's quota, which need not be whole."""
+    given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min([float(given or 1), *_quotas()])
+
+
+def cores_each(procs: int) -> int:
+    """Whole cores, and so threads that compute, for each of `procs` processes that share what is
+    usable here; at least one."""
+    return max(1, int(usable_cores()) // procs)
+
+
+def _left_in_groups() -> Iterator[int]:
+    for folder, used, limit in _memory_limits():
+        with contextlib.suppress(OSError, ValueError):
+            figures = _figures(folder / "memory.stat")
+            # Memory that cannot be taken back; what is shared (snapshots) is kept like files.
+            yield limit - sum(figures.get(name, 0) for name in (used, "shmem"))
+
+
+def _memory_limits() -> Iterator[tuple[Path, str, int]]:
+    """Folder, name of the figure of private memory, and limit in bytes, where there is one."""
+    for folder, old in _groups("memory"):
+        file, used = ("memory.limit_in_bytes", "rss") if old else ("memory.max", "anon")
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            yield folder, used, int((folder / file).read_text("ascii"))
+
+
+def _quotas() -> Iterator[float]:
+    for folder, old in _groups("cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError):  # "max", or -1, is no quota
+            quota, period = " ".join((folder / name).read_text("ascii") for name in names).split()
+            if int(quota) > 0:
+                yield int(quota) / int(period)
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Every control group that this process is in, and those above them, of either version: its
+    folder, and whether it is of the old one."""
+    for line in _OWN.read_text("ascii").splitlines() if _OWN.exists() else ():
+        _, controllers, place = line.split(":", 2)
+        old = controller in controllers.split(",")
+        if not old and controllers:
+            continue
+        root = _CGROUPS / controller if old else _CGROUPS
+        for parent in (Path(place), *Path(place).parents):
+            yield root / parent.relative_to("/"), old
+
+
+def _figures(file: Path) -> dict[str, int]:
+    lines = (line.replace(":", " ").split() for line in file.read_text("ascii").splitlines())
+    return {line[0]: int(line[1]) for line in lines}
+
+
+_STATUS = Path("/proc/self/status")
+_before: list[int] = []
+
+
+def model_begins() -> None:
+    """Note what is resident before the model's parameters have memory: the interpreter, libraries,
+    data. A strategy calls it then; the first call in a process counts."""
+    if not _before and _STATUS.exists():
+        figures = _status()
+        _before.append(figures["VmRSS"] - figures["RssShmem"])
+
+
+def peak_beyond() -> int | None:
+    """Most bytes that were resident at once, less those before the model was built and less shared
+    memory, which holds the checkpoints' snapshots. None where the system or the strategy does not
+    tell."""
+    if not _before:
+        return None
+    figures = _status()
+    return max(figures["VmHWM"] - figures["RssShmem"] - _before[0], 0)
+
+
+def _status() -> dict[str, int]:
+    """Name -> bytes."""
+    lines = (line.split() for line in _STATUS.read_text("ascii").splitlines())
+    return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[-1] == "kB"}

@@ -1,0 +1,52 @@
+"""Bind what slots have given to the annotated parameters of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pipeline.contracts.signature import Need, needs
+from pipeline.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Results(dict[str, Any]):
+    """Results by slot, in the order of slots, which are found again by their type."""
+
+    @classmethod
+    def of(cls, *given: object) -> Results:
+        """Results of no slot, under keys that no slot can have."""
+        return cls({f"<{type(one).__name__}>": one for one in given})
+
+    def latest(self, kind: type[T]) -> T | None:
+        """The result of the latest slot that gave something of this kind."""
+        return next(reversed([*self.each(kind)]), None)
+
+    def each(self, kind: type[T]) -> Iterator[T]:
+        """Everything of this kind, in the order of slots; a tuple stands for all that is in it."""
+        for given in self.values():
+            every = given if type(given) is tuple else (given,)
+            yield from (one for one in every if isinstance(one, kind))
+
+    def require(self, kind: type[T], why: str) -> T:
+        """The latest result of this kind. Raises UsageError, `why` it cannot go on, without one."""
+        found = self.latest(kind)
+        if found is None:
+            raise UsageError(why)
+        return found
+
+    def missing(self, owner: object, method: str) -> list[str]:
+        """Names of the types that a method cannot do without, and that nothing has given."""
+        required = (need.type for need in _needs(owner, method) if not need.optional)
+        return [kind.__name__ for kind in required if self.latest(kind) is None]
+
+    def call(self, owner: object, method: str, first: object) -> Any:
+        """Call a method with `first`, and what it asks for by its annotations."""
+        found = {need.parameter: self.latest(need.type) for need in _needs(owner, method)}
+        return getattr(owner, method)(first, **found)
+
+
+def _needs(owner: object, method: str) -> tuple[Need, ...]:
+    kind: type = type(owner)
+    return needs(kind, method)

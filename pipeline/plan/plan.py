@@ -1,0 +1,257 @@
+"""A recipe's stages loaded, validated and chained: a `Plan`, or every problem at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.plan.plan.registry import Registry
+from pipeline.plan.plan.wiring import Link, inputs, unmet
+
+from pipeline.contracts.signature import needs
+from pipeline.contracts.stage import PlanView
+from pipeline.errors import PluginError, Problem, RecipeError
+from pipeline.hardware.gpus import gpu_count
+from pipeline.hardware.host import total_memory
+from pipeline.recipe import Launch, Recipe, read_recipe, unless_reported
+from pipeline.recipe.fields import build
+from pipeline.recipe.nodes import Marks
+from pipeline.utils.text import human
+
+PROCESS_BYTES = 100 * 10**6
+"""Bytes of host memory, fewer than any process with torch takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One stage of the chain, ready to run."""
+
+    slot: str
+    use: str
+    stage: Any
+    inputs: Mapping[str, str | None]
+    """Parameter of `run` -> the slot whose artifact it gets; None for an optional one without."""
+    gives: type | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A whole recipe, checked."""
+
+    recipe: Recipe
+    view: PlanView
+    steps: tuple[Step, ...]
+    warnings: tuple[Problem, ...] = ()
+    """Findings that are hardly meant, and no mistake."""
+
+    def last_reader(self, slot: str) -> str | None:
+        """The last slot that reads what `slot` gives, by itself or in what another made of it; None
+        when nobody does."""
+        order = [step.slot for step in self.steps]
+        readers = set()
+        for step in self.steps:
+            if slot in step.inputs.values():
+                later = self.last_reader(step.slot) if _passes_on(step, slot) else None
+                readers.add(later or step.slot)
+        return max(readers, key=order.index, default=None)
+
+
+def _passes_on(step: Step, slot: str) -> bool:
+    """Whether what the step gives is of the kind that it takes from `slot`: it may hold that."""
+    stage: type = type(step.stage)
+    taken = (need.type for need in needs(stage) if step.inputs.get(need.parameter) == slot)
+    return step.gives is not None and any(issubclass(step.gives, kind) for kind in taken)
+
+
+def make_plan(
+    recipe: Recipe,
+    *,
+    registry: Registry | None = None,
+    here: bool = False,
+    procs: int | None = None,
+) -> Plan:
+    """Check everything that can be told before starting. Raises RecipeError with all problems.
+
+    `here` also asks whether this machine can run it. `procs` is the number of processes when
+    another launcher has already decided it.
+    """
+    plan, problems = _draft(recipe, registry or Registry.installed(), here=here, procs=procs)
+    if problems:
+        raise RecipeError(in_order(problems))
+    return plan
+
+
+def plan_file(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    registry: Registry | None = None,
+    here: bool = False,
+    forecast: bool = False,
+    procs: int | None = None,
+) -> Plan:
+    """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
+    leaves out what only a run needs."""
+    recipe, problems = read_recipe(path, overrides)
+    if recipe is None:
+        raise RecipeError(in_order(problems))
+    known = registry or Registry.installed()
+    plan, more = _draft(recipe, known, here=here, forecast=forecast, procs=procs)
+    problems += unless_reported(more, problems)
+    if problems:
+        raise RecipeError(in_order(problems))
+    return plan
+
+
+def load_slots(
+    recipe: Recipe, registry: Registry
+) -> tuple[list[Link], dict[str, Any], list[Problem]]:
+    """Each slot's class, the stages of those without mistakes, and the mistakes."""
+    links, stages, problems = [], {}, []
+    for slot, spec in recipe.stages.items():
+        kind, wrong = _kind(slot, spec.use, registry, recipe.marks)
+        links.append(Link(slot=slot, use=spec.use, kind=kind))
+        if kind is not None:
+            path = ("stages", slot)
+            stages[slot], wrong = _build(kind, spec.fields, recipe.marks, path)
+        problems.extend(wrong)
+    return links, {slot: stage for slot, stage in stages.items() if stage is not None}, problems
+
+
+def in_order(problems: Sequence[Problem]) -> list[Problem]:
+    """As they stand in the files; what has no line comes first."""
+
+    def place(problem: Problem) -> tuple[str, int, int]:
+        where = problem.location
+        return (where.file, where.line, where.column) if where else ("", 0, 0)
+
+    return sorted(problems, key=place)
+
+
+def _draft(
+    recipe: Recipe,
+    registry: Registry,
+    *,
+    here: bool,
+    forecast: bool = False,
+    procs: int | None,
+) -> tuple[Plan, list[Problem]]:
+    links, stages, problems = load_slots(recipe, registry)
+    problems += unmet(links, registry, recipe.marks)
+    view = replace(_view(recipe, stages, procs), forecast=forecast)
+    for slot, stage in stages.items():
+        problems += _checked(slot, stage, view, recipe.marks)
+    if not recipe.stages:
+        location = recipe.marks.value(("stages",))
+        problems.append(
+            Problem(message="a recipe needs at least one stage", key="stages", location=location)
+        )
+    if here:
+        problems += _impossible_here(recipe, procs)
+    steps = tuple(
+        Step(
+            slot=link.slot,
+            use=link.use,
+            stage=stages[link.slot],
+            inputs=inputs(links, index),
+            gives=link.gives,
+        )
+        for index, link in enumerate(links)
+        if link.slot in stages
+    )
+    warnings = tuple(in_order([problem for problem in problems if problem.warning]))
+    mistakes = [problem for problem in problems if not problem.warning]
+    return Plan(recipe=recipe, view=view, steps=steps, warnings=warnings), mistakes
+
+
+def _kind(
+    slot: str, use: str, registry: Registry, marks: Marks
+) -> tuple[type | None, list[Problem]]:
+    location = marks.value(("stages", slot, "use"))
+    if not use:
+        return None, []
+    if use not in registry:
+        message, hint = f"there is no stage `{use}`", registry.hint(use)
+        problem = Problem(message=message, key=f"{slot}.use", hint=hint, location=location)
+        return None, [problem]
+    try:
+        return registry.load(use), []
+    except PluginError as error:
+        return None, [Problem(message=str(error), key=f"{slot}.use", location=location)]
+
+
+def _build(
+    kind: type, fields: Mapping[str, Any], marks: Marks, path: tuple[str, str]
+) -> tuple[Any, list[Problem]]:
+    try:
+        return build(kind, fields, marks=marks, path=path)
+    except PluginError as error:
+        location = marks.value((*path, "use"))
+        return None, [Problem(message=str(error), key=f"{path[1]}.use", location=location)]
+
+
+def _view(recipe: Recipe, stages: Mapping[str, Any], procs: int | None) -> PlanView:
+    device, count = _decide(recipe.launch, gpu_count())
+    return PlanView(
+        name=recipe.name,
+        seed=recipe.seed,
+        procs=procs or count,
+        device=device,
+        slots=stages,
+    )
+
+
+def _decide(launch: Launch, gpus: int) -> tuple[str, int]:
+    """Device and number of processes where the recipe leaves them open."""
+    device = launch.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    return device, launch.procs or (max(gpus, 1) if device == "cuda" else 1)
+
+
+def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
+    launch, gpus = recipe.launch, gpu_count()
+    if launch.device == "cuda" and not gpus:
+        key, message = "device", "this machine has no CUDA device"
+        hint = "use launch.device=cpu or auto"
+    elif procs is None and gpus and launch.device != "cpu" and (launch.procs or 1) > gpus:
+        key, message = "procs", f"{_processes(launch.procs)}, but this machine has {gpus} GPUs"
+        hint = "start it on every node: torchrun --nnodes NODES --node-rank NUMBER "
+        hint += "--nproc-per-node GPUS --master-addr HOST -m pipeline run RECIPE"
+    elif procs is not None and launch.procs not in (None, procs):
+        key, message = "procs", f"{_processes(launch.procs)}, but the launcher started {procs}"
+        hint = f"set launch.procs={procs}, or null to take as many as are started"
+    elif procs is None and (launch.procs or 1) * PROCESS_BYTES > (total_memory() or math.inf):
+        key, message = "procs", f"this machine has no memory for {launch.procs} processes"
+        hint = f"each takes at least {human(PROCESS_BYTES)} of it, without any model"
+    else:
+        return []
+    location = recipe.marks.value(("launch", key))
+    return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
+
+
+def _processes(count: int | None) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _checked(slot: str, stage: Any, view: PlanView, marks: Marks) -> list[Problem]:
+    """What the stage itself finds wrong, with its place filled in."""
+    if not hasattr(stage, "check"):
+        return []
+    try:
+        found = list(stage.check(view))
+    except Exception as error:
+        reason = f"its check failed: {type(error).__name__}: {error}"
+        found = [Problem(message=f"`{type(stage).__qualname__}` is at fault, {reason}")]
+    return [_placed(problem, slot, marks) for problem in found]
+
+
+def _placed(problem: Problem, slot: str, marks: Marks) -> Problem:
+    parts = [int(part) if part.isdecimal() else part for part in problem.key.split(".") if part]
+    location = problem.location or marks.value(("stages", slot, *parts))
+    if not parts and problem.location is None:
+        location = marks.key(("stages", slot))
+    return replace(problem, key=".".join([slot, *map(str, parts)]), location=location)

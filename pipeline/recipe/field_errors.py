@@ -1,0 +1,184 @@
+"""pydantic's errors -> problems in plain words, at the place in the recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.contracts.signature import dataclasses_in, field_types
+from pipeline.errors import Problem
+from pipeline.recipe.nodes import Marks, Path, dotted, lookup
+from pipeline.recipe.scalars import what_to_write
+from pipeline.utils.text import closest, did_you_mean
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "none_required": "null",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "set_type": "a list",
+    "frozen_set_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+_BOUNDS = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "multiple_of": "must be a multiple of {multiple_of}",
+    "too_short": "needs at least {min_length} entries",
+    "too_long": "can have at most {max_length} entries",
+    "string_too_short": "needs at least {min_length} characters",
+    "string_too_long": "can have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fault:
+    """One pydantic error: where in the data, and what was wanted or what is wrong."""
+
+    path: Path
+    type: str
+    wanted: str = ""
+    options: tuple[str, ...] = ()
+    message: str = ""
+
+
+def to_problems(
+    errors: Sequence[Any], kind: type, data: Mapping[str, Any], marks: Marks, base: Path
+) -> list[Problem]:
+    """Problems of `data`, written at `base`, as a `kind`; those of one value become one."""
+    faults = [_fault(error, data) for error in errors]
+    problems = []
+    for path in dict.fromkeys(fault.path for fault in faults):
+        here = [fault for fault in faults if fault.path == path]
+        inside = any(len(f.path) > len(path) and f.path[: len(path)] == path for f in faults)
+        problem = _problem(here, inside=inside, kind=kind, marks=marks, base=base)
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def _fault(error: Any, data: Any) -> _Fault:
+    path, kind, context = _path(error, data), error["type"], error.get("ctx", {})
+    if kind in _WANTED:
+        return _Fault(path=path, type=kind, wanted=_WANTED[kind])
+    if kind == "literal_error":
+        return _Fault(path=path, type=kind, options=_options(context["expected"]))
+    if kind in _BOUNDS:
+        return _Fault(path=path, type=kind, message=_BOUNDS[kind].format(**context))
+    if kind == "value_error":
+        return _Fault(path=path, type=kind, message=str(context["error"]))
+    message = {"missing": "is required", "extra_forbidden": "unknown field"}.get(kind, error["msg"])
+    return _Fault(path=path, type=kind, message=message)
+
+
+def _path(error: Any, data: Any) -> Path:
+    """pydantic's location without the names of a union's members, which are not in the data."""
+    loc, path = error["loc"], []
+    for index, part in enumerate(loc):
+        last = index == len(loc) - 1
+        if isinstance(data, dict) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int):
+            data = data[part] if part < len(data) else None
+        elif not (last and error["type"] == "missing"):
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _options(expected: str) -> tuple[str, ...]:
+    """`'a', 'b' or 'c'` -> a, b, c."""
+    parts = expected.replace(" or ", ", ").split(", ")
+    return tuple(part.strip("'") for part in parts)
+
+
+def _problem(
+    faults: list[_Fault], *, inside: bool, kind: type, marks: Marks, base: Path
+) -> Problem | None:
+    path = (*base, *faults[0].path)
+    said = [fault for fault in faults if fault.message]
+    if said:
+        message, hint = said[0].message, _hint(said[0], kind)
+        if said[0].type not in ("missing", "extra_forbidden", "value_error"):
+            message += f", not {_shown(marks, path)}"
+    elif inside:
+        # another member of the union took the value and complains about what is in it
+        return None
+    else:
+        message, hint = _wanted(faults, marks, path)
+    by_key = said and said[0].type in ("missing", "extra_forbidden")
+    place = marks.key(path) if by_key else marks.value(path)
+    return Problem(message=message, key=dotted(path), hint=hint, location=place)
+
+
+def _wanted(faults: list[_Fault], marks: Marks, path: Path) -> tuple[str, str]:
+    options = [option for fault in faults for option in fault.options]
+    wanted = list(dict.fromkeys(fault.wanted for fault in faults if fault.wanted))
+    named = [f"`{option}`" for option in options]
+    message = f"must be {_either([*named, *wanted])}, not {_shown(marks, path)}"
+    written = lookup(marks.data, path)
+    if not isinstance(written, str):
+        only_text = wanted == ["text"] and isinstance(written, int | float)
+        return message, f'write "{_yaml(written)}"' if only_text else ""
+    found = closest(written, options)
+    if found is not None:
+        return message, f"did you mean `{found}`?"
+    return message, _trap(written, wanted)
+
+
+def _trap(written: str, wanted: list[str]) -> str:
+    if not {"a whole number", "a number", "true or false"}.intersection(wanted):
+        return ""
+    hint = what_to_write(written)
+    is_word = hint in ("write true", "write false")
+    return hint if is_word == ("true or false" in wanted) or hint == "remove the quotes" else ""
+
+
+def _hint(fault: _Fault, kind: type) -> str:
+    if fault.type != "extra_forbidden":
+        return ""
+    fields = {name for owner in _owners(kind, fault.path[:-1]) for name in field_types(owner)}
+    return did_you_mean(str(fault.path[-1]), sorted(fields))
+
+
+def _owners(kind: type, path: Path) -> list[type]:
+    """The dataclasses that a value at `path` below `kind` may be."""
+    owners = [kind]
+    for part in path:
+        if isinstance(part, str):
+            hints = [field_types(owner).get(part) for owner in owners]
+            owners = [found for hint in hints for found in dataclasses_in(hint)]
+    return owners
+
+
+def _either(options: Sequence[str]) -> str:
+    *most, last = options
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _shown(marks: Marks, path: Path) -> str:
+    """The value as it was written, so that no environment variable's value is printed."""
+    written = lookup(marks.data, path)
+    if isinstance(written, dict):
+        return "a mapping"
+    if isinstance(written, list):
+        return f"a list of {len(written)}"
+    if isinstance(written, str):
+        return f"the text `{written}`"
+    return f"`{_yaml(written)}`"
+
+
+def _yaml(value: Any) -> str:
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,144 @@
+"""A stage's fields -> a pydantic model, and data -> a stage or every problem in it.
+
+The dataclass stays plain; a strict model with the same fields is built beside it. Data is validated
+as JSON, in which text becomes a path and a list a tuple, but "8" is no number and 1 is no boolean.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+
+from pipeline.contracts.signature import field_types, init_fields, name_of
+from pipeline.errors import PluginError, Problem
+from pipeline.recipe.field_errors import to_problems
+from pipeline.recipe.nodes import Marks, Path
+
+T = TypeVar("T")
+
+
+def build(
+    kind: type[T], data: Mapping[str, Any], *, marks: Marks, path: Path
+) -> tuple[T | None, list[Problem]]:
+    """An instance of the dataclass `kind` from plain values that were written at `path`, or None
+    and everything that is wrong with them. Raises PluginError when `kind` itself is at fault."""
+    try:
+        validated: T = adapter(kind).validate_json(json.dumps(data), strict=True)  # type: ignore[arg-type]
+        return validated, []
+    except ValidationError as error:
+        return None, to_problems(error.errors(include_url=False), kind, data, marks, path)
+
+
+@functools.cache
+def adapter(kind: type) -> TypeAdapter[Any]:
+    """Validates JSON into the dataclass `kind`, and knows its JSON Schema."""
+    try:
+        return TypeAdapter(_as_model(kind))
+    except PluginError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{name_of(kind)}: its fields cannot be understood: {error}") from error
+
+
+@functools.cache
+def field_docs(kind: type) -> Mapping[str, str]:
+    """The string literal under each field, base classes' included; empty without source code."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs.update(_docs_in(base))
+    return docs
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The field's default; `dataclasses.MISSING` when it must be given."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _docs_in(kind: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    definition = tree.body[0]
+    docs: dict[str, str] = {}
+    if isinstance(definition, ast.ClassDef):
+        for statement, below in zip(definition.body, definition.body[1:], strict=False):
+            target = statement.target if isinstance(statement, ast.AnnAssign) else None
+            text = _literal(below)
+            if isinstance(target, ast.Name) and text:
+                docs[target.id] = inspect.cleandoc(text)
+    return docs
+
+
+def _literal(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        value = statement.value.value
+        return value if isinstance(value, str) else None
+    return None
+
+
+def _as_model(kind: type) -> Any:
+    return Annotated[_model(kind), AfterValidator(_constructor(kind))]
+
+
+@functools.cache
+def _model(kind: type) -> type[BaseModel]:
+    docs = field_docs(kind)
+    annotations = field_types(kind)
+    definitions: dict[str, Any] = {}
+    for field in init_fields(kind):
+        default = default_of(field)
+        info = Field(
+            default=... if default is dataclasses.MISSING else default,
+            alias=field.name,
+            description=docs.get(field.name),
+        )
+        # prefixed, because BaseModel has names of its own (`json`, `copy`)
+        definitions[f"field_{field.name}"] = (_rewrite(annotations[field.name]), info)
+    config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    doc = inspect.cleandoc(kind.__doc__ or "")
+    return create_model(kind.__name__, __config__=config, __doc__=doc, **definitions)
+
+
+def _constructor(kind: type[T]) -> Callable[[BaseModel], T]:
+    def construct(model: BaseModel) -> T:
+        given = {name: getattr(model, name) for name in model.model_fields_set}
+        return kind(**{name.removeprefix("field_"): value for name, value in given.items()})
+
+    return construct
+
+
+def _rewrite(annotation: Any) -> Any:
+    """The annotation with every dataclass in it replaced by its strict model."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return _as_model(annotation)
+    if origin is None or origin is typing.Literal:
+        return annotation
+    if origin is Annotated:
+        return Annotated[(_rewrite(args[0]), *args[1:])]
+    rewritten = tuple(arg if arg is Ellipsis else _rewrite(arg) for arg in args)
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[rewritten]  # noqa: UP007 - built at run time
+    return origin[rewritten]

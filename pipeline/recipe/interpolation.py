@@ -1,0 +1,236 @@
+"""Resolve `${...}` with OmegaConf, value by value, so that each mistake has a place.
+
+References are absolute (`${seed}`, `${stages.train.steps}`) or relative (`${.steps}`). The only
+function is `${oc.env:NAME}`, with an optional default, for names that stand literally in the
+recipe's `env` list; its result is always text and is not looked into again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import Problem
+from pipeline.recipe.nodes import Node, Path, dotted, plain, walk
+from pipeline.utils.terminal import hide
+from pipeline.utils.text import closest
+
+MAX_EXPANSIONS = 1000
+"""Interpolations resolved for a whole recipe, each counted as often as it is reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One `${name:args}`."""
+
+    name: str
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What a text with interpolations asks for."""
+
+    calls: tuple[Call, ...] = ()
+    references: tuple[str, ...] = ()
+    """`stages.train.steps` of `${stages.train.steps}`."""
+    fault: str = ""
+    """Why it cannot be resolved at all."""
+
+
+def read(text: str) -> Text:
+    """Parse, without resolving anything."""
+    from omegaconf.errors import GrammarParseError
+    from omegaconf.grammar_parser import parse
+
+    try:
+        tree = parse(text)
+        calls, references = tuple(_calls(tree)), tuple(_references(tree))
+    except (GrammarParseError, RecursionError):
+        return Text(fault=f"`{text}` is not a valid interpolation")
+    if any("${" in reference for reference in references):
+        return Text(fault="a reference inside of a reference is not allowed")
+    return Text(calls=calls, references=references)
+
+
+def expansions(references: Mapping[Path, Collection[str]]) -> int:
+    """How many interpolations are resolved, from each interpolated value's references; counting
+    stops where there are too many to count."""
+    if len(references) > MAX_EXPANSIONS:
+        return len(references)
+    leaves: dict[Path, Path] = {tuple(map(str, path)): path for path in references}
+    known: dict[Path, int] = {}
+
+    def cost(leaf: Path) -> int:
+        if leaf not in known:
+            known[leaf] = 1  # what leads back here is a circle; resolving stops at it
+            path = leaves[leaf]
+            targets = [_target(reference, path) for reference in references[path]]
+            known[leaf] += sum(cost(each) for to in targets for each in leaves if _meet(to, each))
+        return known[leaf]
+
+    try:
+        return sum(cost(leaf) for leaf in leaves)
+    except RecursionError:
+        return MAX_EXPANSIONS + 1
+
+
+def _target(reference: str, path: Path) -> Path:
+    """The path that `${reference}`, written at `path`, points to; keys and indexes as text.
+
+    One leading dot is the mapping it stands in, each further dot one level up.
+    """
+    name = reference.lstrip(".")
+    dots = len(reference) - len(name)
+    start = path[: max(len(path) - dots, 0)] if dots else ()
+    return (*map(str, start), *re.findall(r"[^.\[\]]+", name))
+
+
+def _meet(one: Path, other: Path) -> bool:
+    """Whether one path is the other or lies below it."""
+    return all(left == right for left, right in zip(one, other, strict=False))
+
+
+def _calls(tree: Any) -> Iterator[Call]:
+    for found in _find(tree, "InterpolationResolverContext"):
+        sequence = found.sequence()
+        args = tuple(element.getText() for element in sequence.element()) if sequence else ()
+        yield Call(name=found.resolverName().getText(), args=args)
+
+
+def _references(tree: Any) -> Iterator[str]:
+    for found in _find(tree, "InterpolationNodeContext"):
+        yield found.getText().removeprefix("${").removesuffix("}").strip()
+
+
+def _find(tree: Any, kind: str) -> Iterator[Any]:
+    if type(tree).__name__ == kind:
+        yield tree
+    for child in getattr(tree, "children", None) or ():
+        yield from _find(child, kind)
+
+
+_HIDDEN = "\\${hidden}"
+"""Resolves to text that holds `${`, also where another value refers to it."""
+
+
+def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
+    """The bare values with interpolations resolved; null where one cannot be.
+
+    With `hide_env`, a value that an environment variable went into holds `${` instead.
+    """
+    data = plain(root)
+    leaves = [(path, node) for path, node in walk(root) if _interpolated(node)]
+    if not leaves:
+        return data, []
+    texts = {path: read(str(node.value)) for path, node in leaves}
+    if expansions({path: text.references for path, text in texts.items()}) > MAX_EXPANSIONS:
+        message = f"interpolations expand to more than {MAX_EXPANSIONS}"
+        return _blank(data, leaves), [Problem(message=message, location=leaves[-1][1].at)]
+    allowed = _listed(root)
+    problems: list[Problem] = []
+    sound: list[tuple[Path, Node]] = []
+    for path, node in leaves:
+        found = _refusals(texts[path], allowed, hide_env=hide_env)
+        problems += [_problem(message, "", path, node) for message in found]
+        if found:
+            _put(data, path, None)
+        else:
+            sound.append((path, node))
+            _hide(texts[path])
+            if hide_env and texts[path].calls:
+                _put(data, path, _HIDDEN)
+    return data, problems + _fill(data, sound, root)
+
+
+def _hide(text: Text) -> None:
+    """Values of the environment are not said again, here or in logs."""
+    for call in text.calls:
+        hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
+
+
+def _problem(message: str, hint: str, path: Path, node: Node) -> Problem:
+    return Problem(message=message, hint=hint, key=dotted(path), location=node.at)
+
+
+def _blank(data: Any, leaves: list[tuple[Path, Node]]) -> Any:
+    for path, _ in leaves:
+        _put(data, path, None)
+    return data
+
+
+def _interpolated(node: Node) -> bool:
+    return isinstance(node.value, str) and "${" in node.value
+
+
+def _listed(root: Node) -> set[str]:
+    env = root.entries().get("env")
+    entries = env.value if env and isinstance(env.value, list) else []
+    return {entry.value for entry in entries if isinstance(entry.value, str)}
+
+
+def _refusals(text: Text, allowed: Collection[str], *, hide_env: bool) -> list[str]:
+    """What is wrong with an interpolation before it is run."""
+    if text.fault:
+        return [text.fault]
+    reasons = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)
+    return [reason for reason in reasons if reason]
+
+
+def _refusal(call: Call, allowed: Collection[str], *, hide_env: bool) -> str | None:
+    if call.name != "oc.env":
+        return f"`{call.name}` is not allowed in an interpolation (only `oc.env` is)"
+    if not call.args:
+        return "`oc.env` needs the name of an environment variable"
+    name = call.args[0]
+    if name not in allowed:
+        return f"environment variable `{name}` is not in the recipe's `env` list (add it there)"
+    if len(call.args) == 1 and name not in os.environ and not hide_env:
+        hint = f"a default reads ${{oc.env:{name},value}}"
+        return f"environment variable `{name}` is not set ({hint})"
+    return None
+
+
+def _fill(data: Any, leaves: list[tuple[Path, Node]], root: Node) -> list[Problem]:
+    """Replace every sound interpolation in `data` by its value."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = OmegaConf.create(data)
+    problems = []
+    for path, node in leaves:
+        try:
+            container: Any = config
+            for part in path[:-1]:
+                container = container[part]
+            value = container[path[-1]]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            value = None
+            message, hint = _explain(error, root)
+            problems.append(_problem(message, hint, path, node))
+        _put(data, path, value)
+    return problems
+
+
+def _explain(error: Exception, root: Node) -> tuple[str, str]:
+    text = str(error).splitlines()[0]
+    if isinstance(error, RecursionError) or "ecursive" in text:
+        return "the interpolation leads back to itself", ""
+    named = re.search(r"key '(.*?)'|access ([^:]*):", text)
+    if named is None:
+        return f"the interpolation cannot be resolved: {text}", ""
+    key = named[1] or named[2]
+    found = closest(key, [".".join(map(str, path)) for path, _ in walk(root) if path])
+    hint = f"did you mean `{found}`?" if found else ""
+    return f"`${{{key}}}` refers to nothing in this recipe", hint
+
+
+def _put(data: Any, path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        data = data[part]
+    data[path[-1]] = value

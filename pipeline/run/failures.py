@@ -1,0 +1,170 @@
+"""How a rank's failure reaches the person: two files per failed rank, and the choice of the first.
+
+failures/rank-N.json is for the launching process, failures/rank-N.txt is the traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ResumeRefused, RunFailed, in_words, is_expected
+from pipeline.utils.files import private_folder, replace_text
+from pipeline.utils.terminal import shown
+
+FOLDER = "failures"
+SPARE = "PIPE_FAILURES"
+"""Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
+MOST_LINES = 12
+"""Of an error's message; libraries append whole native stacks to theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a rank's process ended by itself: a negative code is a signal's number."""
+
+    rank: int
+    code: int
+
+
+def clear(run_dir: Path) -> None:
+    """Forget the failures of an earlier start."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
+    """Write what went wrong on this rank, with the time, for the launching process to read.
+
+    What the run's disk does not take goes to the launcher's file, and the traceback to standard
+    error.
+    """
+    facts = json.dumps(
+        {
+            "time": time.time(),
+            "rank": rank,
+            "slot": slot,
+            "message": shown(describe(error)),
+            "expected": is_expected(error),
+            "refused": isinstance(error, ResumeRefused),
+            "place": _place(error),
+        }
+    )
+    trace = shown("".join(traceback.format_exception(error)))
+    folder = run_dir / FOLDER
+    try:
+        private_folder(folder)
+        replace_text(folder / f"rank-{rank:05d}.json", facts + "\n")
+        replace_text(_traceback_file(run_dir, rank), trace)
+    except OSError:
+        if SPARE in os.environ:
+            with Path(os.environ[SPARE]).open("a", encoding="utf-8") as spare:
+                spare.write(facts + "\n")
+        if SPARE not in os.environ or not is_expected(error):
+            print(describe(error) if is_expected(error) else trace, file=sys.stderr)
+
+
+def describe(error: BaseException) -> str:
+    """The error in one paragraph; a PipeError's message stands for itself."""
+    if is_expected(error):
+        return in_words(error)
+    name = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], "..."]
+    return f"{name}: " + "\n".join(lines) if lines else name
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunFailed:
+    """The error to show: of the rank that failed first.
+
+    `exits` are those of ranks that did not end well, earliest first, without what the launcher
+    itself brought about; `slot` is the one that was running. A rank that died without a word comes
+    before ranks that raised, because a lost peer makes others raise, or has a library abort them.
+    """
+    reports = _reports(run_dir)
+    reported = {report["rank"] for report in reports}
+    silent = [end for end in exits if end.rank not in reported]
+    causes = [end for end in silent if end.code != -signal.SIGABRT]
+    if causes:
+        return RunFailed(_died(run_dir, causes[0], slot))
+    if reports:
+        return RunFailed(_raised(run_dir, reports[0]))
+    if silent:
+        return RunFailed(_died(run_dir, silent[0], slot))
+    return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")
+
+
+def first_rank(run_dir: Path) -> int | None:
+    """The rank that raised first, as far as this machine's view of the folder tells."""
+    return next((report["rank"] for report in _reports(run_dir)), None)
+
+
+def refused(run_dir: Path) -> bool:
+    """Whether a rank refused to go on under the recipe that it was given."""
+    return any(report["refused"] for report in _reports(run_dir))
+
+
+def _reports(run_dir: Path) -> list[dict[str, Any]]:
+    """What ranks wrote, earliest first; what a rank did not finish writing does not count."""
+    texts = [path.read_text("utf-8") for path in (run_dir / FOLDER).glob("rank-*.json")]
+    if SPARE in os.environ:
+        texts += Path(os.environ[SPARE]).read_text("utf-8").splitlines()
+    reports = []
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            reports.append(json.loads(text))
+    return sorted(reports, key=lambda report: (report["time"], report["rank"]))
+
+
+def _died(run_dir: Path, end: Exit, slot: str | None) -> str:
+    where = f"in slot `{slot}`" if slot else "before the first slot"
+    return (
+        f"rank {end.rank} {manner(end.code)} {where}\n"
+        f"  log: {run_dir}/logs/rank-{end.rank:05d}.log\n{continuation(run_dir)}"
+    )
+
+
+def manner(code: int) -> str:
+    """How a process with this exit code ended, as a verb; a negative one is a signal's number."""
+    if code >= 0:
+        return f"ended by itself with exit code {code}"
+    if -code == signal.SIGKILL:
+        return "was killed by SIGKILL (the system does this when memory runs out)"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
+    where = f"in slot `{report['slot']}`" if report["slot"] else "before the first slot"
+    lines = [f"rank {report['rank']} failed {where}: {report['message']}"]
+    if not report["expected"]:
+        lines.append(f"  at {report['place']}")
+        lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
+    return "\n".join([*lines, continuation(run_dir)])
+
+
+def _traceback_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / FOLDER / f"rank-{rank:05d}.txt"
+
+
+def continuation(run_dir: Path) -> str:
+    """The line that says how to go on."""
+    return f"  continue with: pipe resume {shlex.quote(str(run_dir))}"

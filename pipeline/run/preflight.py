@@ -1,0 +1,103 @@
+"""Between the last preparation and the first training step: look whether there is room for what
+comes afterwards, and rehearse it if the recipe asks for that."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.plan.plan.binding import Results
+
+from pipeline.artifacts import Checkpoints, Progress, TrainedRun
+from pipeline.contracts.resources import require_room
+from pipeline.run.metrics import Metrics
+
+if TYPE_CHECKING:
+    from pipeline.plan.plan.plan import Plan
+
+    from pipeline.contracts.stage import Context, Room
+
+Artifacts = Mapping[str, Any]
+"""By slot."""
+
+
+def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> None:
+    """Ask the stages of `slots` for what they will need. Raises StageError when that is not there;
+    rank 0 asks, whose machine also writes the exports."""
+    if ctx.dist.is_main:
+        require_room(_rooms(plan, ctx, artifacts, slots))
+
+
+def _rooms(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> Iterator[Room]:
+    known = _in_order(plan, artifacts)
+    for step in plan.steps:
+        foresees = step.slot in slots and hasattr(step.stage, "foresee")
+        if foresees and not known.missing(step.stage, "foresee"):
+            own = dataclasses.replace(ctx, slot=step.slot)
+            yield from known.call(step.stage, "foresee", own)
+
+
+def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
+    """Save the engine as it is, and have every stage that can rehearse work on that checkpoint
+    (collective). All that is written is removed again, unless it fails; random states stay as they
+    were."""
+    folder = ctx.run_dir / f"{ctx.run_dir.name}.rehearsal"
+    ctx.log.info("rehearsal: saving, consolidating and exporting the untrained model")
+    began = time.monotonic()
+    removals: list[Callable[[], object]] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_random_state_kept(ctx))
+        if ctx.dist.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            removals.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+        ctx.dist.barrier()
+        stage_ctx = dataclasses.replace(
+            ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
+        )
+        _play(plan, stage_ctx, dict(artifacts), stack)
+    # After a failure everything stays, to be looked at, until the next rehearsal.
+    ctx.dist.barrier()
+    for remove in reversed(removals):
+        remove()
+    ctx.dist.barrier()
+    ctx.log.info("rehearsal: passed in %.1f s; all of it is removed", time.monotonic() - began)
+
+
+def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    checkpoints: Checkpoints | None = None
+    for step in plan.steps:
+        if step.gives is not None and issubclass(step.gives, TrainedRun):
+            if checkpoints is None:
+                return
+            checkpoints.save(Progress())
+            artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
+            continue
+        known = _in_order(plan, artifacts)
+        if not hasattr(step.stage, "rehearse") or known.missing(step.stage, "rehearse"):
+            continue
+        ctx.log.info("rehearsal: %s: %s", step.slot, step.use)
+        made = known.call(step.stage, "rehearse", dataclasses.replace(ctx, slot=step.slot))
+        artifacts[step.slot] = made
+        checkpoints = made if isinstance(made, Checkpoints) else checkpoints
+        stack.callback(getattr(made, "close", lambda: None))
+
+
+def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
+    """Artifacts in the order of slots: those that were restored may have come first."""
+    return Results({one.slot: artifacts[one.slot] for one in plan.steps if one.slot in artifacts})
+
+
+@contextlib.contextmanager
+def _random_state_kept(ctx: Context) -> Iterator[None]:
+    from pipeline.checkpoint import rng_state
+
+    states = rng_state.capture(ctx.dist.device)
+    try:
+        yield
+    finally:
+        rng_state.apply(states, ctx.dist.device)

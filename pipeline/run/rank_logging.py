@@ -1,0 +1,111 @@
+"""One voice on screen, and everything in files: rank 0 speaks, every rank writes its own log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from pipeline.errors import StageError, system_errors_as
+from pipeline.utils.files import opened, private_folder
+from pipeline.utils.terminal import ShownFormatter
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """Where a rank's output goes; its folder is there when this returns. Raises StageError."""
+    with system_errors_as(StageError):
+        return private_folder(run_dir / "logs") / f"rank-{rank:05d}.log"
+
+
+def open_log(run_dir: Path, rank: int) -> IO[str]:
+    """A rank's log, to be added to. Raises StageError."""
+    path = log_file(run_dir, rank)
+    with system_errors_as(StageError):
+        return opened(path, "a")
+
+
+@contextlib.contextmanager
+def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
+    """The run's logger: rank 0 speaks on screen, every rank writes its own file.
+
+    Other ranks' raw output goes to their file too, whatever prints it.
+    """
+    log = logging.getLogger("pipe")
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    with contextlib.ExitStack() as stack:
+        to_file = logging.StreamHandler(stack.enter_context(open_log(run_dir, rank)))
+        to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
+        stack.enter_context(_attached(log, to_file))
+        stack.enter_context(_warnings_to(to_file))
+        if rank == 0:
+            to_screen = logging.StreamHandler(sys.stdout)
+            to_screen.setLevel(logging.INFO)
+            stack.enter_context(_attached(log, to_screen))
+        else:
+            stack.enter_context(_output_to(to_file.stream))
+        yield log
+
+
+ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
+"""Loggers of what libraries tell each other: warnings, and which kernels were not built."""
+
+
+def hush_asides() -> None:
+    """Keep them off the screen of a command, which has no log: they have a handler, so logging does
+    not print them for want of one."""
+    for name in ASIDES:
+        if not logging.getLogger(name).handlers:
+            logging.getLogger(name).addHandler(logging.NullHandler())
+
+
+@contextlib.contextmanager
+def _warnings_to(handler: logging.Handler) -> Iterator[None]:
+    """What is nearly all from one library to another stays off the screen."""
+    warned = [logging.getLogger(name) for name in ASIDES]
+    propagated = [one.propagate for one in warned]
+    for one in warned:
+        one.propagate = False
+        one.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for one, propagates in zip(warned, propagated, strict=True):
+            one.removeHandler(handler)
+            one.propagate = propagates
+
+
+@contextlib.contextmanager
+def _attached(log: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+@contextlib.contextmanager
+def _output_to(file: IO[str]) -> Iterator[None]:
+    """Standard output and error of this process, native libraries' included, end up in `file`."""
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    _point_output_at(file.fileno(), file.fileno())
+    try:
+        yield
+    finally:
+        _point_output_at(*saved)
+        for descriptor in saved:
+            os.close(descriptor)
+
+
+def _point_output_at(stdout: int, stderr: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)

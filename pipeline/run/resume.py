@@ -1,0 +1,174 @@
+"""What of a plan is left to do, by the run's journal. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import Durable, ExportedModel
+from pipeline.errors import PipeError, in_words
+from pipeline.run.journal import Finished, Journal
+
+if TYPE_CHECKING:
+    from pipeline.plan.plan.plan import Plan, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Todo:
+    """Slots to run, and records to restore those finished slots from that they read."""
+
+    run: frozenset[str]
+    restore: Mapping[str, Mapping[str, Any]]
+
+    def dump(self) -> str:
+        """As JSON text, for the other ranks."""
+        return json.dumps({"run": sorted(self.run), "restore": self.restore})
+
+    @classmethod
+    def load(cls, text: str) -> Todo:
+        """The reverse of `dump`."""
+        facts = json.loads(text)
+        return cls(run=frozenset(facts["run"]), restore=facts["restore"])
+
+
+def decide(
+    plan: Plan, journal: Journal, log: logging.Logger | None = None, *, thorough: bool = True
+) -> Todo:
+    """Go through the plan backwards: a slot runs if it has not finished as it now stands, or if a
+    slot that runs reads its result and that is on no disk. `log` is told of lost results. Without
+    `thorough`, results are not read to see whether they are as they were left."""
+    finished = _finished(plan, journal)
+    steps = {step.slot: step for step in plan.steps}
+    records = {slot: done.record or {} for slot, done in finished.items()}
+
+    @functools.cache
+    def lost(slot: str) -> bool:
+        problem = _problem(steps[slot], records[slot], thorough=thorough)
+        if problem and log is not None:
+            log.warning("slot `%s` runs again: %s", slot, problem)
+        return bool(problem)
+
+    while True:
+        todo = _needed(plan, finished, lost)
+        slot = _live_again(plan, todo)
+        if slot is None:
+            return todo
+        del finished[slot]
+
+
+def _needed(plan: Plan, finished: Mapping[str, Finished], lost: Callable[[str], bool]) -> Todo:
+    """Slots that have not finished, and those that they read."""
+    run: set[str] = set()
+    restore: dict[str, Mapping[str, Any]] = {}
+    for step in reversed(plan.steps):
+        done = finished.get(step.slot)
+        readers = _readers(plan, step)
+        wanted = not run.isdisjoint(readers)
+        if done is None or (wanted and done.record is None):
+            run.add(step.slot)
+        elif done.record is not None and (wanted or not readers or _is_kept(step, done.record)):
+            if lost(step.slot):
+                run.add(step.slot)
+            elif wanted:
+                restore[step.slot] = done.record
+    return Todo(run=frozenset(run), restore=restore)
+
+
+def _live_again(plan: Plan, todo: Todo) -> str | None:
+    """A finished slot whose work was in memory, where slots behind it that now run may need it: no
+    slot reads it and it left nothing on disk. Not if a model had to be built for it alone."""
+    durable = {step.slot for step in plan.steps if step.gives and issubclass(step.gives, Durable)}
+    for number, step in enumerate(plan.steps):
+        taken = {slot for slot in step.inputs.values() if slot is not None}
+        live = taken - durable
+        made_again = live <= todo.run if live or not taken else not taken.isdisjoint(todo.run)
+        behind = {other.slot for other in plan.steps[number + 1 :]}
+        if (
+            step.slot not in todo.run | durable
+            and not _readers(plan, step)
+            and made_again
+            and not behind.isdisjoint(todo.run)
+        ):
+            return step.slot
+    return None
+
+
+def _readers(plan: Plan, step: Step) -> list[str]:
+    return [other.slot for other in plan.steps if step.slot in other.inputs.values()]
+
+
+def _is_kept(step: Step, record: Mapping[str, Any]) -> bool:
+    """Whether the result is what the run is for, and has not been removed on purpose."""
+    return step.gives is not None and issubclass(step.gives, ExportedModel) and bool(_place(record))
+
+
+def restored(step: Step, record: Mapping[str, Any]) -> Durable:
+    """A finished slot's artifact. Raises StageError when it is gone."""
+    assert step.gives is not None
+    assert issubclass(step.gives, Durable)
+    return step.gives.restore(record)
+
+
+def results(plan: Plan, journal: Journal) -> Iterator[tuple[str, Path]]:
+    """Slot and place of every durable result that lies on disk."""
+    finished = _finished(plan, journal)
+    for step in plan.steps:
+        done = finished.get(step.slot)
+        place = None if done is None else _place(done.record or {})
+        if place is not None:
+            yield step.slot, place
+
+
+def _place(record: Mapping[str, Any]) -> Path | None:
+    """Where on this machine the recorded result lies."""
+    paths = [Path(value) for value in record.values() if isinstance(value, str)]
+    return next((path for path in paths if path.is_absolute() and path.exists()), None)
+
+
+def digests(plan: Plan) -> dict[str, str]:
+    """For each slot a digest over its settings, the seed, and the slots it depends on."""
+    found: dict[str, str] = {}
+    for step in plan.steps:
+        sources = {
+            parameter: found[slot] for parameter, slot in step.inputs.items() if slot is not None
+        }
+        facts: Mapping[str, Any] = {
+            "use": step.use,
+            "settings": dataclasses.asdict(step.stage),
+            "seed": plan.recipe.seed,
+            "inputs": sources,
+        }
+        text = json.dumps(facts, sort_keys=True, default=str)
+        found[step.slot] = hashlib.sha256(text.encode()).hexdigest()
+    return found
+
+
+def _finished(plan: Plan, journal: Journal) -> dict[str, Finished]:
+    """Finishes that still count: the slot and all it depends on are as they were."""
+    now = digests(plan)
+    return {
+        slot: finish
+        for slot, finish in journal.finished().items()
+        if finish.digest == now.get(slot)
+    }
+
+
+def _problem(step: Step, record: Mapping[str, Any], *, thorough: bool) -> str:
+    """Why the recorded result cannot be had as it was left; empty when it can."""
+    try:
+        result = restored(step, record)
+        prove = getattr(step.stage, "prove", None)
+        if thorough and prove is not None:
+            prove(result)
+    except (PipeError, OSError) as error:
+        return in_words(error)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"its record is of another version: {in_words(error)}"
+    return ""

@@ -1,0 +1,196 @@
+"""The run's folder: its names, its creation, and the lock that keeps a second process out.
+
+recipe.yaml      the merged recipe; `pipe resume` reads it
+environment.json versions and command of the newest start; the journal has those of every start
+engine.json      what really ran
+journal.jsonl    stages started, finished, failed
+metrics.jsonl    one record a step
+memory.json      what training took of a GPU's memory
+logs/            rank-N.log
+failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
+checkpoints/     step-NNNNNNNN
+checkpoints.at   where they are
+export/          the exported model
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
+from pipeline.utils.files import naming, opened, replace_text
+
+RECIPE = "recipe.yaml"
+JOURNAL = "journal.jsonl"
+METRICS = "metrics.jsonl"
+ENGINE = "engine.json"
+ENVIRONMENT = "environment.json"
+LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
+"""Left by a run, and taken by a new one in the same folder for its own."""
+LOCK = "lock"
+LOCK_SECONDS = 1.0
+"""How long to ask for the lock before another process is believed to hold it for good."""
+
+PACKAGES = ("pipetrain", "torch", "transformers", "deepspeed", "accelerate", "safetensors", "numpy")
+
+
+def create(root: Path, name: str) -> Path:
+    """A new folder `root/NAME-TIME`, readable by its owner only; UsageError if it cannot be."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 100):
+        suffix = "" if attempt == 1 else f"-{attempt}"
+        folder = root / f"{name}-{stamp}{suffix}"
+        try:
+            folder.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+        return folder
+    raise UsageError(f"cannot find a free name for {name}-{stamp} in {root}")
+
+
+def claim(folder: Path) -> Path:
+    """Use `folder`, given by the user, for a new run. Raises UsageError if it already holds one, or
+    what one has left, from which the new run would go on."""
+    if (folder / RECIPE).exists():
+        raise UsageError(f"{folder} already holds a run", hint=f"continue it: pipe resume {folder}")
+    left = next((name for name in LEFT if (folder / name).exists()), None)
+    if left is not None:
+        raise UsageError(
+            f"{folder} holds {left} of another run, and no {RECIPE}",
+            hint="name a new folder; to start from a checkpoint in this one, name that as the "
+            "checkpoint slot's start_from",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+    return folder
+
+
+def existing(folder: Path) -> Path:
+    """`folder` if it holds a run; raises UsageError if not."""
+    if not (folder / RECIPE).is_file():
+        raise UsageError(
+            f"{folder} is not a run folder: it holds no {RECIPE}", hint="pipe ls shows runs"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run's lock. The system frees it when its owner dies, however it dies.
+
+    Raises RunLocked while another live process holds it, UsageError if there can be no lock.
+    """
+    try:
+        file = opened(folder / LOCK, "a+")
+    except OSError as error:
+        raise UsageError(f"cannot write in {folder}: {in_words(error)}") from error
+    with file:
+        if not _acquired(file):
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise RunLocked(f"{folder} is in use by {owner}")
+        with system_errors_as(UsageError), naming(folder / LOCK):
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
+        yield
+
+
+def _acquired(file: IO[str]) -> bool:
+    # A dying owner, and `pipe ls` looking, hold the lock for a moment.
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            raise UsageError(f"cannot lock {file.name}: {error.strerror}") from error
+        else:
+            return True
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a live process works in this run folder."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    with path.open("r", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def read_recipe(folder: Path) -> str | None:
+    """The run's own merged recipe; None for a new run."""
+    path = folder / RECIPE
+    return path.read_text("utf-8") if path.exists() else None
+
+
+def write_recipe(folder: Path, text: str) -> None:
+    """Put the merged recipe in place; a crash leaves the old one or the new one."""
+    replace_text(folder / RECIPE, text)
+
+
+def versions() -> dict[str, str]:
+    """Package -> its version, of those that decide what a run computes."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """Facts of the machine and the packages that this start runs on."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "folder": str(Path.cwd()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+    }
+
+
+def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
+    """Record what this start runs on. Returns what was another when the run was last started, as in
+    `torch 2.12.0 -> 2.13.0`."""
+    file = folder / ENVIRONMENT
+    before: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads(file.read_text("utf-8"))
+    replace_text(file, json.dumps(facts, indent=1) + "\n")
+    then, now = _versions_in(before), _versions_in(facts)
+    return [
+        f"{name} {then.get(name, 'not there')} -> {now.get(name, 'not there')}"
+        for name in sorted(then.keys() | now.keys())
+        if then and then.get(name) != now.get(name)
+    ]
+
+
+def _versions_in(facts: Any) -> dict[str, str]:
+    """Empty where a record is missing or is none."""
+    packages = facts.get("packages") if isinstance(facts, dict) else None
+    if not isinstance(packages, dict):
+        return {}
+    found = {"python": facts.get("python"), **packages}
+    return {name: version for name, version in found.items() if isinstance(version, str)}

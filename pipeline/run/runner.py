@@ -1,0 +1,120 @@
+"""Run a plan on this rank: each stage in order, journalled, its artifacts dropped after their last
+reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pipeline.artifacts import Durable, TrainedRun
+from pipeline.contracts.stage import Context
+from pipeline.errors import StageError
+from pipeline.run.journal import Journal
+from pipeline.run.preflight import look_ahead, rehearse
+from pipeline.run.resume import Todo, decide, digests, restored
+
+if TYPE_CHECKING:
+    from pipeline.plan.plan.plan import Plan, Step
+
+
+class Runner:
+    """One pass over a plan. Every rank makes the same decisions, because rank 0's are shared."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        ctx: Context,
+        journal: Journal,
+        on_trained: Callable[[Plan, Context], None] = lambda plan, ctx: None,
+    ) -> None:
+        """`on_trained` is called on every rank when a training has come to its end."""
+        self.plan = plan
+        self.ctx = ctx
+        self.journal = journal
+        self.artifacts: dict[str, Any] = {}
+        self.digests = digests(plan)
+        self._on_trained = on_trained
+
+    def run(self) -> None:
+        """Run what is not done. Raises whatever a stage raises; `ctx.slot` tells which one.
+
+        After a failure live artifacts stay until `close`, so that it can be reported first.
+        """
+        todo = self._todo()
+        for step in self.plan.steps:
+            if step.slot in todo.restore:
+                self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
+        for step in self.plan.steps:
+            if step.slot in todo.run:
+                trains = step.gives is not None and issubclass(step.gives, TrainedRun)
+                if trains:
+                    self._before_training(step, todo)
+                self._run_step(step)
+                if trains:
+                    self._on_trained(self.plan, self.ctx)
+            self._drop_read(step.slot)
+
+    def close(self) -> None:
+        """Release the artifacts that are left, the newest first."""
+        for slot in reversed(list(self.artifacts)):
+            self._drop(slot)
+
+    def _todo(self) -> Todo:
+        """Rank 0's decision: only it may read a journal that is being written."""
+        text = None
+        if self.ctx.dist.is_main:
+            text = decide(self.plan, self.journal, self.ctx.log).dump()
+        return Todo.load(self.ctx.dist.share(text))
+
+    def _before_training(self, step: Step, todo: Todo) -> None:
+        self.ctx.slot = step.slot
+        look_ahead(self.plan, self.ctx, self.artifacts, todo.run)
+        if self.plan.recipe.rehearse:
+            rehearse(self.plan, self.ctx, self.artifacts)
+
+    def _run_step(self, step: Step) -> None:
+        self.ctx.slot = step.slot
+        self._note("slot started", step)
+        self.ctx.log.info("%s: %s", step.slot, step.use)
+        began = time.perf_counter()
+        record = self._give(step)
+        self.ctx.dist.barrier()
+        self._note(
+            "slot finished", step, digest=self.digests[step.slot], record=record,
+            seconds=round(time.perf_counter() - began, 3),
+        )  # fmt: skip
+
+    def _give(self, step: Step) -> dict[str, Any] | None:
+        """Run the stage and keep what it gives; the record of a durable artifact."""
+        inputs = {
+            parameter: None if slot is None else self.artifacts[slot]
+            for parameter, slot in step.inputs.items()
+        }
+        artifact = step.stage.run(dataclasses.replace(self.ctx), **inputs)
+        if step.gives is not None and not isinstance(artifact, step.gives):
+            raise StageError(
+                f"{step.use} gave {type(artifact).__name__} instead of {step.gives.__name__}"
+            )
+        if step.gives is not None:
+            self.artifacts[step.slot] = artifact
+        return artifact.record() if isinstance(artifact, Durable) else None
+
+    def _note(self, event: str, step: Step, **facts: Any) -> None:
+        if self.ctx.dist.is_main:
+            self.journal.write(event, slot=step.slot, use=step.use, **facts)
+
+    def _drop_read(self, slot: str) -> None:
+        for held in list(self.artifacts):
+            if self.plan.last_reader(held) in (slot, None):
+                self._drop(held)
+
+    def _drop(self, slot: str) -> None:
+        artifact = self.artifacts.pop(slot)
+        close = getattr(artifact, "close", None)
+        if callable(close):
+            close()
+        del artifact, close
+        gc.collect()

@@ -1,0 +1,198 @@
+"""A plan as a file, and whether what is about to run is what was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pipeline.plan.plan.plan import Plan, Step
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.contracts.signature import init_fields
+from pipeline.errors import PlanDrift, UsageError, in_words
+
+VERSION: Final = 3
+SHOWN = 60
+"""Characters of a value that a message shows."""
+LEAD = 20
+"""How many of them, of a longer value, are before the first difference."""
+Count = Annotated[int, Field(ge=1)]
+
+
+class Identity(BaseModel):
+    """What a plan is a plan of: all that decides what a run does and takes."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    stages: dict[str, dict[str, Any]]
+    """Slot -> `use` and every field with its checked value, defaults too. What comes from the
+    environment stays as it is written, and files beside a file of the recipe are named from
+    `folder`."""
+    folder: str
+    """The recipe's own. Not compared: it is what `./` means."""
+    seed: int
+    device: Literal["cpu", "cuda"]
+    processes: Count
+    processes_per_node: Count | None
+    """None where the launcher does not tell."""
+    versions: dict[str, str]
+    """Package -> its public version: the local part (`+cu126`) names the machine it was built for,
+    and plans are made elsewhere than they are run."""
+
+
+class SavedPlan(BaseModel):
+    """What is read of a saved plan again."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    schema_version: Literal[3]
+    identity: Identity
+
+
+def identity(plan: Plan, per_node: int | None) -> Identity:
+    """The identity of a checked recipe with so many processes on each node."""
+    from pipeline.run.rundir import versions
+
+    written = plan.recipe.public().get("stages") or {}
+    folders = [str(file.parent) for file in plan.recipe.source_files]
+
+    def fields(step: Step) -> dict[str, Any]:
+        shown: dict[str, Any] = _public(_plain(step.stage, folders), written[step.slot])
+        return {"use": step.use, **shown}
+
+    return Identity(
+        stages={step.slot: fields(step) for step in plan.steps},
+        folder=folders[0],
+        seed=plan.recipe.seed,
+        device="cpu" if plan.view.device == "cpu" else "cuda",
+        processes=plan.view.procs,
+        processes_per_node=per_node,
+        versions={package: found.partition("+")[0] for package, found in versions().items()},
+    )
+
+
+def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
+    """Raises PlanDrift, telling everything that differs, and UsageError for a file that is no
+    plan."""
+    planned, now = _read(file), identity(plan, per_node)
+    if per_node is None:
+        planned = planned.model_copy(update={"processes_per_node": None})
+    found = list(differences(planned, now))
+    if found:
+        raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
+
+
+def _read(file: Path) -> Identity:
+    try:
+        return SavedPlan.model_validate_json(file.read_bytes()).identity
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{file} is no saved plan: {place}{': ' * bool(place)}{first['msg']}",
+            hint=f"pipe plan RECIPE --out {file} writes one",
+        ) from error
+
+
+def differences(planned: Identity, now: Identity) -> Iterator[str]:
+    """Each difference in words, with both values."""
+    folders = planned.folder, now.folder
+    for slot in sorted({*planned.stages, *now.stages}):
+        before, after = planned.stages.get(slot), now.stages.get(slot)
+        if before is None or after is None:
+            yield f"slot `{slot}` is {'new' if before is None else 'gone'}"
+        elif before.get("use") != after["use"]:
+            yield _in_words(f"{slot}.use", before.get("use"), after["use"])
+        else:
+            yield from _between(slot, before, after, folders)
+    rest = {"stages", "versions", "folder"}
+    yield from _between("", planned.model_dump(exclude=rest), now.model_dump(exclude=rest), folders)
+    # A package that only one side has is an optional one, which the plan did without.
+    for package in sorted(planned.versions.keys() & now.versions.keys()):
+        yield from _between(package, planned.versions[package], now.versions[package], folders)
+
+
+def _between(place: str, before: Any, after: Any, folders: tuple[str, str]) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            inner = f"{place}.{key}" if place else key
+            yield from _between(inner, before.get(key), after.get(key), folders)
+    elif not _same(before, after, folders):
+        yield _in_words(place, before, after)
+
+
+def _same(before: Any, after: Any, folders: tuple[str, str]) -> bool:
+    """Whether two values mean the same. A file is the same if it is called the same from both
+    recipes, which have moved together with it, or if it is the same file, beside which a recipe
+    has moved."""
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return all(_same(*two, folders) for two in zip(before, after, strict=True))
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        return not any(_between("", before, after, folders))
+    if isinstance(before, str) and isinstance(after, str):
+        absolute = (_absolute(*one) for one in zip((before, after), folders, strict=True))
+        return before == after or len({*absolute}) == 1
+    return bool(before == after)
+
+
+def _absolute(text: str, folder: str) -> str:
+    relative = text.startswith(("./", "../"))
+    return os.path.normpath(f"{folder}/{text}") if relative else text
+
+
+def _in_words(place: str, before: Any, after: Any) -> str:
+    now, then = json.dumps(after), json.dumps(before)
+    same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(now, then, strict=False)))
+    return f"{place} is {_cut(now, same)} instead of {_cut(then, same)}"
+
+
+def _cut(text: str, same: int) -> str:
+    """The text, or so much of a long one that it shows where it begins to differ."""
+    if len(text) <= SHOWN:
+        return text
+    first = max(min(same - LEAD, len(text) - SHOWN), 0)
+    last = first + SHOWN
+    return f"{'...' * (first > 0)}{text[first:last]}{'...' * (last < len(text))}"
+
+
+def _plain(value: Any, folders: Sequence[str]) -> Any:
+    """A stage, or what is in one, as JSON knows it."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name), folders) for f in init_fields(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, folders) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, folders) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
+        return value
+    return _named(str(value), folders)
+
+
+def _named(text: str, folders: Sequence[str]) -> str:
+    """A file beside one of the recipe's, from the first folder, the recipe's own: another machine
+    has them elsewhere."""
+    if not any(text == folder or text.startswith(f"{folder}/") for folder in folders):
+        return text
+    name = os.path.relpath(text, folders[0])
+    if name in (".", ".."):
+        return f"{name}/"
+    return name if name.startswith("../") else f"./{name}"
+
+
+def _public(value: Any, written: Any) -> Any:
+    """The value, but what depends on an environment variable as it is written: it may be secret."""
+    if "${" not in json.dumps(written, default=str):
+        return value
+    if isinstance(value, Mapping) and isinstance(written, Mapping):
+        return {key: _public(each, written.get(key)) for key, each in value.items()}
+    return written

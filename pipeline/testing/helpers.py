@@ -1,0 +1,70 @@
+"""What a stage makes of a slot's fields, without a recipe around them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.contracts.stage import Context, PlanView
+from pipeline.distributed.process_group import Dist
+from pipeline.errors import Location, Problem
+from pipeline.recipe.fields import build
+from pipeline.recipe.nodes import Marks
+from pipeline.run.metrics import Metrics
+
+
+def plan_view(
+    slots: Mapping[str, Any] | None = None, *, procs: int = 1, device: str = "cpu"
+) -> PlanView:
+    """What a stage's `check` is given: stages by slot, and how they will be launched."""
+    return PlanView(name="test", seed=0, procs=procs, device=device, slots=slots or {})
+
+
+def problems(
+    stage: type, fields: Mapping[str, Any], *, plan: PlanView | None = None
+) -> list[Problem]:
+    """Everything wrong with a slot of these fields; each problem's `key` starts at a field.
+
+    `fields` are plain values, as in a recipe. What is wrong with single fields comes alone; without
+    any, the stage's `check` is asked, with `plan`, or with no other slot. Raises what `check`
+    raises, and PluginError when the stage's fields cannot be understood.
+    """
+    made, found = make(stage, fields)
+    if made is None:
+        return found
+    return checked(made, plan)
+
+
+def make(stage: type, fields: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+    """The stage that these fields make, or None and what is wrong with them."""
+    marks = Marks(keys={}, values={(): Location(file="fields")}, data=fields)
+    return build(stage, fields, marks=marks, path=())
+
+
+def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
+    """What the stage's own `check` finds, if it has one."""
+    if not hasattr(made, "check"):
+        return []
+    return list(made.check(plan or plan_view({"slot": made})))
+
+
+def context(run_dir: str | Path, *, seed: int = 0, dist: Dist | None = None) -> Context:
+    """The context of one CPU process without a process group, or of `dist`.
+
+    `run_dir` is made if need be. Rank 0's metrics go to its `metrics.jsonl`; what is logged goes to
+    the logger `pipe.testing`. Calls registered with `on_exit` are not made.
+    """
+    import torch
+
+    place = dist or Dist(device=torch.device("cpu"))
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Context(
+        run_dir=folder,
+        seed=seed,
+        dist=place,
+        log=logging.getLogger("pipe.testing"),
+        metrics=Metrics(folder / "metrics.jsonl" if place.is_main else None),
+    )

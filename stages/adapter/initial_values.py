@@ -1,0 +1,140 @@
+"""The tensors of a saved adapter, to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+from stages.adapter.compat import PREFIX, WEIGHTS, name_in_file
+from stages.adapter.injection import Layer, bound
+from stages.adapter.merging import read_rows, row_blocks
+from stages.model.declared import listed
+from stages.model.random_reader import unit_seed
+from stages.weights.change import renamed
+from stages.weights.converted import ConvertedReader
+from stages.weights.safetensors import SafetensorsReader
+from stages.weights.torch_files import pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class FreshUpdates(TensorReader):
+    """A is a pure function of the seed and its name, B is zero, DoRA's magnitudes are the lengths
+    of the rows of the weights that `open_base` reads: the model begins as it is."""
+
+    as_stored = True
+    """Quick to make, as updates are small."""
+
+    def __init__(
+        self, layers: Sequence[Layer], open_base: Callable[[], TensorReader], *, seed: int
+    ) -> None:
+        self._open_base = open_base
+        self._base: TensorReader | None = None
+        self._seed = seed
+        self._layers: dict[str, Layer] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for layer in layers:
+            shapes: dict[str, tuple[int, ...]] = {
+                layer.down: (layer.rank, layer.inputs),
+                layer.up: (layer.outputs, layer.rank),
+            }
+            if layer.dora:
+                shapes[layer.magnitude] = (layer.outputs,)
+            self._shapes |= shapes
+            self._layers |= dict.fromkeys(shapes, layer)
+
+    def names(self) -> Collection[str]:
+        return self._shapes.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        if name not in self._shapes:
+            raise StageError(f"no tensor named {name}")
+        return TensorSpec(self._shapes[name], torch.float32)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        layer, spec = self._layers[name], self.spec(name)
+        if name == layer.magnitude:
+            yield from self._lengths(layer, start, stop)
+        elif name == layer.up:
+            yield from pieces(torch.zeros(spec.numel), start, stop)
+        else:
+            generator = torch.Generator().manual_seed(unit_seed(self._seed, name))
+            values = torch.empty(spec.numel)
+            values.uniform_(-bound(layer), bound(layer), generator=generator)
+            yield from pieces(values, start, stop)
+
+    def _lengths(self, layer: Layer, start: int, stop: int) -> Iterator[Tensor]:
+        if self._base is None:
+            self._base = self._open_base()
+        width = layer.inputs
+        for top, bottom in row_blocks(layer.outputs, width, start * width, stop * width):
+            rows = read_rows(self._base, layer.weight, top, bottom, width)
+            lengths = torch.linalg.vector_norm(rows, dim=1)
+            yield lengths[max(start - top, 0) : stop - top]
+
+    def close(self) -> None:
+        if self._base is not None:
+            self._base.close()
+            self._base = None
+
+
+def saved_updates(
+    folder: Path,
+    model: nn.Module,
+    trained: Sequence[str],
+    layers: Sequence[Layer],
+    base: TensorReader,
+) -> TensorReader:
+    """The tensors of `model` that are `trained`, as `folder` holds them, under the model's names.
+
+    peft saves the weight of a head beside its update: it has to be that of `base`. Raises
+    StageError when the adapter is of another model or of other settings.
+    """
+    reader = SafetensorsReader([folder / WEIGHTS])
+    stored = {name_in_file(name): name for name in reader.names()}
+    wanted = {name_in_file(name): name for name in trained}
+    own = {PREFIX + layer.weight: layer.weight for layer in layers}
+    missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    if missing or extra - own.keys():
+        parts = [f"missing {listed(missing)}"] * bool(missing)
+        parts += [f"unexpected {listed(extra)}"] * bool(extra)
+        raise StageError(
+            f"the adapter in {folder} is not of this model and these settings: " + "; ".join(parts),
+            hint="targets, dora and train_also must be those that it was trained with",
+        )
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    for file, name in wanted.items():
+        found = reader.spec(stored[file]).shape
+        if found != shapes[name]:
+            raise StageError(
+                f"the adapter in {folder} is not of this model and these settings: {name} has "
+                f"shape {list(found)} instead of {list(shapes[name])}"
+            )
+    for file in extra:
+        if not _same(reader, stored[file], base, own[file]):
+            raise StageError(
+                f"the adapter in {folder} brings its own {stored[file].removeprefix(PREFIX)}, "
+                "which is not this model's: it was trained on another one"
+            )
+    return ConvertedReader(reader, [renamed(stored[file], name) for file, name in wanted.items()])
+
+
+def _same(reader: TensorReader, name: str, base: TensorReader, own: str) -> bool:
+    """Whether two matrices are equal in the dtype of the first."""
+    spec = reader.spec(name)
+    if spec.shape != base.spec(own).shape:
+        return False
+    rows, columns = spec.shape
+    return all(
+        torch.equal(
+            read_rows(reader, name, top, bottom, columns),
+            read_rows(base, own, top, bottom, columns).to(spec.dtype).float(),
+        )
+        for top, bottom in row_blocks(rows, columns, 0, rows * columns)
+    )

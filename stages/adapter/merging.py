@@ -1,0 +1,123 @@
+"""The model's own weights with the trained updates merged into them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.artifacts import TensorReader, TensorSpec, Weights
+from pipeline.checkpoint.safetensors_format import CHUNK
+from stages.adapter.injection import Layer
+from stages.weights.change import renamed
+from stages.weights.converted import ConvertedReader
+from stages.weights.views import ComputedReader, JoinedReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.artifacts import TensorReader
+    from stages.adapter.injection import Layer
+
+
+class MergedWeights(ComputedReader, Weights):
+    """Tensors of the model without updates, in fp32 where one was merged; of what was trained as a
+    whole, the trained ones. A few rows and one layer's update are in memory at a time."""
+
+    def __init__(
+        self, trained: Weights, base: TensorReader, layers: Sequence[Layer], settings: str
+    ) -> None:
+        self.identity = hashlib.sha256(f"{trained.identity} {settings}".encode()).hexdigest()
+        self._trained = trained
+        updates = {name for one in layers for name in (one.down, one.up, one.magnitude)}
+        whole = [
+            renamed(name, name.replace(".base_layer.", "."))
+            for name in trained.names()
+            if name not in updates
+        ]
+        self._plain = JoinedReader(ConvertedReader(trained, whole), base)
+        self._base = base
+        self._layers = {layer.weight: layer for layer in layers}
+        self._update: tuple[str, Tensor, Tensor, Tensor | None] | None = None
+
+    @property
+    def others(self) -> TensorReader:
+        return self._plain
+
+    def names(self) -> Collection[str]:
+        return self._plain.names()
+
+    def spec(self, name: str) -> TensorSpec:
+        spec = self._plain.spec(name)
+        return spec._replace(dtype=torch.float32) if self.computes(name) else spec
+
+    def computes(self, name: str) -> bool:
+        return name in self._layers
+
+    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        layer = self._layers[name]
+        rows, columns = self.spec(name).shape
+        for top, bottom in row_blocks(rows, columns, start, stop):
+            weight = read_rows(self._base, name, top, bottom, columns)
+            block = updated(layer, weight, *self._of(layer), top, bottom).view(-1)
+            begin = top * columns
+            yield block[max(start - begin, 0) : stop - begin]
+
+    def _of(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A, B and magnitudes of the layer that is being merged."""
+        if self._update is None or self._update[0] != layer.name:
+            read = self._trained.read
+            magnitude = read(layer.magnitude).float() if layer.dora else None
+            self._update = layer.name, read(layer.down).float(), read(layer.up).float(), magnitude
+        return self._update[1:]
+
+    def close(self) -> None:
+        """Leaves the trained tensors open."""
+        self._base.close()
+
+
+def row_blocks(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """First and last row + 1 of the blocks of a few MiB in fp32 that hold elements [start, stop).
+
+    Blocks lie at the same rows whatever is asked for, so that a value does not depend on it: how a
+    product is summed depends on how many rows it has.
+    """
+    height = max(CHUNK // (4 * max(columns, 1)), 1)
+    first = start // max(columns, 1) // height * height
+    for top in range(first, rows, height):
+        if top * columns >= stop:
+            return
+        yield top, min(top + height, rows)
+
+
+def read_rows(reader: TensorReader, name: str, top: int, bottom: int, columns: int) -> Tensor:
+    """Rows [top, bottom) in fp32, shape (bottom - top, columns)."""
+    rows = torch.empty((bottom - top) * columns, dtype=torch.float32)
+    reader.read_into(name, top * columns, rows)
+    return rows.view(bottom - top, columns)
+
+
+def updated(
+    layer: Layer,
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    magnitude: Tensor | None,
+    top: int,
+    bottom: int,
+) -> Tensor:
+    """Rows [top, bottom) of a weight, given in fp32, with the update in.
+
+    W + s B A (Hu et al. 2021, section 4.1); under DoRA each row of that is then given its own
+    length (Liu et al. 2024, eq. 5). A transposed weight has the update transposed.
+    """
+    if layer.transposed:
+        return weight + layer.scaling * (down[:, top:bottom].T @ up.T)
+    both = weight + layer.scaling * (up[top:bottom] @ down)
+    if magnitude is None:
+        return both
+    lengths = torch.linalg.vector_norm(both, dim=1, keepdim=True)
+    scaled: Tensor = magnitude[top:bottom, None] / lengths * both
+    return scaled

@@ -1,0 +1,160 @@
+"""Linear layers whose weight is packed in 4 bits."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline.artifacts import ModelSource, TensorReader
+from pipeline.errors import StageError
+from stages.adapter.compat import bitsandbytes
+from stages.adapter.nf4 import PackedReader, RoundedReader, packed_bytes, rounded, unpack
+from stages.model.block_changes import linear_layers
+from stages.model.declared import outline
+from stages.model.derived import DerivedSource
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stages.adapter.lora import FourBits
+
+
+class FourBitLinear(nn.Linear):
+    """Multiplies by a weight that is unpacked for each product, in the dtype of the input. It gets
+    no gradient."""
+
+    def __init__(self, like: nn.Linear, kind: FourBits) -> None:
+        nn.Module.__init__(self)
+        bitsandbytes()
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.kind: FourBits = kind
+        elements = like.in_features * like.out_features
+        self.stands_for = {"packed": elements}
+        held = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=like.weight.device)
+        self.packed = nn.Parameter(held, requires_grad=False)
+        self.bias = like.bias
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight itself, shape (out_features, in_features), in the dtype in which its bytes are
+        held, or fp32; nothing while its bytes are partitioned."""
+        if not self.packed.numel():
+            return self.packed
+        dtype = self.packed.dtype if self.packed.is_floating_point() else torch.float32
+        return unpack(self.packed, (self.out_features, self.in_features), self.kind, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        product: Tensor = _Product.apply(input, self.packed, shape, self.kind)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, keeping the packed weight for backward instead of the unpacked one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: FourBits
+    ) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape, ctx.kind = shape, kind
+        return F.linear(x, unpack(packed, shape, kind, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack(packed, ctx.shape, ctx.kind, grad.dtype), None, None, None
+
+
+def suited(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers that are packed, by name: torch's own. Errors of the head show most."""
+    for name, module in linear_layers(model):
+        if type(module) is nn.Linear:
+            yield name, module
+
+
+def pack_layers(model: nn.Module, kind: FourBits) -> None:
+    """Put packed layers, not yet filled, in place of those that are suited."""
+    for name, module in list(suited(model)):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, FourBitLinear(module, kind))
+
+
+def round_layers(model: nn.Module, kind: FourBits) -> None:
+    """Give the layers that are suited the fp32 values that their weights have in 4 bits."""
+    for _, module in suited(model):
+        weight = module.weight
+        weight.data = rounded(weight.data.reshape(-1), kind).view(weight.shape)
+
+
+class _FourBitSource(DerivedSource):
+    """`base`, whose linear layers but the head have weights that 4 bits hold."""
+
+    def __init__(self, base: ModelSource, kind: FourBits) -> None:
+        super().__init__(base)
+        self.kind: FourBits = kind
+
+    @functools.cached_property
+    def layers(self) -> Collection[str]:
+        """Names of these layers. Raises StageError when there is none."""
+        found = frozenset(name for name, _ in suited(outline(self.base)))
+        if not found:
+            raise StageError(
+                f"{self.name} has no linear layers to hold in 4 bits", hint="leave out quantize"
+            )
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.base.fingerprint} {self.kind}".encode()).hexdigest()
+
+
+class QuantisedSource(_FourBitSource):
+    """A source that keeps them packed, and unpacks each for its product."""
+
+    @functools.cached_property
+    def _rounded(self) -> ModelSource:
+        """One, as it finds its layers once."""
+        return RoundedSource(self.base.plain, self.kind)
+
+    @property
+    def plain(self) -> ModelSource:
+        return self._rounded
+
+    @property
+    def exported(self) -> ModelSource:
+        return RoundedSource(self.base.exported, self.kind)
+
+    @property
+    def skeleton(self) -> ModelSource:
+        return self.base.skeleton
+
+    def build(self) -> nn.Module:
+        model = self.base.build()
+        pack_layers(model, self.kind)
+        return model
+
+    def weights(self) -> TensorReader:
+        return PackedReader(self.base.weights(), self.layers, self.kind)
+
+
+class RoundedSource(_FourBitSource):
+    """This model in an ordinary module: its weights are the values that come out of 4 bits. Its
+    base is a plain one."""
+
+    @property
+    def plain(self) -> ModelSource:
+        return self
+
+    @property
+    def exported(self) -> ModelSource:
+        return self
+
+    def weights(self) -> TensorReader:
+        return RoundedReader(self.base.weights(), self.layers, self.kind)

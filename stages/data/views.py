@@ -1,0 +1,174 @@
+"""Several documents in one sample, so that little of it is padding."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.artifacts import Sample, Samples
+from stages.data.cache import KEYS, Counts, Entry, digest
+from stages.data.documents import require_within
+from stages.data.samples import MaskedSamples
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+_ROWS, _OFFSETS, _TARGETS = "rows.bin", "offsets.bin", "targets.bin"
+
+
+class PackedSamples(Samples):
+    """Each sample is some of `rows`, one behind the other, with positions that begin anew at 0 with
+    each. No row is cut, and none predicts the first token of the next."""
+
+    def __init__(self, rows: Samples, entry: Entry) -> None:
+        self._rows = rows
+        self._members = entry.array(_ROWS, "<i8")[:]
+        self._offsets = entry.array(_OFFSETS, "<i8")[:]
+        self._targets = entry.array(_TARGETS, "<i8")[:]
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> Sample:
+        rows = [self._rows[row] for row in self.members(index)]
+        return Sample(
+            input_ids=np.concatenate([row.input_ids for row in rows]),
+            labels=np.concatenate([row.labels for row in rows]),
+            positions=np.concatenate([np.arange(len(row.input_ids)) for row in rows]),
+        )
+
+    def targets(self, index: int) -> int:
+        return int(self._targets[self._checked(index)])
+
+    def total_targets(self, indices: np.ndarray[Any, Any]) -> int:
+        return int(self._targets[require_within(indices, len(self))].sum())
+
+    def members(self, index: int) -> list[int]:
+        """The rows in sample `index`, in order."""
+        start = int(self._offsets[self._checked(index)])
+        members: list[int] = self._members[start : int(self._offsets[index + 1])].tolist()
+        return members
+
+    def _checked(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return index
+
+
+def pack_key(rows: Entry, first: int, count: int, length: int) -> str:
+    """The cache key of a packing of some of an entry's rows."""
+    return digest(["packing", KEYS, rows.key, first, count, length])
+
+
+def write_packs(folder: Path, rows: MaskedSamples, length: int) -> Counts:
+    """Write the files of PackedSamples; returns `samples`, and `positions` that hold a token."""
+    lengths, targets = rows.lengths(), rows.all_targets()
+    packs = best_fit_decreasing(lengths, length)
+    offsets = np.cumsum([0, *map(len, packs)])
+    members = np.array([row for pack in packs for row in pack], dtype="<i8")
+    members.tofile(folder / _ROWS)
+    offsets.astype("<i8").tofile(folder / _OFFSETS)
+    np.add.reduceat(targets[members], offsets[:-1]).astype("<i8").tofile(folder / _TARGETS)
+    return {"samples": len(packs), "positions": int(lengths.sum())}
+
+
+def best_fit_decreasing(lengths: np.ndarray[Any, Any], capacity: int) -> list[array[int]]:
+    """Items into bins: each, the longest first, into the fullest bin that still takes it (Johnson
+    1974, Fast algorithms for bin packing; at most 11/9 of the fewest bins, and one more).
+
+    `lengths`: int64, shape (items,), none above `capacity`. Returns each bin's items in ascending
+    order, the bins by their first item. Takes O(n log n) comparisons: bins are found by bisection
+    among the distinct rooms that are left.
+    """
+    bins: list[array[int]] = []
+    rooms: list[int] = []  # distinct, ascending
+    with_room: dict[int, list[int]] = {}
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        place = bisect.bisect_left(rooms, length)
+        if place == len(rooms):
+            chosen, left = len(bins), capacity - length
+            bins.append(array("q"))
+        else:
+            room = rooms[place]
+            chosen, left = with_room[room].pop(), room - length
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        bins[chosen].append(item)
+        if left:
+            if left not in with_room:
+                bisect.insort(rooms, left)
+            with_room.setdefault(left, []).append(chosen)
+    return sorted((array("q", sorted(each)) for each in bins), key=lambda each: each[0])
+
+
+class Mixture(Samples):
+    """Sets one behind the other, of which each is repeated to a given number of samples.
+
+    Of a set of n samples that is given c >= n places, place k holds sample floor(k n / c): every
+    sample is there floor(c / n) or ceil(c / n) times, those that are there once more spread evenly.
+    """
+
+    def __init__(self, parts: Sequence[Samples], counts: Sequence[int]) -> None:
+        for part, count in zip(parts, counts, strict=True):
+            if count < len(part):
+                raise ValueError(f"{count} places for {len(part)} samples")
+        self._parts = parts
+        self._starts = list(itertools.accumulate(counts, initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        part, inner = self._locate(index)
+        return self._parts[part][inner]
+
+    def targets(self, index: int) -> int:
+        part, inner = self._locate(index)
+        return self._parts[part].targets(inner)
+
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        indices, total = require_within(indices, len(self)), 0
+        for part, start, stop in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            places = indices[(start <= indices) & (indices < stop)] - start
+            total += part.total_targets(places * len(part) // (stop - start))
+        return total
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = bisect_right(self._starts, index) - 1
+        place, count = index - self._starts[part], self._starts[part + 1] - self._starts[part]
+        return part, place * len(self._parts[part]) // count
+
+
+def shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Samples of each set in an epoch: proportional to the weights, rounded to the nearest, and as
+    few as hold every sample of every set."""
+    scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+    return [
+        max(size, round(scale * weight)) for size, weight in zip(sizes, weights, strict=True)
+    ]  # fmt: skip
+
+
+def mixed(parts: Sequence[Samples], weights: Sequence[float]) -> Samples:
+    """The sets mixed by weight."""
+    if len(parts) == 1:
+        return parts[0]
+    return Mixture(parts, shares([len(part) for part in parts], weights))
+
+
+def joined(parts: Sequence[Samples]) -> Samples | None:
+    """The sets one behind the other; None if there are none."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    return Mixture(parts, [len(part) for part in parts])

@@ -1,0 +1,152 @@
+"""Are samples longer than the model's positions? Told from the config, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.contracts.stage import PlanView
+from pipeline.errors import Problem
+from stages.model.files import has_tokenizer, is_gguf, is_local, local
+from stages.model.hf import HfModel
+from stages.model.read import config_at_hand
+
+if TYPE_CHECKING:
+    from stages.model.hf import HfModel
+
+
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def tokenizer_problems(plan: PlanView, *, template: bool) -> Iterator[Problem]:
+    """Yield the problem of a stage that needs the tokenizer, and perhaps its chat template, where
+    the model has none. Files on the hub are not looked at."""
+    model = plan.find(HfModel)
+    if model is None or plan.forecast:
+        return
+    given = model.tokenizer or model.path
+    if given is None and model.config is None:
+        return
+    if given is not None and (not is_local(given) or not local(given).exists()):
+        return  # which is the model slot's to say
+    has, has_template = (False, False) if given is None else _found(model, local(given))
+    if not has:
+        yield Problem(
+            message="needs a tokenizer, and the model comes without one",
+            hint="set `tokenizer` in the model's slot to a folder that has one",
+        )
+    elif template and not has_template:
+        yield Problem(
+            message=f"lays rows out by a chat template, and the tokenizer of {given} has none",
+            hint="use an instruction-tuned model, or `template: false` for pairs of texts",
+        )
+
+
+def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
+    """Whether there is a tokenizer, and whether it has a chat template."""
+    if model.tokenizer is None and model.gguf_file is not None:
+        place = place / model.gguf_file
+    if is_gguf(place.name):
+        return _in_gguf(place)
+    return has_tokenizer(place), any((place / name).exists() for name in TEMPLATES) or _told(place)
+
+
+def _told(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        return bool(config.get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _in_gguf(file: Path) -> tuple[bool, bool]:
+    from stages.model.gguf_header import read_header
+
+    try:
+        metadata, _ = read_header(file)
+    except (OSError, ValueError):
+        return True, True  # which the run tells
+    return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
+
+
+TABLES = {
+    "biogpt": 1024, "codegen": 2048, "ctrl": 256, "gpt2": 1024, "gpt_bigcode": 1024,
+    "gpt_neo": 2048, "gptj": 2048, "openai-gpt": 512, "opt": 2048,
+}  # fmt: skip
+"""Kinds of models that look positions up in a table, in which those beyond it are not -> how many
+there are where a config does not say."""
+
+
+def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
+    """A problem where a slot's samples may be longer than the model's positions: a mistake where
+    positions are rows of a table, else a warning."""
+    config = config_at_hand(stage) or {}
+    kind = config.get("model_type")
+    context = stated_context(config)
+    if context is None:
+        context = TABLES.get(str(kind))
+    if context is None:
+        return
+    for slot, other in plan.slots.items():
+        length = getattr(other, "sequence_length", None)
+        if not isinstance(length, int) or length <= context:
+            continue
+        samples = f"samples of slot `{slot}` may have {length} tokens"
+        if kind in TABLES:
+            yield Problem(
+                message=f"{samples}, and a {kind} with {context} positions fails on longer ones",
+                hint=f"set {slot}.sequence_length to {context} or less",
+            )
+        else:
+            yield Problem(
+                message=f"{samples}, and the model's config states {context} positions",
+                hint=f"lower {slot}.sequence_length, or give the model a config that scales its "
+                "rotary angles",
+                warning=True,
+            )
+
+
+def stated_context(config: Mapping[str, Any]) -> int | None:
+    """Positions that a config states, with those that scaling its rotary angles adds."""
+    stated = config.get("max_position_embeddings", config.get("n_positions"))
+    if type(stated) is not int or stated < 1:
+        return None
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return stated
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or not isfinite(factor):
+        return stated
+    return max(stated, int(factor * (original if type(original) is int else stated)))
+
+
+MOST = 2**31 - 1
+"""The largest size of anything: what is larger is a slip, and would be no size of memory."""
+MOST_BLOCKS = 1024
+"""More than any model has (1000: Wang et al. 2022, DeepNet)."""
+_SIZE = re.compile(r"(num|n)_.+|.*(size|_dim|_rank|_embeddings|_positions|_layers|_heads|d_model)")
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
+_NEVER_0 = (
+    "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "n_embd", "n_head", "n_positions", "d_model",
+)  # fmt: skip
+
+
+def wrong_size(config: Mapping[str, Any]) -> str:
+    """The first size that cannot be, in words, also in the configs of a model's parts; empty when
+    all can."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            told = wrong_size(value)
+            if told:
+                return f"{key}.{told}"
+        elif type(value) is int and _SIZE.fullmatch(str(key)):
+            least = 1 if key in _NEVER_0 else 0
+            most = MOST_BLOCKS if key in _BLOCKS else MOST
+            if not least <= value <= most:
+                return f"{key} is {value:.4g}, expected a whole number from {least} to {most}"
+    return ""

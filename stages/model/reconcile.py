@@ -1,0 +1,148 @@
+"""Bring what a source holds and what the module needs together, or say where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+from stages.model.declared import listed, misfit, refuse_differences
+from stages.weights.views import ExtendedReader, Origin
+
+if TYPE_CHECKING:
+    from logging import Logger
+
+    from torch import nn
+
+SAMPLE = 1 << 18
+"""Elements that are compared at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """Differences between source and module that the recipe declares to be intended."""
+
+    new: Sequence[str] = ()
+    """Patterns of names that are initialised whatever the source has."""
+    unused: Sequence[str] = ()
+    """Patterns of names in the source that the module has no use for."""
+    vocabulary: Collection[str] = ()
+    """Names of the tensors that have a row for each token, and may have more or fewer."""
+
+
+def fit(
+    where: str,
+    held: TensorReader,
+    model: nn.Module,
+    tied: Mapping[str, str],
+    allowed: Allowed,
+    fresh: Callable[[], TensorReader],
+    log: Logger,
+) -> TensorReader:
+    """A reader of `held` with exactly the names and shapes of `model`; `fresh` initialises what the
+    recipe wants new, and what the architecture does not mind to be missing, which is logged. Raises
+    StageError that lists every other difference.
+
+    `held` may have a tied tensor under any of its names.
+    """
+    declared = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in model.state_dict().items()}
+    wanted = {name: spec.shape for name, spec in declared.items()}
+    given = [name for name in held.names() if not _matches(name, allowed.unused)]
+    _refuse_idle(where, allowed, wanted, held.names())
+    _refuse_half_new(allowed, tied)
+    origins: dict[str, Origin] = {}
+    misshapen: dict[str, str] = {}
+    for name, shape in wanted.items():
+        source = _source(name, given, tied)
+        if _matches(name, allowed.new):
+            origins[name] = Origin(name, 0, declared[name])
+        elif source is not None:
+            spec = held.spec(source)
+            if spec.shape == shape:
+                origins[name] = Origin(source, spec.numel, spec)
+            elif name in allowed.vocabulary and spec.shape[1:] == shape[1:]:
+                resized = TensorSpec(shape, spec.dtype)
+                origins[name] = Origin(source, min(spec.numel, resized.numel), resized)
+            else:
+                misshapen[name] = misfit(name, spec.shape, shape)
+    missing = wanted.keys() - origins.keys() - misshapen.keys()
+    extra = {name for name in given if name not in wanted}
+    refuse_differences(where, model, missing, extra, misshapen.values())
+    if missing:
+        log.info("not in %s, so initialised: %s", where, listed(missing))
+    origins |= {name: Origin(name, 0, declared[name]) for name in missing}
+    needs_fresh = any(origin.kept < origin.spec.numel for origin in origins.values())
+    _refuse_untied(where, held, origins, tied)
+    return ExtendedReader(held, fresh() if needs_fresh else None, origins)
+
+
+def _source(name: str, given: Collection[str], tied: Mapping[str, str]) -> str | None:
+    """The name under which the source has the tensor, or one that shares it."""
+    kept = tied.get(name, name)
+    alike = (name, kept, *(alias for alias, other in tied.items() if other == kept))
+    return next((one for one in alike if one in given), None)
+
+
+def _refuse_idle(
+    where: str, allowed: Allowed, wanted: Collection[str], given: Collection[str]
+) -> None:
+    """A pattern that matches nothing is a spelling mistake."""
+    for key, patterns, names, whose in (
+        ("new_weights", allowed.new, wanted, "the model"),
+        ("unused_weights", allowed.unused, given, where),
+    ):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                examples = ", ".join(sorted(names)[-3:])
+                raise StageError(
+                    f"{key}: {pattern!r} matches no tensor of {whose}",
+                    hint=f"they are called {examples}, ...",
+                )
+
+
+def _refuse_half_new(allowed: Allowed, tied: Mapping[str, str]) -> None:
+    for alias, kept in tied.items():
+        if _matches(alias, allowed.new) != _matches(kept, allowed.new):
+            raise StageError(
+                f"new_weights: the model shares one tensor between {alias} and {kept}, "
+                "and only one of them is named",
+                hint="name both, or set tie_word_embeddings to false in its config.json",
+            )
+
+
+def _refuse_untied(
+    where: str, held: TensorReader, origins: Mapping[str, Origin], tied: Mapping[str, str]
+) -> None:
+    for alias, kept in tied.items():
+        one, other = origins[alias], origins[kept]
+        if one.kept and one.source != other.source and not _equal(held, one, other):
+            raise StageError(
+                f"the model shares one tensor between {alias} and {kept}, "
+                f"but {where} holds different values for them",
+                hint="set tie_word_embeddings to false in its config.json",
+            )
+
+
+def _equal(held: TensorReader, one: Origin, other: Origin) -> bool:
+    """Whether two tensors agree in samples from all over them: a head that was trained apart from
+    the embedding differs everywhere, and every process makes this comparison."""
+    first, second = held.spec(one.source), held.spec(other.source)
+    if first.shape != second.shape:
+        return False
+    length = min(SAMPLE, first.numel)
+    for start in (0, (first.numel - length) // 2, first.numel - length):
+        samples = [torch.empty(length, dtype=torch.float32) for _ in range(2)]
+        for name, sample in zip((one.source, other.source), samples, strict=True):
+            held.read_into(name, start, sample)
+        if not torch.equal(*samples):
+            return False
+    return True
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,210 @@
+"""A reader's tensors with some of their rows from another."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ReaderView(TensorReader):
+    """Tensors of `base`, seen in another way. Leaves `base` open."""
+
+    def __init__(self, base: TensorReader) -> None:
+        self._base = base
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Of the base."""
+        return self._base.bytes_read
+
+    @property
+    def as_stored(self) -> bool:  # type: ignore[override]
+        """Of the base."""
+        return self._base.as_stored
+
+
+class CastReader(ReaderView):
+    """Floating tensors of `base` in the dtype that `dtype` gives their name; others as they are.
+
+    Raises StageError for finite values that become infinite. Leaves `base` open.
+    """
+
+    def __init__(self, base: TensorReader, dtype: Callable[[str], torch.dtype]) -> None:
+        super().__init__(base)
+        self._dtype = dtype
+
+    def names(self) -> Collection[str]:
+        return self._base.names()
+
+    def spec(self, name: str) -> TensorSpec:
+        spec = self._base.spec(name)
+        return spec._replace(dtype=self._dtype(name)) if spec.dtype.is_floating_point else spec
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        dtype = self.spec(name).dtype
+        for chunk in self._base.chunks(name, start, stop):
+            if chunk.dtype != dtype and _overflows(chunk, dtype):
+                raise StageError(
+                    f"{name} has values beyond {str(dtype).removeprefix('torch.')}",
+                    hint="export in bf16 or fp32",
+                )
+            yield chunk.to(dtype)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        if self._base.spec(name).dtype == self.spec(name).dtype:
+            self._base.read_into(name, start, out)
+        else:
+            super().read_into(name, start, out)
+
+
+def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
+    """Whether there are finite values that the dtype does not reach; not asked of dtypes that reach
+    as far as fp32."""
+    most = torch.finfo(dtype).max
+    if most > 1e38:
+        return False
+    values = chunk.float().abs()
+    return bool(((values > most) & values.isfinite()).any())
+
+
+class JoinedReader(TensorReader):
+    """The tensors of all `readers`; of those that several have, the first's. Closes all."""
+
+    def __init__(self, *readers: TensorReader) -> None:
+        self._readers = readers
+        self._owner: dict[str, TensorReader] = {}
+        for reader in readers[::-1]:
+            self._owner.update(dict.fromkeys(reader.names(), reader))
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Of all."""
+        return sum(reader.bytes_read for reader in self._readers)
+
+    @property
+    def as_stored(self) -> bool:  # type: ignore[override]
+        """Of all."""
+        return all(reader.as_stored for reader in self._readers)
+
+    def names(self) -> Collection[str]:
+        return self._owner.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._reader(name).spec(name)
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        return self._reader(name).chunks(name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        self._reader(name).read_into(name, start, out)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+    def _reader(self, name: str) -> TensorReader:
+        if name not in self._owner:
+            raise StageError(f"no tensor named {name}")
+        return self._owner[name]
+
+
+class ComputedReader(TensorReader):
+    """Tensors of `others`, but for those that are computed, chunk by chunk."""
+
+    @property
+    @abstractmethod
+    def others(self) -> TensorReader:
+        """Has what is not computed."""
+
+    @abstractmethod
+    def computes(self, name: str) -> bool:
+        """Whether it is computed."""
+
+    @abstractmethod
+    def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        """As `chunks`, of a tensor that is computed."""
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Of the others, which the computed ones are made from."""
+        return self.others.bytes_read
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        reader = self.computed if self.computes(name) else self.others.chunks
+        yield from reader(name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        if self.computes(name):
+            super().read_into(name, start, out)
+        else:
+            self.others.read_into(name, start, out)
+
+
+class Origin(NamedTuple):
+    """A tensor whose first `kept` elements are those of `source` in the base, and whose others are
+    those of the same place in the fresh reader."""
+
+    source: str
+    kept: int
+    spec: TensorSpec
+
+
+class ExtendedReader(ReaderView):
+    """Tensors of `base` by the names in `origins`, with what they lack from `fresh`. Closes both.
+
+    A tensor with nothing from the base has the dtype of the fresh one.
+    """
+
+    def __init__(
+        self, base: TensorReader, fresh: TensorReader | None, origins: Mapping[str, Origin]
+    ) -> None:
+        super().__init__(base)
+        self._fresh = fresh
+        self._origins = origins
+
+    def names(self) -> Collection[str]:
+        return self._origins.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._origin(name).spec
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        origin = self._origin(name)
+        edge = min(max(origin.kept, start), stop)
+        if start < edge:
+            yield from self._base.chunks(origin.source, start, edge)
+        yield from self._new(name, edge, stop)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        origin = self._origin(name)
+        kept = min(max(origin.kept - start, 0), out.numel())
+        if kept:
+            self._base.read_into(origin.source, start, out[:kept])
+        for chunk in self._new(name, start + kept, start + out.numel()):
+            out[kept : kept + chunk.numel()].copy_(chunk)
+            kept += chunk.numel()
+
+    def close(self) -> None:
+        self._base.close()
+        if self._fresh is not None:
+            self._fresh.close()
+
+    def _new(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        if start < stop:
+            assert self._fresh is not None
+            for chunk in self._fresh.chunks(name, start, stop):
+                yield chunk.to(self._origins[name].spec.dtype)
+
+    def _origin(self, name: str) -> Origin:
+        if name not in self._origins:
+            raise StageError(f"no tensor named {name}")
+        return self._origins[name]

@@ -1,0 +1,302 @@
+"""Whatever is wrong with a checkpoint is noticed when it is read, and told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.manifest import FILE, Damaged
+from pipeline.checkpoint.reader import CheckpointReader, contradiction
+from pipeline.errors import CheckpointError
+from tests.support.tier import times
+from tests.support.tiny_store import Tiny, digests, read_digests, write
+
+FLIPS = times(quick=200, full=2000)
+Change = Callable[[dict[str, Any]], None]
+NAME = "step-00000001"
+FORMATS = ("sharded", "full")
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a good checkpoint."""
+    root = tmp_path_factory.mktemp(request.param)
+    assert write(Tiny(str(root), request.param), 1).problem == ""
+    return root
+
+
+@pytest.fixture
+def root(written: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(written, tmp_path / "root"))
+
+
+def read_all(root: Path, *, whole: bool) -> None:
+    """Verify everything, or read only each tensor."""
+    if whole:
+        read_digests(LocalStore(root), NAME)
+        return
+    reader = CheckpointReader(LocalStore(root), NAME)
+    try:
+        for key, tensor in reader.tensors.items():
+            reader.read_into(key, 0, memoryview(bytearray(tensor.numel * tensor.itemsize)))
+    finally:
+        reader.close()
+
+
+def regions(root: Path) -> list[tuple[Path, int, int, str]]:
+    """File, first byte, end, and the tensor whose data that is, or nothing."""
+    reader = CheckpointReader(LocalStore(root), NAME)
+    manifest, folder = reader.manifest, root / NAME
+    found = [(folder / FILE, 0, (folder / FILE).stat().st_size, "")]
+    for file in manifest.files:
+        found.append((folder / file.name, 0, file.data_start, ""))
+    for part in manifest.parts:
+        found.append((folder / part.sums, 0, (folder / part.sums).stat().st_size, ""))
+    for tensor in manifest.tensors:
+        for place in reader._places.find(tensor.key, 0, tensor.numel):
+            end = place.offset + (place.stop - place.start) * tensor.itemsize
+            found.append((folder / manifest.files[place.file].name, place.offset, end, tensor.key))
+    sizes = {
+        file: sum(end - start for f, start, end, _ in found if f == file) for file in files_of(root)
+    }
+    assert sizes == {file: file.stat().st_size for file in files_of(root)}  # so: every byte
+    return found
+
+
+def test_no_flipped_byte_is_read_silently(root: Path) -> None:
+    chance = random.Random(0)
+    places = regions(root)
+    for turn in range(FLIPS // len(FORMATS)):
+        file, start, end, key = places[turn % len(places)]
+        data = bytearray(file.read_bytes())
+        place, bits = chance.randrange(start, end), chance.randrange(1, 256)
+        data[place] ^= bits
+        file.write_bytes(data)
+        with pytest.raises(Damaged) as told:
+            read_all(root, whole=turn % 3 == 0)
+        assert str(file) in str(told.value), (file, place)
+        assert key in str(told.value), (file, place)
+        data[place] ^= bits
+        file.write_bytes(data)
+    assert read_digests(LocalStore(root), NAME) == digests(1)
+
+
+def files_of(root: Path) -> list[Path]:
+    return sorted((root / NAME).iterdir())
+
+
+def test_missing_truncated_and_extended_files(root: Path) -> None:
+    for file in files_of(root):
+        data = file.read_bytes()
+        for broken in (None, b"", data[:-1], data[: len(data) // 2], data + b"\0", data + data):
+            if broken is None:
+                file.unlink()
+            else:
+                file.write_bytes(broken)
+            for whole in (True, False):
+                with pytest.raises(Damaged, match=str(file)):
+                    read_all(root, whole=whole)
+            file.write_bytes(data)
+    read_all(root, whole=True)
+
+
+def test_any_two_files_swapped(root: Path) -> None:
+    files = files_of(root)
+    for first in files:
+        for second in files[: files.index(first)]:
+            one, other = first.read_bytes(), second.read_bytes()
+            first.write_bytes(other)
+            second.write_bytes(one)
+            with pytest.raises(Damaged, match=f"{first}|{second}"):
+                read_all(root, whole=True)
+            first.write_bytes(one)
+            second.write_bytes(other)
+
+
+def test_files_of_another_step(root: Path, request: pytest.FixtureRequest) -> None:
+    """A file, and a file with its checksums."""
+    other = root.parent / "other"
+    write(
+        Tiny(str(other), "full" if (root / NAME / "model.safetensors").exists() else "sharded"), 2
+    )
+    foreign = {path.name: path.read_bytes() for path in (other / "step-00000002").iterdir()}
+    files = [file for file in files_of(root) if file.name != FILE]
+    for names in [{file.name} for file in files] + [
+        {"rank-00001.sums", file.name} for file in files
+    ]:
+        kept = {name: (root / NAME / name).read_bytes() for name in names}
+        for name in names:
+            (root / NAME / name).write_bytes(foreign[name])
+        with pytest.raises(Damaged, match=str(root / NAME / "(rank|model|optimizer|random)")):
+            read_all(root, whole=True)
+        for name, data in kept.items():
+            (root / NAME / name).write_bytes(data)
+
+
+def test_a_checkpoint_under_the_name_of_another_step(root: Path) -> None:
+    (root / NAME).rename(root / "step-00000007")
+    with pytest.raises(Damaged, match=r"step-00000007.*of step 1, in a folder that was renamed"):
+        CheckpointReader(LocalStore(root), "step-00000007")
+
+
+def test_a_file_that_nobody_named_changes_nothing(root: Path) -> None:
+    """It is never opened."""
+    shutil.copy(next((root / NAME).glob("*.safetensors")), root / NAME / "rank-00002.safetensors")
+    assert read_digests(LocalStore(root), NAME) == digests(1)
+
+
+def test_a_folder_of_another_format_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME / "weights.bin").touch()
+    with pytest.raises(CheckpointError, match=r"no checkpoint: it holds no manifest\.json") as told:
+        CheckpointReader(LocalStore(tmp_path), NAME)
+    assert not isinstance(told.value, Damaged)
+
+
+def edit(root: Path, change: Change, *, sign: bool = True) -> None:
+    """Change the manifest, with a checksum that is right."""
+    path = root / NAME / FILE
+    data = json.loads(path.read_bytes())
+    change(data["checkpoint"])
+    body = json.dumps(data["checkpoint"])
+    digest = hashlib.sha256(body.encode()).hexdigest() if sign else data["sha256"]
+    path.write_text(f'{{"checkpoint": {body}, "sha256": "{digest}"}}\n')
+
+
+def change_run(key: str, field: int, value: int) -> Change:
+    """Of the first run of a tensor: start, stop, length, rank, step, cuts, apart."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        runs_of(manifest, key)[0][field] = value
+
+    return change
+
+
+def runs_of(manifest: dict[str, Any], key: str) -> list[Any]:
+    number = [tensor["key"] for tensor in manifest["tensors"]].index(key)
+    runs: list[Any] = manifest["runs"][number]
+    return runs
+
+
+def change_tensor(field: str, value: Any, number: int = 0) -> Change:
+    return lambda manifest: manifest["tensors"][number].update({field: value})
+
+
+def change_file(field: str, value: Any) -> Change:
+    return lambda manifest: manifest["files"][0].update({field: value})
+
+
+def swap_keys(manifest: dict[str, Any]) -> None:
+    """Two tensors of the same shape and dtype: only the files know which is which."""
+    first, second = manifest["tensors"][3], manifest["tensors"][4]
+    first["key"], second["key"] = second["key"], first["key"]
+
+
+def forget_tensor(manifest: dict[str, Any]) -> None:
+    """The last one; what remains hangs together."""
+    number = len(manifest["tensors"]) - 1
+    del manifest["tensors"][number], manifest["runs"][number]
+
+
+def repeat_tensor(manifest: dict[str, Any]) -> None:
+    manifest["tensors"].append(dict(manifest["tensors"][0]))
+    manifest["runs"].append(manifest["runs"][0])
+
+
+def swap_sums(manifest: dict[str, Any]) -> None:
+    first, second = manifest["parts"]
+    first["sums"], second["sums"] = second["sums"], first["sums"]
+
+
+EDITS: dict[str, tuple[Change, str]] = {
+    "keys swapped": (swap_keys, r"random/0000\d/torch is not where the manifest says"),
+    "dtype of the same size": (change_tensor("dtype", "I32"), "weight/a is not where"),
+    "shape of the same size": (change_tensor("shape", [50, 3]), "weight/a is not where"),
+    "smaller shape": (change_tensor("shape", [3, 49]), "weight/a: ends at element 150 of 147"),
+    "larger shape": (change_tensor("shape", [3, 51]), "weight/a: ends at element 150 of 153"),
+    "unknown dtype": (change_tensor("dtype", "F33"), "weight/a has the unknown dtype F33"),
+    "unknown key": (change_tensor("key", "weight/z"), "weight/z is not where the manifest says"),
+    "tensor forgotten": (forget_tensor, "do not fill it"),
+    "tensor twice": (repeat_tensor, "two entries for weight/a"),
+    "run dropped": (lambda m: runs_of(m, "weight/b").pop(), "weight/b: ends at element 4501"),
+    "run twice": (
+        lambda m: runs_of(m, "weight/b").append(runs_of(m, "weight/b")[0]),
+        "weight/b: elements .* are there twice",
+    ),
+    "run shorter": (
+        change_run("weight/b", 1, 4500),
+        "weight/b: elements 4500 to 4501 are missing|weight/b: cut for ranks",
+    ),
+    "run longer than all": (change_run("weight/b", 2, 10**30), "weight/b: cut for ranks"),
+    "run of nothing": (change_run("weight/b", 2, 0), "written by another version: runs"),
+    "run of another rank": (change_run("weight/b", 3, 1), r"do not fill it|rank-0000[01]\.sums"),
+    "run of no rank": (change_run("weight/b", 3, 2), "weight/b: cut for ranks that there are not"),
+    "run of many ranks": (change_run("weight/b", 2, 1), "weight/b: cut for ranks"),
+    "run cut": (change_run("weight/b", 5, 2), "weight/b: cut for ranks"),
+    "no runs": (lambda m: m.update(runs=[]), "does not say who has which tensor"),
+    "tensor in no file": (change_tensor("file", 9), "weight/a: lies in an unknown file"),
+    "tensor in another file": (change_tensor("file", 1), "do not fill it"),
+    "file larger": (change_file("size", 10**15), "do not fill it|instead of 1000000000000000"),
+    "header larger": (change_file("data_start", 10**15), "longer than the file"),
+    "another header": (change_file("header", 1), "its header is damaged"),
+    "sums swapped": (swap_sums, "rank-0000[01].sums"),
+    "another step": (lambda m: m.update(step=2), "of step 2, in a folder that was renamed"),
+    "another version": (lambda m: m.update(version=3), "written by another version: version"),
+    "more fields": (lambda m: m.update(more=2), "written by another version: more"),
+}
+for bad in ("/etc/passwd", "../x", "a/../../x", "a/..", ".", "", "a//b", "a\\b", "a\0b", ".hidden"):
+    EDITS[f"file {bad!r}"] = (change_file("name", bad), "names a file outside of its folder")
+    EDITS[f"sums {bad!r}"] = (
+        lambda manifest, bad=bad: manifest["parts"][0].update(sums=bad),  # type: ignore[misc]
+        "names a file outside of its folder",
+    )
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_manifest(root: Path, name: str) -> None:
+    change, problem = EDITS[name]
+    edit(root, change)
+    for whole in (True, False):
+        with pytest.raises(CheckpointError, match=problem) as told:
+            read_all(root, whole=whole)
+        assert str(root / NAME) in str(told.value)
+
+
+def test_an_edited_manifest_with_the_old_checksum(root: Path) -> None:
+    edit(root, lambda manifest: manifest.update(step=2), sign=False)
+    with pytest.raises(Damaged, match=f"{root / NAME / FILE}: its checksum is wrong"):
+        read_all(root, whole=True)
+
+
+def test_an_edit_that_changes_nothing_is_accepted(root: Path) -> None:
+    """So the edits above are refused for what they change."""
+    edit(root, lambda manifest: None)
+    assert read_digests(LocalStore(root), NAME) == digests(1)
+
+
+def test_a_tensor_that_only_the_file_knows(root: Path) -> None:
+    """Checksums that were edited as well would not show it."""
+    reader = CheckpointReader(LocalStore(root), NAME)
+    file = reader.manifest.files[0]
+    head = (root / NAME / file.name).read_bytes()[: file.data_start]
+    known = reader._places.in_file(0)
+    assert contradiction(head, known) == ""
+    assert contradiction(head, known[1:]).endswith(" is not in the manifest")
+
+
+def test_what_is_asked_for_beyond_a_tensor(root: Path) -> None:
+    reader = CheckpointReader(LocalStore(root), NAME)
+    for start, stop in ((0, 151), (-1, 3), (5, 4)):
+        with pytest.raises(CheckpointError, match="weight/a has 150 elements"):
+            list(reader.read("weight/a", start, stop))
+    with pytest.raises(CheckpointError, match="holds no weight/z"):
+        list(reader.read("weight/z", 0, 0))

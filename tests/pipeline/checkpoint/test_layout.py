@@ -1,0 +1,48 @@
+"""What ranks agree on before the first checkpoint does not grow with their number."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.full_layout import Whole
+from pipeline.checkpoint.layout import Holding, Sharded, divided, message, spans_of, unpacked
+from pipeline.errors import StageError
+
+SHAPES = [(f"weight/{number}", (4096 + number, 8)) for number in range(12)]
+
+
+def told(rank: int, ranks: int, dtype: str = "F32") -> bytes:
+    """Of a rank that has its rows of every tensor, and a generator."""
+    own = []
+    for key, (rows, columns) in SHAPES:
+        chunk = -(-rows // ranks) * columns
+        start, stop = min(rank * chunk, rows * columns), min((rank + 1) * chunk, rows * columns)
+        if start < stop:
+            own.append(Holding(key, dtype, (rows, columns), start, stop, True))
+    return message(own, {"torch": 9})
+
+
+@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
+def test_tensors_are_described_in_as_many_words_for_more_ranks(
+    arrangement: Sharded | Whole,
+) -> None:
+    described = {}
+    for ranks in (4, 700):
+        messages = [told(rank, ranks) for rank in range(ranks)]
+        tensors, runs = unpacked(divided(messages, arrangement))
+        assert [entry.key for entry in tensors] == [
+            *(key for key, _ in SHAPES), *(f"random/{rank:05d}/torch" for rank in range(ranks))
+        ]  # fmt: skip
+        described[ranks] = [len(own) for own in runs[: len(SHAPES)]]
+        assert runs[len(SHAPES) :] == [[Run(0, 9, 9, rank)] for rank in range(ranks)]
+        mine = spans_of(ranks - 2, tensors, runs)
+        assert [span.key for span in mine][-1] == f"random/{ranks - 2:05d}/torch"
+    assert described[4] == described[700] == [1] * len(SHAPES)
+
+
+def test_ranks_that_do_not_fit_together() -> None:
+    with pytest.raises(StageError, match="weight/0: ranks differ in its shape or dtype"):
+        divided([told(0, 2), told(1, 2, "BF16")], Sharded())
+    with pytest.raises(StageError, match="the ranks' parts of weight/0 do not make it up: ends at"):
+        divided([told(0, 3), told(1, 3)], Sharded())

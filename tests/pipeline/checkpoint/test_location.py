@@ -1,0 +1,48 @@
+"""Where a run's checkpoints are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint import location
+from pipeline.errors import CheckpointError, ResumeRefused
+
+
+def test_nothing_saved_nothing_known(tmp_path: Path) -> None:
+    assert location.known(tmp_path) is None
+    location.require_none(tmp_path, "s3://bucket/run")
+    (tmp_path / "checkpoints.at").write_text("")  # as a full disk leaves it
+    assert location.known(tmp_path) is None
+
+
+def test_an_address_is_remembered(tmp_path: Path) -> None:
+    location.remember(tmp_path, "s3://bucket/run")
+    assert location.known(tmp_path) == "s3://bucket/run"
+    with pytest.raises(ResumeRefused, match="saved checkpoints in s3://bucket/run, and now there"):
+        location.require_none(tmp_path, "s3://bucket/run")
+    with pytest.raises(ResumeRefused, match="in s3://bucket/run, its recipe now says /else"):
+        location.require_none(tmp_path, "/else")
+
+
+def test_what_is_in_the_runs_folder_moves_with_it(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    location.remember(old, str(old / "checkpoints"))
+    new = old.rename(tmp_path / "new")
+    assert location.known(new) == str(new / "checkpoints")
+
+
+def test_a_place_that_cannot_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoints\.at: No such file or directory"):
+        location.remember(tmp_path / "gone", "s3://bucket/run")
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe", b"/a\0b", b"/a\n/b", b"/" * 5000])
+def test_garbage_is_said_and_replaced_by_the_next_save(tmp_path: Path, garbage: bytes) -> None:
+    (tmp_path / "checkpoints.at").write_bytes(garbage)
+    with pytest.raises(CheckpointError, match=r"checkpoints.at: damaged: .*\(write into it where"):
+        location.known(tmp_path)
+    location.remember(tmp_path, "/elsewhere")
+    assert location.known(tmp_path) == "/elsewhere"

@@ -1,0 +1,103 @@
+"""What a manifest says comes back as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.manifest import Damaged, DataFile, Manifest, Part, TensorEntry
+from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NUMBERS = st.one_of(st.integers(-(2**70), 2**70), st.floats())
+PLAIN: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
+    max_leaves=8,
+)
+COUNTS = st.integers(0, 2**64 - 1)
+FACTS = st.dictionaries(TEXT, PLAIN, max_size=4)
+STATES = st.fixed_dictionaries(
+    {
+        "aliases": st.dictionaries(TEXT, TEXT, max_size=3),
+        "frozen": st.lists(TEXT, max_size=3),
+        "groups": st.lists(
+            st.fixed_dictionaries({"settings": FACTS, "parameters": st.lists(TEXT, max_size=3)}),
+            max_size=3,
+        ),
+        "updates": st.dictionaries(TEXT, COUNTS, max_size=3),
+        "moments": st.lists(TEXT, max_size=3),
+        "loss_scale": st.one_of(
+            st.none(),
+            st.fixed_dictionaries({"scale": st.floats(), "good_steps": st.integers(0, 9)}),
+        ),
+    }
+)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Of tensors one after the other in one file, each in one piece or two."""
+    tensors, runs, offset = [], [], 4096
+    for key in draw(st.lists(TEXT, unique=True, max_size=4)):
+        shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+        tensor = TensorEntry(key=key, dtype=draw(st.sampled_from(sorted(ITEM_BYTES))), shape=shape)
+        cut = draw(st.integers(0, tensor.numel))
+        edges = ((0, cut), (cut, tensor.numel))
+        runs.append([Run(start, stop, stop - start, 0) for start, stop in edges if start < stop])
+        offset += tensor.numel * tensor.itemsize
+        tensors.append(tensor)
+    file = DataFile(name="rank-00000.safetensors", size=offset, data_start=4096, header=7)
+    return Manifest(
+        step=draw(st.integers(0, 10**18)),
+        written="2026-01-01T00:00:00+00:00",
+        world_size=1,
+        writer=draw(FACTS),
+        progress=draw(FACTS),
+        state=draw(STATES),
+        tensors=tensors,
+        runs=runs,
+        files=[file],
+        parts=[Part(sums="rank-00000.sums", digest=draw(COUNTS))],
+    )
+
+
+@given(manifests())
+def test_round_trip(manifest: Manifest) -> None:
+    data = manifest.dump()
+    again = Manifest.load(data, "here")
+    assert same(again.model_dump(), manifest.model_dump())
+    assert again.dump() == data
+
+
+@given(manifests(), st.data())
+def test_no_byte_of_it_can_change(manifest: Manifest, data: st.DataObject) -> None:
+    bytes_ = bytearray(manifest.dump())
+    place = data.draw(st.integers(0, len(bytes_) - 1))
+    bytes_[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(Damaged, match=r"^here: its checksum is wrong"):
+        Manifest.load(bytes(bytes_), "here")
+
+
+@given(manifests(), st.data())
+def test_no_part_of_it_is_enough(manifest: Manifest, data: st.DataObject) -> None:
+    bytes_ = manifest.dump()
+    length = data.draw(st.integers(0, len(bytes_) - 1))
+    with pytest.raises(Damaged):
+        Manifest.load(bytes_[:length], "here")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, with lists for tuples, and not-a-number equal to itself."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float) and math.isnan(one):
+        return isinstance(other, float) and math.isnan(other)
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,162 @@
+"""One process writes what any source holds: all of it, as a stream, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.full_layout import Whole
+from pipeline.checkpoint.layout import Arrangement, Sharded
+from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.manifest import Group, State, TensorEntry
+from pipeline.checkpoint.offline_writer import (
+    appearing,
+    regrouped,
+    step_target,
+    write_checkpoint,
+)
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.staging import stage
+from pipeline.checkpoint.state_source import StateSource, Watched, WeightsOnly
+from pipeline.errors import CheckpointError, UsageError
+
+STEP = "step-00000020"
+SHAPES = {
+    "weight/a": ("F32", (40_000, 3)), "weight/b": ("BF16", (5, 7)), "weight/scalar": ("F32", ()),
+    "weight/none": ("F32", (0, 4)), "exp_avg/a": ("F32", (40_000, 3)),
+    "random/00000/torch": ("U8", (5056,)),
+}  # fmt: skip
+
+
+class Made(StateSource):
+    """Bytes that follow from the key, handed out in pieces of odd sizes."""
+
+    where = "made"
+    step = 20
+    world_size = 4
+    writer = {"format": "made"}
+    progress = {"step": 20, "samples": 320}
+    state = State(
+        aliases={"head": "a"}, frozen=["b"], groups=[Group(settings={"lr": 0.1}, parameters=["a"])],
+        updates={"a": 20}, moments=["exp_avg"], loss_scale=None,
+    )  # fmt: skip
+
+    def __init__(self, shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> None:
+        self.tensors = {
+            key: TensorEntry(key=key, dtype=dtype, shape=shape)
+            for key, (dtype, shape) in shapes.items()
+        }
+        self.missing = 0
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        size = self.tensors[key].itemsize
+        for first in range(start, stop - self.missing, 100_003):
+            last = min(first + 100_003, stop - self.missing)
+            yield first, memoryview(content(key, first * size, last * size))
+
+    def close(self) -> None:
+        pass
+
+
+def content(key: str, start: int, stop: int) -> bytes:
+    seed = hashlib.sha256(key.encode()).digest()
+    turn = start % len(seed)
+    return ((seed[turn:] + seed[:turn]) * ((stop - start) // len(seed) + 1))[: stop - start]
+
+
+@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
+def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: Arrangement) -> None:
+    """Odd numbers of items of all sizes, in files that follow each other."""
+    kinds = {"weight/a": "BF16", "weight/b": "U8", "exp_avg/a": "F32", "random/0": "I64"}
+    entries = arrangement.in_order(
+        TensorEntry(key=key, dtype=dtype, shape=(7,)) for key, dtype in kinds.items()
+    )
+    tensors = {entry.key: entry for entry in entries}
+    layout = arrangement.lay_out(0, [Span(key, 0, 7) for key in tensors], tensors)
+    staging = stage(layout, tensors, {"weight/b", "exp_avg/a"}.__contains__)
+    copies = [(tensors[copy.key].itemsize, copy) for copy in (*staging.whole, *staging.passing)]
+    assert len(copies) == 4
+    assert [copy.place % itemsize for itemsize, copy in copies] == [0] * 4
+    taken = sorted((copy.place, copy.place + 7 * itemsize) for itemsize, copy in copies)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
+    assert taken[-1][1] <= staging.size
+
+
+@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
+def test_everything_is_written(arrangement: Arrangement, tmp_path: Path) -> None:
+    source = Made()
+    write_checkpoint(source, LocalStore(tmp_path), STEP, arrangement)
+    reader = CheckpointReader(LocalStore(tmp_path), STEP)
+    reader.verify()
+    assert set(reader.tensors) == set(SHAPES) - {"weight/none"}
+    for key, entry in reader.tensors.items():
+        assert reader.read_bytes(key) == content(key, 0, entry.numel * entry.itemsize), key
+    assert (reader.step, reader.world_size, reader.state) == (20, 4, source.state)
+    assert (reader.progress, reader.writer) == (source.progress, source.writer)
+    assert LocalStore(tmp_path).names() == [STEP]
+
+
+@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
+def test_a_failure_leaves_nothing(arrangement: Arrangement, tmp_path: Path) -> None:
+    source = Made()
+    source.missing = 1
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes instead of"):
+        write_checkpoint(source, LocalStore(tmp_path), STEP, arrangement)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
+    peaks = []
+    for elements in (1 << 22, 1 << 24):
+        source = Made({"weight/a": ("F32", (elements,))})
+        tracemalloc.start()
+        write_checkpoint(source, LocalStore(tmp_path / str(elements)), STEP, Sharded())
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # 64 MiB pass through; the checksums of 16 KiB blocks are what grows.
+    assert peaks[1] < 10 << 20
+    assert peaks[1] - peaks[0] < 1 << 20
+
+
+def test_views() -> None:
+    counts: list[int] = []
+    view = WeightsOnly(Watched(Made(), counts.append))
+    assert set(view.tensors) == {key for key in SHAPES if key.startswith("weight/")}
+    assert (view.state.updates, view.state.moments, view.state.frozen) == ({}, [], ["a", "b"])
+    assert view.state.aliases == {"head": "a"}
+    assert b"".join(data for _, data in view.read("weight/b", 0, 35)) == content("weight/b", 0, 70)
+    assert sum(counts) == 70
+
+
+def test_a_folder_is_called_after_its_step(tmp_path: Path) -> None:
+    assert step_target(tmp_path, 20) == tmp_path / STEP
+    assert step_target(tmp_path / STEP, 20) == tmp_path / STEP
+    with pytest.raises(UsageError, match="the state is of step 20"):
+        step_target(tmp_path / "step-00000021", 20)
+
+
+def test_a_folder_appears_at_the_end_or_not_at_all(tmp_path: Path) -> None:
+    with appearing(tmp_path / "new" / "x") as folder:
+        (folder / "a").mkdir()
+        (folder / "a" / "f").write_text("1")
+        assert not (tmp_path / "new" / "x").exists()
+    assert (tmp_path / "new" / "x" / "a" / "f").read_text() == "1"
+    with pytest.raises(KeyboardInterrupt), appearing(tmp_path / "y") as folder:  # noqa: PT012
+        (folder / "f").write_text("1")
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@given(st.lists(st.binary(max_size=9)), st.integers(1, 8))
+def test_regrouping_changes_no_byte(parts: list[bytes], size: int) -> None:
+    found = [bytes(chunk) for chunk in regrouped(map(memoryview, parts), size)]
+    assert b"".join(found) == b"".join(parts)
+    assert all(len(chunk) == size for chunk in found[:-1])

@@ -1,0 +1,90 @@
+"""Which checkpoints are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.manifest import FILE
+from pipeline.checkpoint.retention import Retention, forget
+from pipeline.checkpoint.store import step_name, step_number, steps_in_order
+from tests.support.tiny_store import Tiny, write
+
+LOSSES = {1: 3.0, 2: None, 3: 1.0, 4: 2.0, 5: 1.0, 6: float("nan"), 7: 4.0, 8: None}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """Eight checkpoints."""
+    tiny = Tiny(str(tmp_path))
+    for step, loss in LOSSES.items():
+        assert write(tiny, step, loss=loss).problem == ""
+    return LocalStore(tmp_path)
+
+
+def steps(store: LocalStore) -> list[int]:
+    return [step_number(name) or 0 for name in store.names()]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Retention(every=4), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Retention(last=1), [8]),
+        (Retention(last=3), [6, 7, 8]),
+        (Retention(last=99), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Retention(last=2, every=3), [3, 6, 7, 8]),
+        (Retention(last=1, best=1), [3, 8]),
+        (Retention(last=1, best=3), [3, 4, 5, 8]),
+        (Retention(last=1, best=99), [1, 3, 4, 5, 7, 8]),
+        (Retention(last=1, every=2, best=1), [2, 3, 4, 6, 8]),
+    ],
+)
+def test_what_is_kept(store: LocalStore, retention: Retention, kept: list[int]) -> None:
+    assert list(forget(store, retention)) == []
+    assert steps(store) == kept
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_the_best(store: LocalStore) -> None:
+    Path(store.locate(step_name(3), FILE)).write_bytes(b"")
+    assert list(forget(store, Retention(last=1, best=1))) == []
+    assert steps(store) == [5, 8]
+
+
+def test_what_is_put_aside_is_kept_and_not_counted(store: LocalStore) -> None:
+    store.quarantine(step_name(8))
+    store.quarantine(step_name(1))
+    assert list(forget(store, Retention(last=2))) == []
+    assert steps(store) == [6, 7]
+    assert [Path(place).name for place in store.aside()] == [
+        "step-00000001.damaged-1",
+        "step-00000008.damaged-1",
+    ]
+
+
+def test_only_a_newer_commit_deletes(tmp_path: Path) -> None:
+    tiny = Tiny(str(tmp_path), retention=Retention(last=1))
+    write(tiny, 1)
+    (tmp_path / "step-00000002.tmp-attempt2").write_text("in the way")
+    failed = write(tiny, 2)
+    assert failed.problem.startswith("File exists: ")
+    assert steps(LocalStore(tmp_path)) == [1]
+    assert write(tiny, 2, identity="again").problem == ""
+    assert steps(LocalStore(tmp_path)) == [2]
+
+
+@given(st.sets(st.integers(0, 10**10)))
+def test_names_are_in_the_order_of_steps(found: set[int]) -> None:
+    """Also where a step has more digits than names usually have."""
+    names = [*map(step_name, found), "step-1", "step-00000001.tmp-x", "other"]
+    assert steps_in_order(names) == [step_name(step) for step in sorted(found)]
+
+
+def test_steps_that_no_training_has() -> None:
+    assert step_number(f"step-{10**17}") == 10**17
+    assert [step_number(f"step-{n}") for n in (10**18, 10**30, "9" * 5000, "٣" * 8)] == [None] * 4

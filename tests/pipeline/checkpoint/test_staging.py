@@ -1,0 +1,92 @@
+"""What passes takes a bounded memory, whatever its size, and arrives as it was."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.layout import Layout, Sharded
+from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.staging import PASSAGE, Staging, stage
+
+KINDS = st.sampled_from(["F32", "BF16", "U8", "F64"])
+BLOCK = safetensors_format.BLOCK
+
+
+def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layout]:
+    entries = Sharded().in_order(
+        TensorEntry(key=f"weight/{number}", dtype=dtype, shape=(count,))
+        for number, (dtype, count) in enumerate(sizes)
+    )
+    tensors = {entry.key: entry for entry in entries}
+    spans = [Span(entry.key, 0, entry.numel) for entry in entries]
+    return tensors, Sharded().lay_out(0, spans, tensors)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(KINDS, st.integers(1, 3 * BLOCK)), min_size=1, max_size=6),
+    st.sets(st.integers(0, 5)),
+    st.integers(2, 5),
+)
+def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> None:
+    tensors, layout = laid_out(sizes)
+    passes = {key for key in tensors if int(key.removeprefix("weight/")) not in whole}
+    made = stage(layout, tensors, passes.__contains__, passage * BLOCK)
+    memory = bytearray(made.size)
+    for place, head in made.heads:
+        memory[place : place + len(head)] = head
+    for copy in made.whole:
+        data = content(tensors, copy.key, copy.start, copy.stop)
+        memory[copy.place : copy.place + len(data)] = data
+    file, sums = bytearray(), []
+    for number, writes in enumerate(made.rounds):
+        for copy in made.passing:
+            if copy.round == number:
+                data = content(tensors, copy.key, copy.start, copy.stop)
+                memory[copy.place : copy.place + len(data)] = data
+        for write in writes:
+            assert write.offset == len(file)
+            data = memory[write.start : write.start + write.size]
+            file += data
+            sums += safetensors_format.sums(memoryview(data)) if write.piece else []
+    every = [content(tensors, key, 0, entry.numel) for key, entry in tensors.items()]
+    assert bytes(file) == layout.heads[0] + b"".join(every)
+    assert sums == [one for data in every for one in safetensors_format.sums(memoryview(data))]
+    fixed = sum(len(d) + 8 for k, d in zip(tensors, every, strict=True) if k not in passes)
+    assert made.size <= len(layout.heads[0]) + fixed + passage * BLOCK
+
+
+def content(tensors: dict[str, TensorEntry], key: str, start: int, stop: int) -> bytes:
+    size, seed = tensors[key].itemsize, sum(key.encode())
+    return bytes((seed + at * 7 + (at >> 8)) % 251 for at in range(start * size, stop * size))
+
+
+def both_halves(made: Staging) -> Iterator[tuple[int, int]]:
+    for number in range(len(made.rounds)):
+        copies = [copy for copy in made.passing if copy.round == number]
+        yield min(copy.place for copy in copies), max(copy.place for copy in copies)
+
+
+def test_a_round_is_filled_while_the_one_before_is_taken() -> None:
+    tensors, layout = laid_out([("F32", 3 * BLOCK), ("F32", 2 * BLOCK)])
+    made = stage(layout, tensors, lambda key: True, 4 * BLOCK)
+    halves = list(both_halves(made))
+    assert len(halves) == 10
+    for (low, high), (following, _) in itertools.pairwise(halves):
+        assert high < following or following < low
+
+
+@pytest.mark.parametrize("terabytes", [0.001, 0.1, 3])
+def test_memory_does_not_grow_with_what_passes(terabytes: float) -> None:
+    tensors, layout = laid_out([("F32", int(terabytes * 1e12) // 12)] * 3)
+    passing = stage(layout, tensors, lambda key: True)
+    assert passing.size <= PASSAGE + len(layout.heads[0])
+    whole = stage(layout, tensors, lambda key: False)
+    assert 0 <= whole.size - layout.files[0].size <= 8 * 3

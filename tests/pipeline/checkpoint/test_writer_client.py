@@ -1,0 +1,160 @@
+"""The process that writes: what it survives, and what is said when it does not."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import resource
+import signal
+import termios
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint.local_store import LocalStore
+from pipeline.checkpoint.staging import Arena
+from pipeline.checkpoint.writer_client import WriterProcess
+from pipeline.checkpoint.writer_main import Write
+from pipeline.distributed.signals import ENDING
+from pipeline.errors import CheckpointError
+from tests.support.tiny_store import Tiny, digests, job, read_digests
+
+NAME = "step-00000001"
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[list[WriterProcess]]:
+    """Of two ranks, with what they write at step 1 in their arenas."""
+    tiny = Tiny(str(tmp_path))
+    with ExitStack() as stack:
+        made = []
+        for rank, setup in enumerate(tiny.setups):
+            arena = Arena(setup.size)
+            stack.callback(arena.close)
+            arena.memory[:] = tiny.arena(rank, 1)
+            made.append(WriterProcess(setup, arena))
+            stack.callback(made[-1].close)
+        yield made
+
+
+def test_neither_the_locale_nor_the_users_files_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    (tmp_path / "pipeline.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    tiny = Tiny(str(tmp_path / "f\u00fcr \u4f60"))
+    with ExitStack() as stack:
+        outcomes = []
+        for rank, setup in reversed(list(enumerate(tiny.setups))):
+            arena = Arena(setup.size)
+            stack.callback(arena.close)
+            arena.memory[:] = tiny.arena(rank, 1)
+            writer = WriterProcess(setup, arena)
+            stack.callback(writer.close)
+            writer.begin(job(1, "x"))
+            outcomes.append(writer.wait())
+    assert [outcome.problem for outcome in outcomes] == ["", ""]
+    assert outcomes[1].place == str(tmp_path / "f\u00fcr \u4f60" / NAME)
+    assert Path(outcomes[1].place, "manifest.json").is_file()
+
+
+def pid(writer: WriterProcess) -> int:
+    return writer._process.pid
+
+
+def test_outcomes(writers: list[WriterProcess], tmp_path: Path) -> None:
+    assert [writer.poll() for writer in writers] == [None, None]
+    for writer in writers:
+        writer.begin(job(1, "x"))
+    outcomes = [writer.wait() for writer in writers]
+    assert [outcome.problem for outcome in outcomes] == ["", ""]
+    assert [outcome.place for outcome in outcomes] == [str(tmp_path / NAME), ""]
+    assert outcomes[0].size == sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
+    assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
+
+
+def test_signals_to_the_whole_run_do_not_stop_a_save(
+    writers: list[WriterProcess], tmp_path: Path
+) -> None:
+    """Rank 1 was told nothing yet, so rank 0's writer is waiting when the signals come."""
+    writers[0].begin(job(1, "x"))
+    while not list(tmp_path.glob("*.tmp-x/*.sums")):
+        assert writers[0].poll() is None
+    for number in ENDING:
+        os.kill(pid(writers[0]), number)
+    assert writers[0].poll() is None
+    writers[1].begin(job(1, "x"))
+    assert [writer.wait().problem for writer in writers] == ["", ""]
+    assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
+
+
+def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess]) -> None:
+    os.kill(pid(writers[1]), signal.SIGKILL)
+    os.waitid(os.P_PID, pid(writers[1]), os.WEXITED | os.WNOWAIT)
+    problem = r"the process that writes rank 1's checkpoints ended \(SIGKILL\)"
+    for ask in (writers[1].poll, writers[1].wait, lambda: writers[1].begin(job(1, "x"))):
+        with pytest.raises(CheckpointError, match=problem):
+            ask()
+
+
+def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) -> None:
+    setup = Tiny(str(tmp_path)).setups[1]
+    impossible = Write(file=99, offset=0, start=0, size=1, piece=False)
+    rounds = [*setup.rounds, [impossible], []]
+    with ExitStack() as stack:
+        arena = Arena(setup.size)
+        stack.callback(arena.close)
+        writer = WriterProcess(setup.model_copy(update={"rounds": rounds}), arena)
+        stack.callback(writer.close)
+        writer.begin(job(1, "x"))
+        writer.go_on()
+        while waiting(writer) < len("\n{}\n"):
+            pass
+        assert writer.wait_taken() is None
+        outcome = writer.poll()
+    assert outcome is not None
+    assert outcome.problem
+
+
+def waiting(writer: WriterProcess) -> int:
+    """Bytes that it has told and nobody has read."""
+    assert writer._process.stdout is not None
+    size = array.array("i", [0])
+    fcntl.ioctl(writer._process.stdout, termios.FIONREAD, size)
+    return size[0]
+
+
+def test_a_process_with_many_open_files(tmp_path: Path) -> None:
+    """More than select() can name."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("too few files may be open")
+    tiny = Tiny(str(tmp_path))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        arena = Arena(tiny.setups[1].size)
+        stack.callback(arena.close)
+        writer = WriterProcess(tiny.setups[1], arena)
+        stack.callback(writer.close)
+        assert writer.poll() is None
+        writer.begin(job(1, "x"))
+        assert writer.wait().problem == ""
+
+
+def test_folders_on_the_way_are_everybody_s_and_the_last_its_owner_s(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        LocalStore(tmp_path / "team" / "mine" / "checkpoints").attempt(NAME, "x")
+    finally:
+        os.umask(before)
+    places = ("team", "team/mine", "team/mine/checkpoints")
+    assert [oct((tmp_path / place).stat().st_mode & 0o777) for place in places] == [
+        "0o775", "0o775", "0o700"
+    ]  # fmt: skip

@@ -1,0 +1,71 @@
+"""What is too small is told before training, with what was to go there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.contracts import resources
+from pipeline.contracts.resources import require_room
+from pipeline.contracts.stage import Room
+from pipeline.errors import StageError
+from pipeline.hardware import host as machine
+
+GB = 10**9
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 GB on disk, 4 GB in memory."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * GB))
+    monkeypatch.setattr(resources, "free_memory", lambda: 4 * GB)
+
+
+@pytest.mark.usefixtures("little")
+def test_enough(tmp_path: Path) -> None:
+    require_room(
+        [
+            Room(what="checkpoints", disk=6 * GB, folder=tmp_path),
+            Room(what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=4 * GB),
+        ]
+    )
+
+
+@pytest.mark.usefixtures("little")
+def test_needs_of_one_file_system_add_up(tmp_path: Path) -> None:
+    with pytest.raises(StageError) as error:
+        require_room(
+            [
+                Room(what="3 checkpoints", disk=7 * GB, folder=tmp_path),
+                Room(what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=5 * GB),
+            ]
+        )
+    assert str(error.value) == (
+        f"not enough disk space in {tmp_path}: 7.0 GB for 3 checkpoints, 4.0 GB for the export, "
+        "10.0 GB available; not enough host memory: 5.0 GB for the export, 4.0 GB available "
+        "(make resources, or write elsewhere)"
+    )
+
+
+def test_free_memory_is_that_of_the_system_or_of_a_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    system = int(meminfo["MemAvailable"].split()[0]) * 1024
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
+    assert machine.free_memory() == pytest.approx(system, rel=0.2)
+    (tmp_path / "own").write_text("0::/job/step\n")
+    for folder, limit in (("job/step", "max"), ("job", "1000000")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.stat").write_text("anon 400000\nfile 500000\nshmem 100000\n")
+    assert machine.free_memory() == 500000
+    (tmp_path / "own").write_text("4:cpu:/\n3:memory:/old\n")
+    (tmp_path / "memory/old").mkdir(parents=True)
+    (tmp_path / "memory/old/memory.limit_in_bytes").write_text("700000\n")
+    (tmp_path / "memory/old/memory.stat").write_text("rss 1000\n")
+    assert machine.free_memory() == 699000

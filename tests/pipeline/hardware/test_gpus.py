@@ -1,0 +1,153 @@
+"""Accelerators by the names that people and drivers give them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.hardware.gpus import GIB, accelerators, find_accelerator
+
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100 40GB",
+    "NVIDIA A100-PCIE-40GB": "A100 40GB PCIe",
+    "A100 40GB": "A100 40GB",
+    "a100 40 GB": "A100 40GB",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA A100 80GB PCIe": "A100 PCIe",
+    "A100": "A100",
+    "NVIDIA A800-SXM4-80GB": "A800",
+    "A100 40GiB": "A100 40GB",
+    "A100 40 GiB": "A100 40GB",
+    "A100 40G": "A100 40GB",
+    "A100 80G": "A100",
+    "A100 80GiB": "A100",
+    "V100 32G": "V100",
+    "V100 16 g": "V100 16GB",
+    "A10G 24G": "A10G",
+    "NVIDIA A800 80GB PCIe": "A800 PCIe",
+    "NVIDIA H800 PCIe": "H800 PCIe",
+    "NVIDIA H800": "H800",
+    "L40S PCIe": "L40S",
+    "NVIDIA L4 PCIe 24GB": "L4",
+    "A10G PCIe": "A10G",
+    "RTX 4090 PCIe": "RTX 4090",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H100 NVL": "H100 NVL",
+    "H100 SXM": "H100",
+    "NVIDIA H200": "H200",
+    "H200 141GB": "H200",
+    "h200": "H200",
+    "NVIDIA B200": "B200",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA GeForce RTX 3090": "RTX 3090",
+    "Tesla V100-SXM2-32GB": "V100",
+    "Tesla V100-PCIE-32GB": "V100 PCIe",
+    "V100 32GB": "V100",
+    "RTX4090": "RTX 4090",
+    "NVIDIA RTX A6000": "RTX A6000",
+    "RTXA6000": "RTX A6000",
+    "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "Tesla V100-SXM2-16GB": "V100 16GB",
+    "Tesla V100-PCIE-16GB": "V100 16GB PCIe",
+    "NVIDIA L40": "L40",
+    "NVIDIA A10": "A10",
+    "NVIDIA L4": "L4",
+    "l4 24gb": "L4",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA A10G": "A10G",
+    "AMD Instinct MI300X": "MI300X",
+    "MI300X 192GB": "MI300X",
+    "H100SXM": "H100",
+    "H100-SXM5": "H100",
+    "H100NVL": "H100 NVL",
+    "A6000": "RTX A6000",
+    "4090": "RTX 4090",
+    "3060 12GB": "RTX 3060",
+    "RTX 3090 Ti": "RTX 3090 Ti",
+    "NVIDIA GeForce RTX 4060 Ti": "RTX 4060 Ti",
+    "RTX 4060 Ti 16GB": "RTX 4060 Ti 16GB",
+    "3080": "RTX 3080",
+    "3080 12GB": "RTX 3080 12GB",
+    "NVIDIA GeForce RTX 5090": "RTX 5090",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000 Blackwell",
+    "Tesla T4": "T4",
+    "T4 16GB": "T4",
+    "NVIDIA A30": "A30",
+    "NVIDIA A40": "A40",
+    "Tesla P100-PCIE-16GB": "P100 PCIe",
+    "NVIDIA H20": "H20",
+    "NVIDIA B300 SXM6 AC": "B300",
+    "NVIDIA GB200": "GB200",
+    "NVIDIA GH200 480GB": "GH200 480GB",
+    "GH200 96GB": "GH200",
+    "AMD Instinct MI325X": "MI325X",
+    "MI355X": "MI355X",
+    "MI210": "MI210",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_devices_are_found_by_their_own_names(name: str) -> None:
+    found = find_accelerator(name)
+    assert found is not None
+    assert found.name == NAMES[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "V100 12GB", "RTX 6000", "Quadro RTX 6000", "NVIDIA A100-SXM-64GB",
+        "H100 96GB", "H100 64GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3060 8GB",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb",
+        "NVIDIA H200 NVL", "NVIDIA A16", "H20 141GB", "H100 PCIe 40GB",
+        "A100 40GB 80GB", "A100 64G", "H200 PCIe", "B200 PCIe", "MI300X PCIe", "L40S SXM4",
+        "H100 PCIe SXM5", "", "GPU", "80GB",
+    ],
+)  # fmt: skip
+def test_no_device_stands_for_another(name: str) -> None:
+    assert find_accelerator(name) is None
+
+
+def test_each_known_device_is_found_by_its_name() -> None:
+    for device in accelerators():
+        assert find_accelerator(device.name) is device
+
+
+def test_cards_are_not_taken_for_modules() -> None:
+    for name in ("A100", "A800", "H100", "H800", "V100"):
+        module, card = find_accelerator(f"{name} SXM"), find_accelerator(f"{name} PCIe")
+        assert module is not None
+        assert card is not None
+        assert (module.on_pcie, card.on_pcie) == (False, True)
+        assert card.peers < module.peers
+        assert card.bandwidth <= module.bandwidth
+
+
+def test_bf16_is_as_slow_as_fp32_where_it_is_emulated() -> None:
+    for device in accelerators():
+        old = device.name.split()[0] in ("V100", "P100", "T4") or device.name == "RTX 2080 Ti"
+        assert device.bf16 == (not old)
+        assert device.rate("bf16") == (device.flops_fp32 if old else device.flops)
+        assert (device.rate("fp16"), device.rate("fp32")) == (device.flops, device.flops_fp32)
+
+
+def test_rates_are_those_of_data_sheets() -> None:
+    found = find_accelerator("RTX 3060")
+    assert found is not None
+    assert (found.flops, found.bandwidth, found.peers, found.matmul) == (25.5e12, 360e9, 32e9, 0.8)
+    found = find_accelerator("A100")
+    assert found is not None
+    assert (found.flops, found.bandwidth, found.peers, found.matmul) == (
+        3.12e14,
+        2039e9,
+        3e11,
+        0.87,
+    )
+
+
+@pytest.mark.parametrize(("name", "memory"), [("H100", 79.2), ("A100 40GB", 39.4), ("L4", 22.0)])
+def test_memory_is_what_drivers_tell(name: str, memory: float) -> None:
+    found = find_accelerator(name)
+    assert found is not None
+    assert found.memory == round(memory * GIB)

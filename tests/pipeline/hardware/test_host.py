@@ -1,0 +1,58 @@
+"""What processes may use of this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli import main
+from pipeline.errors import UsageError
+from pipeline.hardware import host
+
+
+@pytest.fixture(params=["v2", "v1"])
+def quota(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control group of either version that allows 5.5 of 64 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
+    if request.param == "v2":
+        (tmp_path / "own").write_text("0::/box\n")
+        folder, files = tmp_path / "box", {"cpu.max": "550000 100000"}
+    else:
+        (tmp_path / "own").write_text("3:cpu,cpuacct:/box\n")
+        folder = tmp_path / "cpu/box"
+        files = {"cpu.cfs_quota_us": "550000", "cpu.cfs_period_us": "100000"}
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(f"{text}\n")
+
+
+@pytest.mark.usefixtures("quota")
+def test_cores_of_a_quota_are_shared() -> None:
+    assert host.usable_cores() == 5.5
+    assert [host.cores_each(procs) for procs in (1, 2, 5, 64)] == [5, 2, 1, 1]
+
+
+def test_cores_where_the_system_has_no_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(host, "_OWN", Path("/none"))
+    assert host.usable_cores() == 3
+
+
+def test_an_export_takes_as_many_processes_as_there_are_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recipe_text(choice: object, given: object, count: int) -> str:
+        raise UsageError(f"{count} processes")
+
+    choice = SimpleNamespace(job=tmp_path)
+    monkeypatch.setattr("pipeline.run.export_recipe.chosen", lambda *_, **__: choice)
+    monkeypatch.setattr("pipeline.run.export_recipe.recipe_text", recipe_text)
+    monkeypatch.setattr(host, "usable_cores", lambda: 2.5)
+    assert CliRunner().invoke(main, ["export", "run"]).stderr == "error: 2 processes\n"

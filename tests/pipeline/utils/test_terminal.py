@@ -1,0 +1,125 @@
+"""What is shown cannot command a terminal, and tells no environment variable's value."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
+from pipeline.recipe import read_recipe
+from pipeline.recipe.dump import render
+from pipeline.run import failures as failure
+from pipeline.run.rank_logging import rank_log
+from pipeline.utils import terminal
+from pipeline.utils.terminal import UNSAFE, Guarded
+
+EVIL = "\x1b]0;title\x07 \x1b]8;;http://x\x1b\\link \u202eabc \x9b31m \rover \x7f \udcff"
+HARMLESS = (
+    "\\u001b]0;title\\u0007 \\u001b]8;;http://x\\u001b\\link "
+    "\\u202eabc \\u009b31m \\u000dover \\u007f \\udcff"
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_hidden", {})
+
+
+def test_commands_are_spelled_out() -> None:
+    assert terminal.shown(EVIL) == HARMLESS
+    assert terminal.shown("line\n\ttab, é, 👩‍👩‍👧, \u00a0") == "line\n\ttab, é, 👩‍👩‍👧, \u00a0"
+    assert terminal.shown("\x1b[1;31mred\x1b[0m") == "red"
+    assert terminal.shown("\x1b[\x1b[31m31mred") == "\\u001b[31mred"
+
+
+def test_a_bar_may_go_back_to_the_start_of_its_line() -> None:
+    stream = io.StringIO()
+    Guarded(stream).write("\r 3%\r\n")
+    assert stream.getvalue() == "\r 3%\\u000d\n"
+
+
+def test_json_stays_json() -> None:
+    assert json.loads(terminal.shown(json.dumps({EVIL: "\x7f"}))) == {EVIL: "\x7f"}
+
+
+def test_recipes_stay_what_they_are() -> None:
+    values = {"name": EVIL[:-1], "é": ["\u202e", "é"]}
+    text = render(values)
+    assert UNSAFE.search(text) is None
+    assert yaml.safe_load(text) == values
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "r.yaml"),
+        ("check", "r.yaml", f"seed={EVIL[:-1]}"),
+        ("run", EVIL),
+        ("resume", EVIL),
+        ("ls", EVIL),
+        ("inspect", EVIL),
+        ("convert", EVIL, "to", "--to", "canonical"),
+        ("convert", EVIL, "to", "--to", EVIL),
+        ("import", EVIL),
+        ("stages", EVIL),
+        ("stages", "--procs", EVIL),
+    ],
+)
+def test_no_message_commands_the_terminal(pipe: Callable[..., Result], command: tuple[str]) -> None:
+    Path("r.yaml").write_text(f'name: "{json.dumps(EVIL)[1:-7]}"\nstages: {{}}\n', "utf-8")
+    result = pipe(*command)
+    assert result.exit_code == (0 if command[0] == "ls" else 2)
+    assert UNSAFE.search(result.output) is None
+    assert "Traceback" not in result.output
+
+
+def test_the_streams_are_guarded_whoever_writes() -> None:
+    def write() -> None:
+        print(EVIL)
+        print(EVIL, file=sys.stderr)
+        logging.StreamHandler(sys.stdout).emit(logging.LogRecord("x", 20, "", 1, EVIL, None, None))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "invoke", lambda ctx: write())
+        result = CliRunner().invoke(main, ["ls"])
+    assert result.output == f"{HARMLESS}\n" * 3
+
+
+def test_a_value_of_the_environment_is_not_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", "/mnt/hunter2")
+    monkeypatch.setenv("COUNT", "20480")
+    (tmp_path / "r.yaml").write_text(
+        "name: x\nenv: [PLACE, COUNT]\n"
+        "stages: {m: {use: x, path: '${oc.env:PLACE}/in', steps: '${oc.env:COUNT}'}}\n"
+    )
+    recipe, _ = read_recipe(tmp_path / "r.yaml")
+    assert recipe is not None
+    assert recipe.stages["m"].fields["path"] == "/mnt/hunter2/in"
+    with rank_log(tmp_path, 1) as log:
+        log.info("20480 steps, from %s", recipe.stages["m"].fields["path"])
+        failure.record(tmp_path, 1, "m", OSError("no /mnt/hunter2/in"))
+    assert " INFO 20480 steps, from $PLACE/in\n" in (tmp_path / "logs/rank-00001.log").read_text()
+    assert "OSError: no $PLACE/in" in (tmp_path / "failures/rank-00001.txt").read_text()
+    assert "rank 1 failed in slot `m`: OSError: no $PLACE/in" in str(failure.first(tmp_path, []))
+    assert not any("hunter2" in path.read_text() for path in tmp_path.rglob("*-00001.*"))
+
+
+def test_values_that_are_words_stay_and_json_hides_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminal, "_hidden", {})
+    for name, value in {"ON": "false", "MODE": "train", "KEY": 'p"\u00e9ss\\word'}.items():
+        terminal.hide(value, f"${name}")
+    record = {"ok": False, "use": "train.causal_lm", "key": 'p"\u00e9ss\\word'}
+    assert json.loads(terminal.shown(json.dumps(record))) == {**record, "key": "$KEY"}
+    assert terminal.shown('a p"\u00e9ss\\word') == "a $KEY"

@@ -1,0 +1,82 @@
+"""What a resumed training may differ in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pipeline.artifacts import Progress
+from pipeline.cli import main
+from pipeline.commands.run import ACCEPTABLE
+from pipeline.distributed.process_group import Dist
+from pipeline.errors import ResumeRefused
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.lineage import origin, require_same_origin
+from tests.support.runs import context, tiny_model, toy_data
+
+DATA = {"contents": "a" * 64, "sequence_length": 128}
+NOW: dict[str, Any] = {
+    "model": "b" * 64, "tokenizer": "c" * 64, "data": DATA,
+    "seed": 0, "shuffle": True, "global_batch_size": 8,
+}  # fmt: skip
+
+
+def refusal(then: dict[str, Any], *accept: str) -> str:
+    """Empty if it is admitted."""
+    try:
+        require_same_origin(NOW, accept, Progress(step=5, origin=then))
+    except ResumeRefused as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("part", "then", "told"),
+    [
+        ("model", "d" * 64, f"model was {'d' * 12}, is {'b' * 12}"),
+        ("tokenizer", "d" * 64, f"tokenizer was {'d' * 12}, is {'c' * 12}"),
+        ("tokenizer", None, f"tokenizer was None, is {'c' * 12}"),
+        ("data", {**DATA, "sequence_length": 64}, "data.sequence_length was 64, is 128"),
+        ("data", {**DATA, "packing": "best"}, "data.packing was best, is None"),
+        ("seed", 1, "seed was 1, is 0"),
+        ("shuffle", False, "shuffle was False, is True"),
+        ("global_batch_size", 16, "global_batch_size was 16, is 8"),
+    ],
+)
+def test_a_difference_is_told_and_may_be_accepted(part: str, then: object, told: str) -> None:
+    refused = refusal({**NOW, part: then})
+    assert refused.startswith(f"the checkpoint at step 5 belongs to another training: {told} (")
+    assert refused.endswith(f"pipe resume RUN --accept {part})")
+    others = set(NOW) - {part}
+    assert refusal({**NOW, part: then}, *others) == refused
+    assert refusal({**NOW, part: then}, part) == ""
+
+
+def test_the_same_and_the_unknown_are_admitted() -> None:
+    assert refusal(NOW) == ""
+    assert refusal({part: NOW[part] for part in NOW if part != "model"}) == ""
+    assert refusal({}) == ""
+
+
+def test_another_tokenizer_explains_other_contents_and_nothing_else() -> None:
+    contents = {**NOW, "tokenizer": "d" * 64, "data": {**DATA, "contents": "e" * 64}}
+    length = {**NOW, "tokenizer": "d" * 64, "data": {**DATA, "sequence_length": 64}}
+    assert refusal(contents, "tokenizer") == ""
+    assert refusal(contents, "data").endswith("RUN --accept tokenizer)")
+    assert refusal(length, "tokenizer").endswith("RUN --accept data)")
+    assert refusal(length).endswith("RUN --accept tokenizer --accept data)")
+
+
+def test_every_part_can_be_accepted(tmp_path: Path) -> None:
+    ctx = context(Dist(device=torch.device("cpu")), str(tmp_path))
+    loop = TrainCausalLm(steps=1, global_batch_size=1)
+    told = origin(loop, ctx, toy_data(), tiny_model(ctx, {}, ""))
+    assert (*told, "precision") == ACCEPTABLE
+    for part in ACCEPTABLE:
+        result = CliRunner().invoke(main, ["resume", str(tmp_path / "none"), "--accept", part])
+        assert result.exit_code == 2
+        assert "--accept" not in result.output
