@@ -85,7 +85,7 @@ def checkpoints(ctx: Any, engine: Any) -> Any:
 
 def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Stalls, durations, and the bytes that loading reads; the rival's beside them."""
-    from pipeline.artifacts import Progress
+    from pipeline.contracts.training import Progress
 
     ctx, engine = make(dist, job)
     grown = growth()

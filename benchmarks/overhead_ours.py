@@ -7,12 +7,14 @@ from typing import Any
 
 from overhead_data import map_tokens
 from overhead_job import CLIP, LR, SEED, STRATEGIES, Job
-from pipeline.plan.plan.registry import Registry
 
-from pipeline.artifacts import Data, ModelSource, Progress
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
+from pipeline.plan.registry import Registry
 from pipeline.run import rundir
 from pipeline.run.metrics import Metrics
 from stages.data.documents import TokenBlocks

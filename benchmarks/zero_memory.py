@@ -24,10 +24,10 @@ import click
 import yaml
 import zero_memory_rank
 from overhead import run_to_end
-from pipeline.plan.plan.plan import Plan, plan_file
 from tables import markdown
 from zero_memory_rank import SPOKEN, TOKENS, Job
 
+from pipeline.plan.plan import Plan, plan_file
 from pipeline.planning.estimate import ask, step_peaks
 from pipeline.planning.planner import Job as Planned
 from pipeline.planning.planner import Topology

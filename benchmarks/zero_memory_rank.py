@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import testing
-from pipeline.artifacts import LossScaling, ModelSource, Precision
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.distributed.process_group import Dist, environment_dist
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel

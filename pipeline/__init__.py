@@ -1,5 +1,4 @@
 """The framework: recipes, stages, plans and runs. It imports no stage and names no strategy.
 
-Authors of stages import from `pipeline.artifacts`, `pipeline.contracts.engine`, `pipeline.contracts.stage`,
-`pipeline.errors` and `pipeline.testing`.
+Authors of stages import from `pipeline.contracts`, `pipeline.errors` and `pipeline.testing`.
 """

@@ -16,7 +16,7 @@ from pipeline.distributed.environment import FINISHED, worker_rank, worker_world
 from pipeline.distributed.process_group import Dist, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import StageError
-from pipeline.plan.plan.plan import Plan, make_plan
+from pipeline.plan.plan import Plan, make_plan
 from pipeline.recipe import load_recipe
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal

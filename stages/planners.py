@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.artifacts import ModelSource, Precision
 from pipeline.checkpoint.retention import count
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.planning.estimate import Extra
 from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology

@@ -14,7 +14,7 @@ from overhead_data import SAMPLES, map_tokens
 from overhead_job import SEED, STRATEGIES, Job
 from torch import Tensor, nn
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.distributed.process_group import Dist
 

@@ -15,7 +15,6 @@ import values
 from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
-from pipeline.artifacts import Progress
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.layout import (
     Holding,
@@ -33,6 +32,7 @@ from pipeline.checkpoint.staging import Staging, stage
 from pipeline.checkpoint.store import step_name
 from pipeline.checkpoint.writer_main import Job as Save
 from pipeline.checkpoint.writer_main import Setup, Skeleton, carry_out
+from pipeline.contracts.training import Progress
 
 ITEM = 4
 """Bytes of an element: everything is fp32."""

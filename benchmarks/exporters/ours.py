@@ -51,7 +51,7 @@ def _export(job: Job, place: Place) -> Callable[[], None]:
     import stages.export.run
     import stages.model.open  # noqa: F401
     from pipeline import testing
-    from pipeline.artifacts import Progress, TrainedRun
+    from pipeline.contracts.training import Progress, TrainedRun
     from stages.consolidate.stream import ConsolidateStream
     from stages.export.safetensors import ExportSafetensors
     from stages.model.hf import HfModel

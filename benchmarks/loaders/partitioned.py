@@ -60,7 +60,7 @@ def _loading(job: Job, place: Place) -> Any:
 
 def _config(job: Job) -> dict[str, Any]:
     """What `wrap.zero` gives DeepSpeed."""
-    from pipeline.artifacts import Precision
+    from pipeline.contracts.precision import Precision
     from stages.wrap.zero import Zero
     from stages.wrap.zero.config import generate
 

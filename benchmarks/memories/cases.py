@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pipeline.plan.plan.plan import Plan, plan_file
 
+from pipeline.plan.plan import Plan, plan_file
 from pipeline.planning.planner import Topology
 
 LOCAL = 8

@@ -34,19 +34,19 @@ def keep(session: Session, rows: Sequence[Row]) -> None:
         click.echo(f"  {FILE} cannot be written: {in_words(error)}", err=True)
 
 
-def report(session: Session, outcome: Outcome, *, as_json: bool) -> None:
+def report(session: Session, outcome: Outcome, *, json_only: bool) -> None:
     """Print the table and the verdict, or the JSON, and write the files. Raises StageError for
     files that cannot be written, when all has been told."""
     rows = outcome.rows
-    if not as_json:
+    if not json_only:
         for line in _lines(session, outcome):
             click.echo(line)
     text = as_json(session, rows, _plot(session, rows))
-    if as_json:
+    if json_only:
         click.echo(text)
     with system_errors_as(StageError):
         save(session, text)
-    if not as_json:
+    if not json_only:
         click.echo(f"{session.folder / FILE}")
 
 

@@ -19,8 +19,8 @@ from pipeline.bench.results import Measured, Row, measured, with_efficiency
 from pipeline.bench.trials import Length, Written
 from pipeline.distributed.signals import Interrupted, interruptible
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
-from pipeline.plan.plan.plan import Plan, plan_file
-from pipeline.plan.plan.registry import Registry
+from pipeline.plan.plan import Plan, plan_file
+from pipeline.plan.registry import Registry
 from pipeline.planning.memory_plan import estimated
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import RESUME, SAVE

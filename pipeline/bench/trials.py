@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.artifacts import TrainedRun
 from pipeline.bench.results import Row
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Trial
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.hardware.host import cores_each
-from pipeline.plan.plan.plan import Plan, Step
-from pipeline.plan.plan.registry import Registry
+from pipeline.plan.plan import Plan, Step
+from pipeline.plan.registry import Registry
 from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.plan.registry import Entry, installed_entries
+from pipeline.plan.registry import Entry, installed_entries
 from pipeline.utils.text import closest
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts import Checkpoints, Progress, TrainedRun
 from pipeline.checkpoint import location, summary
 from pipeline.checkpoint.layout import Arrangement, make_plan
 from pipeline.checkpoint.location import require_shared
@@ -25,8 +24,8 @@ from pipeline.checkpoint.writer_main import Job, Outcome, Setup, Skeleton
 from pipeline.contracts.engine import Engine, EngineState
 from pipeline.contracts.resources import require_room
 from pipeline.contracts.stage import Context, Room
+from pipeline.contracts.training import Checkpoints, Length, Progress, TrainedRun
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
-from pipeline.length import Length
 from pipeline.run import rundir
 from pipeline.utils.text import human
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.artifacts import Progress, dtype_name
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.layout import dtype, random_key
 from pipeline.checkpoint.location import HINT
@@ -26,7 +25,9 @@ from pipeline.contracts.engine import (
     LossScale,
     ParameterGroup,
 )
+from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError, ResumeRefused, in_words
 
 NONE_LEFT = "they were renamed, not deleted; to train from the start, start a new run"

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pipeline.checkpoint.manifest import FILE, Manifest
 from pipeline.checkpoint.store import Store, step_number
 from pipeline.contracts.stage import Room
+from pipeline.contracts.training import Length
 from pipeline.errors import CheckpointError
-from pipeline.length import Length
 
 
 class Retention(BaseModel):

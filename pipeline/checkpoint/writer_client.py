@@ -33,11 +33,14 @@ class WriterProcess:
 
     def __init__(self, setup: Setup, arena: Arena) -> None:
         self._rank = setup.rank
+        # -P: what lies in the user's folder must not stand in for our modules
+        command = [sys.executable, "-P", "-m", "pipeline.checkpoint.writer_main"]
         self._process = subprocess.Popen(
-            # -P: what lies in the user's folder must not stand in for our modules
-            [sys.executable, "-P", "-m", "pipeline.checkpoint.writer_main", str(arena.descriptor), _me()],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[arena.descriptor],
-        )  # fmt: skip
+            [*command, str(arena.descriptor), _me()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[arena.descriptor],
+        )
         self._send(setup.model_dump_json())
 
     def begin(self, job: Job) -> None:

@@ -1,11 +1,11 @@
 """The process that writes one rank's part of every checkpoint, while training goes on.
 
-`python -m pipeline.checkpoint.writer_main DESCRIPTOR PARENT`: DESCRIPTOR is the arena's. Standard input is
-one line of JSON with the Setup, then a line with a Job for each checkpoint, whose first round is
-then in the arena, and an empty line for each further round; standard output one line of JSON for
-each checkpoint, an Outcome, and before it an empty line for each round whose place in the arena is
-wanted for another. The writer of rank 0 also waits for what the others report in the attempt,
-commits, and then deletes what need not be kept.
+`python -m pipeline.checkpoint.writer_main DESCRIPTOR PARENT`: DESCRIPTOR is the arena's. Standard
+input is one line of JSON with the Setup, then a line with a Job for each checkpoint, whose first
+round is then in the arena, and an empty line for each further round; standard output one line of
+JSON for each checkpoint, an Outcome, and before it an empty line for each round whose place in the
+arena is wanted for another. The writer of rank 0 also waits for what the others report in the
+attempt, commits, and then deletes what need not be kept.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import click
 
 from pipeline.commands.hardware_options import asked_for, machine_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
-from pipeline.plan.plan.registry import Registry
+from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:

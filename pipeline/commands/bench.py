@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.plan.plan.registry import Registry
+from pipeline.plan.registry import Registry
 
 
 @click.command("bench")
@@ -66,7 +66,7 @@ def bench(
     from pipeline.bench.session import Session
     from pipeline.distributed.environment import is_worker, require_contract
     from pipeline.errors import RunStopped, UsageError
-    from pipeline.plan.plan.plan import plan_file
+    from pipeline.plan.plan import plan_file
     from pipeline.planning.presets import chosen
 
     if is_worker():
@@ -93,7 +93,7 @@ def bench(
     )
     outcome = session.run(lambda rows: report.keep(session, rows))
     if outcome.rows:
-        report.report(session, outcome, as_json=as_json)
+        report.report(session, outcome, json_only=as_json)
     if outcome.stopped:
         raise RunStopped(outcome.stopped, f"stopped by {outcome.stopped.name}")
     if not any(row.measured for row in outcome.rows):

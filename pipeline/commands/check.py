@@ -8,8 +8,8 @@ import sys
 import click
 
 from pipeline.errors import Problem, RecipeError
-from pipeline.plan.plan.plan import Plan, plan_file
-from pipeline.plan.plan.registry import Registry
+from pipeline.plan.plan import Plan, plan_file
+from pipeline.plan.registry import Registry
 
 
 @click.command()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan
+    from pipeline.plan.plan import Plan
 
 
 @click.command("export")
@@ -50,7 +50,7 @@ def export(
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.hardware.host import cores_each
     from pipeline.launch.start import start
-    from pipeline.plan.plan.plan import plan_file
+    from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
     from pipeline.run.export_recipe import chosen, recipe_text
     from pipeline.utils.files import replace_text

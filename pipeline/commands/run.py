@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan
+    from pipeline.plan.plan import Plan
 
 
 @click.command("run")
@@ -45,7 +45,7 @@ def run(
         worker_world_size,
     )
     from pipeline.launch.start import start
-    from pipeline.plan.plan.plan import plan_file
+    from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
     from pipeline.run.saved_plan import require_planned
 
@@ -93,7 +93,7 @@ def resume(
     """
     from pipeline.distributed.environment import worker_world_size
     from pipeline.launch.start import start
-    from pipeline.plan.plan.plan import plan_file
+    from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
 
     def prepare() -> tuple[Plan, Path]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from pipeline.artifacts import Sample
+from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
-from pipeline.plan.plan.plan import in_order, load_slots, plan_file
-from pipeline.plan.plan.registry import Registry
+from pipeline.plan.plan import in_order, load_slots, plan_file
+from pipeline.plan.registry import Registry
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value

@@ -12,8 +12,8 @@ import click
 
 from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.plan.json_schema import recipe_schema
-from pipeline.plan.plan.registry import Entry, Registry
+from pipeline.plan.json_schema import recipe_schema
+from pipeline.plan.registry import Entry, Registry
 from pipeline.recipe.field_docs import FieldRow, field_rows
 
 

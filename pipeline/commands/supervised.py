@@ -1,5 +1,7 @@
-"""`python -m pipeline.commands.supervised PARENT ARGUMENTS...`: `pipe ARGUMENTS...`, which ends with the
-process PARENT, however that ends."""
+"""`pipe ARGUMENTS...`, which ends with the process PARENT, however that ends:
+
+python -m pipeline.commands.supervised PARENT ARGUMENTS...
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
 
 def _prove(folder: Path, *, trust_remote_code: bool) -> None:
     from pipeline.errors import ExportError, UsageError, system_errors_as
-    from pipeline.plan.plan.registry import Registry
+    from pipeline.plan.registry import Registry
 
     name = _writer(folder)
     kind = Registry.installed().load(name)
@@ -49,7 +49,7 @@ def _prove(folder: Path, *, trust_remote_code: bool) -> None:
 
 def _writer(folder: Path) -> str:
     """The stage that wrote an export, as its manifest names it."""
-    from pipeline.artifacts import EXPORT_MANIFEST
+    from pipeline.contracts.export import EXPORT_MANIFEST
     from pipeline.errors import UsageError
 
     content = None

@@ -28,6 +28,7 @@ its own, so that no run imports it.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -41,6 +42,20 @@ if TYPE_CHECKING:
     from pipeline.run.metrics import Metrics
 
 T = TypeVar("T")
+
+
+class Durable(ABC):
+    """An artifact that survives its process: the journal keeps `record()`, resume calls
+    `restore()`."""
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Everything that is needed to find the artifact again, as JSON."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, record: Mapping[str, Any]) -> Durable:
+        """The artifact from its record; raises StageError when it is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.doctor import collectives as bandwidth
 from pipeline.doctor.gpu_topology import seen
 from pipeline.doctor.inventory import environment, folders, host, kernel, network
 from pipeline.doctor.report import Collective, Device, Folder, Machine, Matmul
@@ -38,7 +37,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
     disk = session.disk(places[0])
     matmul = session.matmul()
     copies = session.copies()
-    collectives = session.collectives()
+    buses = session.collectives()
     return Machine(
         device=session.device,
         devices=devices,
@@ -46,8 +45,8 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
         taken=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         host_memory_bytes=total_memory(),
         matmul_flops=Matmul.model_validate({"fp32": None, "bf16": None, **matmul}),
-        allreduce=_collectives("allreduce", bandwidth.allreduce, collectives, session.procs),
-        allgather=_collectives("allgather", bandwidth.allgather, collectives, session.procs),
+        allreduce=_collectives("allreduce", collectives.allreduce, buses, session.procs),
+        allgather=_collectives("allgather", collectives.allgather, buses, session.procs),
         **_rates(("host_copy", "h2d", "d2h", "h2d_pageable", "d2h_pageable"), copies),
         **_rates(("disk_write", "disk_read"), disk),
         host=host(),

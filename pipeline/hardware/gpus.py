@@ -72,7 +72,7 @@ class Accelerator:
 
 @functools.cache
 def accelerators() -> tuple[Accelerator, ...]:
-    """All that are known, the more particular name first, as `accelerators.json` has them: GiB,
+    """All that are known, the more particular name first, as `gpus.json` has them: GiB,
     dense TFLOP/s, GB/s.
 
     Arithmetic, memory and links are those of the vendors' data sheets and architecture white

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.plan.registry import installed_entries
+from pipeline.plan.registry import installed_entries
 from pipeline.recipe.nodes import Path as Keys
 
 GROUP = "pipe.imports"

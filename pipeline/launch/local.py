@@ -14,9 +14,8 @@ from pathlib import Path
 from pipeline.distributed.environment import FINISHED, STORE, place
 from pipeline.errors import RunFailed, in_words
 from pipeline.hardware.host import cores_each
-from pipeline.plan.plan.plan import Plan
-from pipeline.run import failures as failure
-from pipeline.run import rundir
+from pipeline.plan.plan import Plan
+from pipeline.run import failures, rundir
 from pipeline.run.failures import Exit
 from pipeline.run.journal import Journal
 from pipeline.utils.files import anonymous_file
@@ -55,9 +54,9 @@ def _one(run_dir: Path, accept: Sequence[str]) -> None:
     try:
         run_rank(run_dir, accept=accept)
     except (Exception, SystemExit) as error:
-        if failure.first_rank(run_dir) is None:  # it could not be written down
-            raise RunFailed(failure.describe(error)) from error
-        raise failure.first(run_dir, []) from None
+        if failures.first_rank(run_dir) is None:  # it could not be written down
+            raise RunFailed(failures.describe(error)) from error
+        raise failures.first(run_dir, []) from None
 
 
 def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
@@ -76,18 +75,18 @@ def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
             ends += _stopped(ranks)
         if ends:
             slot = Journal(run_dir / rundir.JOURNAL).running()
-            raise failure.first(run_dir, ends, slot)
+            raise failures.first(run_dir, ends, slot)
 
 
 @contextlib.contextmanager
 def _spare_failures() -> Iterator[int]:
     """A file in memory for reports of failures that a full disk does not take."""
     spare = anonymous_file("failures")
-    os.environ[failure.SPARE] = f"/proc/self/fd/{spare}"
+    os.environ[failures.SPARE] = f"/proc/self/fd/{spare}"
     try:
         yield spare
     finally:
-        del os.environ[failure.SPARE]
+        del os.environ[failures.SPARE]
         os.close(spare)
 
 

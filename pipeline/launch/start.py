@@ -15,7 +15,7 @@ import click
 from pipeline.distributed.environment import is_worker, require_contract, worker_rank
 from pipeline.distributed.signals import Interrupted, default_signals, interruptible
 from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
-from pipeline.plan.plan.plan import Plan
+from pipeline.plan.plan import Plan
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.resume import decide, results

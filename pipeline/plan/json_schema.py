@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.plan.plan.registry import Registry
 from pydantic import TypeAdapter
 
+from pipeline.plan.registry import Registry
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, SLOT, Header
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.plan.plan.registry import Registry
-from pipeline.plan.plan.wiring import Link, inputs, unmet
-
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import PlanView
 from pipeline.errors import PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import total_memory
+from pipeline.plan.registry import Registry
+from pipeline.plan.wiring import Link, inputs, unmet
 from pipeline.recipe import Launch, Recipe, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.nodes import Marks

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from pipeline.plan.plan.registry import Registry, kind_of
-
-from pipeline.artifacts import Durable
 from pipeline.contracts.signature import Need, gives, needs
+from pipeline.contracts.stage import Durable
 from pipeline.errors import PluginError, Problem
+from pipeline.plan.registry import Registry, kind_of
 from pipeline.recipe.nodes import Marks
 
 _NO_ROLE: set[object] = {object, ABC, Durable, Generic}

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.plan.plan.registry import Registry
-
 from pipeline.errors import RecipeError, UsageError
+from pipeline.plan.registry import Registry
 from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.planning.hardware import Asked, Margins, narrow_dtype, site_of
 from pipeline.planning.memory_plan import MemoryPlan

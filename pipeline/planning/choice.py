@@ -10,10 +10,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from pipeline.plan.plan.plan import Step
-
 from pipeline.contracts.engine import Engine
 from pipeline.errors import PipeError, RecipeError, UsageError
+from pipeline.plan.plan import Step
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.presets import Strategy

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.plan.plan.binding import Results
-
 from pipeline.hardware.gpus import GIB
+from pipeline.plan.binding import Results
 from pipeline.planning import strategy
 from pipeline.planning.planner import Job, Topology, forecasts
 from pipeline.planning.profile import ZERO, Peak, Profile

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.plan.plan.plan import Plan, plan_file
-from pipeline.plan.plan.registry import Registry
-
-from pipeline.artifacts import Precision
+from pipeline.contracts.precision import Precision
+from pipeline.plan.plan import Plan, plan_file
+from pipeline.plan.registry import Registry
 from pipeline.planning.estimate import Estimate, ask, assemble
 from pipeline.planning.hardware import Asked, Hardware, Margins, hardware_of, site_of
 from pipeline.planning.planner import Job, Topology

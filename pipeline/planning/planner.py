@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pipeline.plan.plan.binding import Results
-from pipeline.plan.plan.registry import Entry, installed_entries, load_entry
-
-from pipeline.artifacts import TrainedRun
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PluginError, UsageError
+from pipeline.plan.binding import Results
+from pipeline.plan.registry import Entry, installed_entries, load_entry
 from pipeline.planning.shapes import SampleShape, Step
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan
-
     from pipeline.contracts.stage import Presets
+    from pipeline.plan.plan import Plan
 
 GROUP = "pipe.planners"
 FORECAST = "forecast"

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.plan.plan.registry import Entry, Registry
-
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Preset
 from pipeline.errors import PluginError, UsageError
+from pipeline.plan.registry import Entry, Registry
 from pipeline.planning.planner import Planner, Planners
 from pipeline.utils.text import closest
 

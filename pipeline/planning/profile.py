@@ -23,7 +23,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from pipeline.artifacts import ModelSource, Precision, TrainedRun
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import Precision
+from pipeline.contracts.training import TrainedRun
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.strategy import Event, Unit

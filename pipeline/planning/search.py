@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.plan.plan.plan import Plan
-from pipeline.plan.plan.registry import Registry
-
 from pipeline.errors import RecipeError, StageError
+from pipeline.plan.plan import Plan
+from pipeline.plan.registry import Registry
 from pipeline.planning.hardware import Asked, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
 from pipeline.planning.planner import RECOMPUTE, Planners

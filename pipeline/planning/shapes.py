@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pipeline.artifacts import Precision
-from pipeline.length import Length
+from pipeline.contracts.precision import Precision
+from pipeline.contracts.training import Length
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in a recipe's dtypes."""

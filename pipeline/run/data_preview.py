@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.artifacts import NO_TARGET, Data, ModelSource, Sample
+from pipeline.contracts.data import NO_TARGET, Data, Sample
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.sample_order import ENDLESS, Order
 from pipeline.contracts.stage import Context
 from pipeline.errors import UsageError
 from pipeline.run.metrics import Metrics
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan, Step
+    from pipeline.plan.plan import Plan, Step
 
 
 class Token(NamedTuple):

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.plan.plan.registry import Registry
-from pipeline.plan.plan.wiring import Link, inputs
-
-from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
 from pipeline.checkpoint import location, summary
 from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import step_number
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import Weights
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PluginError, UsageError, system_errors_as
+from pipeline.plan.registry import Registry
+from pipeline.plan.wiring import Link, inputs
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe.dump import render
 from pipeline.run import rundir

@@ -17,9 +17,8 @@ from pipeline.errors import UsageError, in_words
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan
-
     from pipeline.contracts.stage import Context
+    from pipeline.plan.plan import Plan
 
 FILE = "memory.json"
 

@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.plan.plan.binding import Results
-
-from pipeline.artifacts import Checkpoints, Progress, TrainedRun
 from pipeline.contracts.resources import require_room
+from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
+from pipeline.plan.binding import Results
 from pipeline.run.metrics import Metrics
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan
-
     from pipeline.contracts.stage import Context, Room
+    from pipeline.plan.plan import Plan
 
 Artifacts = Mapping[str, Any]
 """By slot."""

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import Durable, ExportedModel
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.stage import Durable
 from pipeline.errors import PipeError, in_words
 from pipeline.run.journal import Finished, Journal
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan, Step
+    from pipeline.plan.plan import Plan, Step
 
 
 @dataclass(frozen=True, kw_only=True)

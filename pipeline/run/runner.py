@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import Durable, TrainedRun
-from pipeline.contracts.stage import Context
+from pipeline.contracts.stage import Context, Durable
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import StageError
 from pipeline.run.journal import Journal
 from pipeline.run.preflight import look_ahead, rehearse
 from pipeline.run.resume import Todo, decide, digests, restored
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan.plan import Plan, Step
+    from pipeline.plan.plan import Plan, Step
 
 
 class Runner:

@@ -11,11 +11,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pipeline.plan.plan.plan import Plan, Step
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.contracts.signature import init_fields
 from pipeline.errors import PlanDrift, UsageError, in_words
+from pipeline.plan.plan import Plan, Step
 
 VERSION: Final = 3
 SHOWN = 60

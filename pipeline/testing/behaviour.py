@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.signature import dataclasses_in, field_types, gives
 from pipeline.errors import PluginError, Problem
-from pipeline.plan.plan.registry import Entry, Registry
+from pipeline.plan.registry import Entry, Registry
 from pipeline.planning.planner import Planners
 from pipeline.planning.presets import presets
 from pipeline.recipe.field_docs import plain_value

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.contracts.signature import name_of
 from pipeline.errors import PluginError
-from pipeline.plan.plan.registry import GROUP, Entry, Registry
+from pipeline.plan.registry import GROUP, Entry, Registry
 from pipeline.testing.behaviour import acceptance, preset_faults, refusal
 from pipeline.testing.declaration import field_violations, name_violations, run_violations
 

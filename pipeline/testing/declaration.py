@@ -9,20 +9,17 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.artifacts import (
-    Checkpoints,
-    Data,
-    ExportedModel,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-    TrainedRun,
-    Weights,
-)
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.signature import dataclasses_in, field_types, gives, init_fields, needs
 from pipeline.contracts.stage import Context
-from pipeline.plan.plan.registry import kind_of
+from pipeline.contracts.tensors import Weights
+from pipeline.contracts.training import Checkpoints, TrainedRun
+from pipeline.plan.registry import kind_of
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter, default_of, field_docs
 from pipeline.testing.helpers import make

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.adapter.compat import PREFIX, WEIGHTS, name_in_file
 from stages.adapter.injection import Layer, bound

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from pipeline.artifacts import ModelSource
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 from stages.model.derived import DerivedSource

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec, Weights
 from pipeline.checkpoint.safetensors_format import CHUNK
+from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
 from stages.adapter.injection import Layer
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
@@ -18,7 +18,7 @@ from stages.weights.views import ComputedReader, JoinedReader
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.artifacts import TensorReader
+    from pipeline.contracts.tensors import TensorReader
     from stages.adapter.injection import Layer
 
 

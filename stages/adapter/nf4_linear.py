@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.artifacts import ModelSource, TensorReader
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import TensorReader
 from pipeline.errors import StageError
 from stages.adapter.compat import bitsandbytes
 from stages.adapter.nf4 import PackedReader, RoundedReader, packed_bytes, rounded, unpack

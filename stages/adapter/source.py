@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.artifacts import ModelSource, TensorReader, Weights
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import TensorReader, Weights
 from pipeline.errors import StageError
 from stages.adapter.experts import HINT, SKIPPED, built_share
 from stages.adapter.initial_values import FreshUpdates, saved_updates

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from annotated_types import Gt, Lt
 
-from pipeline.artifacts import Checkpoints
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 
 ELEMENT = 4

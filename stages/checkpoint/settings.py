@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge, Gt
 
-from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView, Trial
+from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 
 if TYPE_CHECKING:

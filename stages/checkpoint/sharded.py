@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from pipeline.artifacts import Checkpoints, ModelSource
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView, Trial
+from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 from stages.checkpoint.settings import CheckpointSettings, unknown_address
 

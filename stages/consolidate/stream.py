@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.artifacts import Checkpoints, TrainedRun, Weights
 from pipeline.checkpoint.formats import Formats
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.tensors import Weights
+from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import Problem
 from stages.average.ema import EmaAverage
 

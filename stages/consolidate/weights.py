@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import TensorSpec, Weights
 from pipeline.checkpoint.formats import Reading, open_state
 from pipeline.checkpoint.layout import as_bytes, dtype
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.tensors import TensorSpec, Weights
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.artifacts import Data, ModelSource
+from pipeline.contracts.data import Data
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 from stages.data import files

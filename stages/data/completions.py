@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipeline.artifacts import NO_TARGET
+from pipeline.contracts.data import NO_TARGET
 from stages.data.messages import Completion, Conversation, Tokens, checked, conversation
 from stages.data.rows import Row, kind, require_text
 from stages.data.sharegpt import system

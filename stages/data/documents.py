@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pipeline.artifacts import NO_TARGET, Sample, Samples
+from pipeline.contracts.data import NO_TARGET, Sample, Samples
 from pipeline.errors import DataError
 from stages.data import tokenize
 from stages.data.cache import Counts

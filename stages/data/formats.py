@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 from pipeline.errors import StageError
 from stages.data import completions, messages, sharegpt
-from stages.data import completions as tokenised
 from stages.data.files import JSON_LINES
 from stages.data.messages import Item
 from stages.data.rows import Row
@@ -50,7 +49,9 @@ FORMS: Mapping[FormName, Form] = {
     "sharegpt": Form(("conversations",), lambda reader, row: sharegpt.item(row, reader.roles)),
     "prompt/completion": Form(
         ("prompt", "completion"),
-        lambda reader, row: completions.prompt_completion(row, reader.roles, template=reader.template),
+        lambda reader, row: completions.prompt_completion(
+            row, reader.roles, template=reader.template
+        ),
     ),
     "alpaca": Form(
         ("instruction", "output"),
@@ -58,7 +59,7 @@ FORMS: Mapping[FormName, Form] = {
     ),
     "text": Form(("text",), lambda reader, row: completions.text(row)),
     "input_ids": Form(
-        ("input_ids",), lambda reader, row: tokenised.item(row, reader.vocab_size)
+        ("input_ids",), lambda reader, row: completions.item(row, reader.vocab_size)
     ),
 }  # fmt: skip
 

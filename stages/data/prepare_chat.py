@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import Data, ModelSource, Samples
+from pipeline.contracts.data import Data, Samples
+from pipeline.contracts.model import ModelSource
 from pipeline.errors import StageError
 from stages.data import formats, tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import Data, ModelSource
+from pipeline.contracts.data import Data
+from pipeline.contracts.model import ModelSource
 from pipeline.errors import DataError
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare

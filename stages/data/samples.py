@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from pipeline.artifacts import NO_TARGET, Sample, Samples
+from pipeline.contracts.data import NO_TARGET, Sample, Samples
 from pipeline.errors import StageError
 from stages.data import tokenize
 from stages.data.cache import Counts, Entry

@@ -8,8 +8,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.artifacts import Data, ModelSource, TrainedRun
+from pipeline.contracts.data import Data
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import Problem
 from stages.data import files
 from stages.data.fields import DocumentSettings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.artifacts import Data, ModelSource
+from pipeline.contracts.data import Data
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 from stages.data.fields import DocumentSettings, Selection, problems

@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 from pipeline.errors import StageError
 from pipeline.hardware.host import cores_each
 from pipeline.utils.process_tree import die_with

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.artifacts import Sample, Samples
+from pipeline.contracts.data import Sample, Samples
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.documents import require_within
 from stages.data.samples import MaskedSamples

@@ -13,8 +13,9 @@ from annotated_types import Ge, Gt
 from pydantic import Field
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.artifacts import Durable, ExportedModel, ModelSource
-from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.stage import Context, Durable, PlanView
 from pipeline.errors import Problem, StageError
 from pipeline.utils.files import replace_text
 from stages.data.files import problems

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.artifacts import NO_TARGET, Sample
+from pipeline.contracts.data import NO_TARGET, Sample
 from pipeline.errors import StageError
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss

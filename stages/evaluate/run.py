@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import ExportedModel, ModelSource
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from stages.data import tokenize

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun, Weights
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.tensors import Weights
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import Problem
 from stages.adapter.lora import AdaptedModel
 from stages.export import safetensors

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.artifacts import TensorReader, Weights, torch_dtype
+from pipeline.contracts.precision import torch_dtype
+from pipeline.contracts.tensors import TensorReader, Weights
 from pipeline.errors import ExportError, StageError
 from stages.adapter.compat import CONFIG, PREFIX, WEIGHTS, import_peft, name_in_file, quiet
 from stages.adapter.nf4_linear import round_layers

@@ -11,8 +11,9 @@ from pipeline.run import rundir
 from pipeline.utils.text import human
 
 if TYPE_CHECKING:
-    from pipeline.artifacts import ModelSource, TrainedRun
+    from pipeline.contracts.model import ModelSource
     from pipeline.contracts.stage import Context
+    from pipeline.contracts.training import TrainedRun
     from stages.export.plan import ExportPlan
 
 CARD = "README.md"

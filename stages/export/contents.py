@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import ModelSource, Weights
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import Weights
 from stages.export.card import MODEL_USAGE, Usage
 from stages.export.logits import logits, reference
 from stages.export.plan import ExportPlan, make_plan

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.artifacts import TensorSpec
 from pipeline.checkpoint.layout import CODES
 from pipeline.checkpoint.safetensors_format import Entry, header
+from pipeline.contracts.tensors import TensorSpec
 from stages.export.manifest import BLOCK
 
 SINGLE = "model.safetensors"

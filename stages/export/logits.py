@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.artifacts import ModelSource, TensorReader
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import TensorReader
 from pipeline.errors import ExportError, StageError
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.artifacts import EXPORT_MANIFEST
+from pipeline.contracts.export import EXPORT_MANIFEST
 from pipeline.errors import ExportError
 from pipeline.utils.files import replace_text
 from stages.adapter.lora import FourBits

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import ModelSource, TensorReader, Weights, dtype_name, torch_dtype
 from pipeline.checkpoint.layout import CODES
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import dtype_name, torch_dtype
 from pipeline.contracts.stage import Context, Room
+from pipeline.contracts.tensors import TensorReader, Weights
 from pipeline.errors import StageError
 from stages.export.layout import Named, Shard, digest, shards
 from stages.export.target import target_of

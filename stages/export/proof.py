@@ -21,7 +21,8 @@ from stages.model.declared import listed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeline.artifacts import ModelSource, TensorReader
+    from pipeline.contracts.model import ModelSource
+    from pipeline.contracts.tensors import TensorReader
     from pipeline.distributed.process_group import Dist
 
 TOLERANCE = 1e-5

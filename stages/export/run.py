@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import ExportedModel, ModelSource, TrainedRun
 from pipeline.checkpoint.layout import CODES
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import ExportError, StageError, in_words
 from pipeline.utils.files import replace_text
 from pipeline.utils.text import Throughput, human

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from xxhash import xxh3_64
 
-from pipeline.artifacts import TensorReader
 from pipeline.checkpoint.layout import as_bytes
+from pipeline.contracts.tensors import TensorReader
 from pipeline.utils.files import opened, page_aligned, read_at, write_at
 from stages.export.layout import Block, Shard, share
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from pipeline.artifacts import Progress
 from pipeline.checkpoint.layout import random_key
+from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError
-from stages.formats import files as guarded
+from stages.formats import files
 from stages.formats.files import PROGRESS, read_json
 from stages.formats.mapped import Stored, whole
 
@@ -61,7 +61,7 @@ ADMITTED = [
 
 def load(file: Path, *, verify: bool = True) -> Mapping[str, Any]:
     """One of DeepSpeed's files. Raises CheckpointError."""
-    state = guarded.load(file, ADMITTED, verify=verify)
+    state = files.load(file, ADMITTED, verify=verify)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{file}: is not one of DeepSpeed's files")
     return state

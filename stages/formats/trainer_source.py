@@ -14,7 +14,7 @@ from pipeline.checkpoint.manifest import Group, State
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from stages.formats import files as guarded
+from stages.formats import files
 from stages.formats.files import read_json
 from stages.formats.mapped import (
     MOMENTS,
@@ -118,11 +118,11 @@ def _optimizer(folder: Path, model: Described) -> _Optimizer:
             hint="it was not saved (save_only_model), or not by one process or DDP; --weights-only "
             "takes the weights alone",
         )
-    saved = guarded.load(file)
+    saved = files.load(file)
     groups: list[Group] = []
     updates: dict[str, int] = {}
     stored: dict[str, Stored] = {}
-    with guarded.understood(file, "transformers' Trainer"):
+    with files.understood(file, "transformers' Trainer"):
         if len(saved["param_groups"]) != len(model.groups):
             raise CheckpointError(
                 f"{file}: has {len(saved['param_groups'])} parameter groups, the Trainer makes "

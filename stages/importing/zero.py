@@ -93,7 +93,9 @@ ZERO: Table = {
     "stage3_gather_16bit_weights_on_model_save": _gathered,
     "stage3_gather_fp16_weights_on_model_save": _gathered,
     "cpu_offload": says("offload_optimizer.device", lambda v: "cpu" if rules.truth(v) else "none"),
-    "cpu_offload_param": says("offload_param.device", lambda v: "cpu" if rules.truth(v) else "none"),
+    "cpu_offload_param": says(
+        "offload_param.device", lambda v: "cpu" if rules.truth(v) else "none"
+    ),
     "cpu_offload_use_pin_memory": _old_offload,
     "compute_grad_norm": covered("the gradient norm is always computed"),
     "elastic_checkpoint": covered("checkpoints are read by any number of processes"),

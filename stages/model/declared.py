@@ -12,7 +12,7 @@ from stages.model import compat
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeline.artifacts import ModelSource
+    from pipeline.contracts.model import ModelSource
 
 
 SHOWN = 10

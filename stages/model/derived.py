@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import ModelSource, TensorReader, Weights
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import TensorReader, Weights
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.checkpoint.safetensors_format import CHUNK
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
 from stages.model.gguf_header import read_header

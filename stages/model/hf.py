@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 

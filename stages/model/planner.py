@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from pipeline.planning.planner import RECOMPUTE, Extent, Planner, Saving, Topology

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
 from stages.weights.torch_files import pieces

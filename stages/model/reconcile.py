@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model.declared import listed, misfit, refuse_differences
 from stages.weights.views import ExtendedReader, Origin

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from pipeline.artifacts import DtypeName, ModelSource, TensorReader, torch_dtype
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import DtypeName, torch_dtype
+from pipeline.contracts.tensors import TensorReader
 from pipeline.errors import StageError
 from stages.data.cache import file_digests
 from stages.model import assets, compat

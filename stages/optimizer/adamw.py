@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from pipeline.artifacts import OptimizerPlan, Precision
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 from stages.optimizer.settings import Fraction, OptimizerSettings

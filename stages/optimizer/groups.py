@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, MinLen
 
-from pipeline.artifacts import NamedParameter
+from pipeline.contracts.optimizer import NamedParameter
 from pipeline.errors import StageError
 
 

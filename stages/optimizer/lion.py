@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Gt
 
-from pipeline.artifacts import OptimizerPlan
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.stage import Context
 from stages.optimizer.settings import Fraction, OptimizerSettings
 

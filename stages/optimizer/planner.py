@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.artifacts import OptimizerPlan, Precision
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.planning.planner import NARROW_MASTERS, NARROW_MOMENTS, Planner, Saving, Topology
 from pipeline.planning.shapes import BYTES, OptimizerShape

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.artifacts import Packing
+from pipeline.contracts.optimizer import Packing
 from stages.optimizer.codes import AT_A_TIME, Book4, Book8, Code, Fp8
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

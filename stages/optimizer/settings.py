@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from pipeline.artifacts import NamedParameter
+from pipeline.contracts.optimizer import NamedParameter
 from pipeline.contracts.stage import PlanView
 from pipeline.errors import Problem
 from stages.optimizer.groups import GroupSettings, make_groups

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline.artifacts import DtypeName, LossScaling, Precision
+from pipeline.contracts.precision import DtypeName, LossScaling, Precision
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.artifacts import Durable, ExportedModel
-from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.stage import Context, Durable, PlanView
 from pipeline.distributed.environment import worker_rank
 from pipeline.errors import Problem
 from stages.publish.token import LOOKS_LIKE_TOKEN, certainly_none, how_to_get_one

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.hf_api import RepoFile
 
-from pipeline.artifacts import ExportedModel
+from pipeline.contracts.export import ExportedModel
 from pipeline.errors import StageError
 from stages.publish.hub import PublishedModel
 from stages.publish.token import Access, find_access, masked, refusal

@@ -8,8 +8,8 @@ import statistics
 import torch.distributed
 from torch import Tensor
 
-from pipeline.artifacts import Progress
 from pipeline.contracts.engine import Admit, StepReport
+from pipeline.contracts.training import Progress
 from stages.train.policies import Action, Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.artifacts import NO_TARGET, Sample
+from pipeline.contracts.data import NO_TARGET, Sample
 from pipeline.contracts.engine import DataShard
 
 

@@ -9,17 +9,13 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from pipeline.artifacts import (
-    Checkpoints,
-    Data,
-    ModelSource,
-    OptimizerPlan,
-    TrainedRun,
-)
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.stage import Context, PlanView, Room, Trial
+from pipeline.contracts.training import Checkpoints, Length, TrainedRun
 from pipeline.errors import Problem
-from pipeline.length import Length
 from stages.train.policies import GIVE_SAMPLES, NO_SAMPLES, Anomalies, Count, EarlyStopping
 
 

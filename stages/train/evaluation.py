@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.distributed
 
-from pipeline.artifacts import Data, Progress, Samples
+from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.engine import DataShard, Engine
+from pipeline.contracts.training import Progress
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.policies import EarlyStopping

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.artifacts import Data, Progress, Sample
+from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataShard
 from pipeline.contracts.sample_order import ENDLESS, Order
+from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
 from stages.train.batches import MicroBatch, collate, microbatches
 from stages.train.causal_lm import TrainCausalLm

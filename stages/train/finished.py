@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts import TrainedRun
 from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import Problem
 from stages.checkpoint.settings import unknown_address
 
@@ -30,8 +30,8 @@ class FinishedTraining:
     def run(self, ctx: Context) -> TrainedRun:
         import contextlib
 
-        from pipeline.artifacts import Progress
         from pipeline.checkpoint.formats import Reading, open_state
+        from pipeline.contracts.training import Progress
         from pipeline.errors import CheckpointError
 
         address = self.checkpoint

@@ -9,9 +9,13 @@ from typing import Annotated, Any
 
 from annotated_types import Gt
 
-from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, Precision, TrainedRun
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import Problem
 from pipeline.utils.text import closest
 from stages.importing.trainer import TRAINER

@@ -12,9 +12,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from pipeline.artifacts import Data, Progress
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import DataShard
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
 from pipeline.utils.files import sync_tree
 from stages.formats.files import PROGRESS, read_json, write_json

@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from pipeline.artifacts import (
-    Data,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-    Progress,
-    TrainedRun,
-    torch_dtype,
-)
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import DataShard
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import Progress, TrainedRun
 from stages.train.batches import microbatches
 from stages.train.evaluation import mean_loss
 from stages.train.feed import Feed

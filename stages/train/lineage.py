@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import Data, ModelSource, Progress
+from pipeline.contracts.data import Data
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.training import Progress
 from pipeline.errors import ResumeRefused
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.artifacts import NO_TARGET
+from pipeline.contracts.data import NO_TARGET
 
 PIECE = 1 << 26
 """Elements of a product that are made at a time where they are then added in another dtype."""

@@ -8,17 +8,12 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pipeline.artifacts import (
-    Checkpoints,
-    Data,
-    OptimizerPlan,
-    Progress,
-    Samples,
-    TrainedRun,
-)
 from pipeline.checkpoint import rng_state
+from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.errors import StageError
 from stages.train.anomalies import Watch
 from stages.train.causal_lm import TrainCausalLm

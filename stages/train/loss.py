@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.artifacts import NO_TARGET
+from pipeline.contracts.data import NO_TARGET
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import has_values
 from stages.train.batches import MicroBatch

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline.artifacts import Checkpoints
 from pipeline.contracts.stage import PlanView
+from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 
 Action = Literal["stop", "skip", "rollback"]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.artifacts import Checkpoints, Progress
+from pipeline.contracts.training import Checkpoints, Progress
 from pipeline.errors import StageError
 from stages.train.anomalies import SPIKE, Watch, leave_out
 from stages.train.policies import Anomalies

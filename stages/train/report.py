@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from pipeline.artifacts import Progress
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
-from pipeline.hardware import host as resident
+from pipeline.contracts.training import Progress
+from pipeline.hardware import host
 from stages.train.evaluation import perplexity
 from stages.train.flops import Utilisation
 from stages.train.profiling import Profile
@@ -219,7 +219,7 @@ def peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
     are known: by torch's tensors on its GPU, by the model and its training of its host memory.
     `pipeline.hardware.host` says what is counted there."""
     on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    most = torch.tensor([on_gpu, resident.peak_beyond() or 0], device=device)
+    most = torch.tensor([on_gpu, host.peak_beyond() or 0], device=device)
     if ranks > 1:
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     names = ("peak_memory_bytes", "peak_host_memory_bytes")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from pipeline.artifacts import NO_TARGET, Data, Sample
+from pipeline.contracts.data import NO_TARGET, Data, Sample
 from pipeline.contracts.engine import Engine
 from pipeline.errors import StageError
 from stages.train.batches import collate

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.artifacts import OptimizerPlan, Progress
 from pipeline.contracts.engine import Engine, StepReport
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
 from stages.train.anomalies import Watch
 from stages.train.feed import Feed, Taken

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.weights.change import Change
 from stages.weights.provenance import Run, Runs, trace

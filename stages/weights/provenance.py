@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.artifacts import TensorSpec
+from pipeline.contracts.tensors import TensorSpec
 from stages.weights.change import Change
 
 if TYPE_CHECKING:

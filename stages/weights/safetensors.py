@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.checkpoint.layout import DTYPES, as_bytes
 from pipeline.checkpoint.safetensors_format import CHUNK, Placed, table
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from pipeline.utils.files import read_at
 

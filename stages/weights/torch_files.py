@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.checkpoint.safetensors_format import CHUNK
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.formats.files import explained
 from stages.formats.mapped import flattened

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 
 if TYPE_CHECKING:

@@ -12,8 +12,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.contracts.engine import DataShard
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.importing.files import read_config
 from stages.wrap import accelerate_compat as compat

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.plan.plan.registry import Registry
-
-from pipeline.artifacts import OptimizerPlan, Precision
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import PlanView
 from pipeline.errors import Location, Problem
 from pipeline.importing.files import read_config
 from pipeline.importing.translator import Fate, Request, choose, installed_translators
+from pipeline.plan.registry import Registry
 from pipeline.recipe.fields import build
 from pipeline.recipe.nodes import Marks
 

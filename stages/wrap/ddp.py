@@ -7,8 +7,10 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 
 

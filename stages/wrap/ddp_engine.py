@@ -15,8 +15,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
 from pipeline.contracts.engine import DataShard
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision, dtype_name, torch_dtype
 from pipeline.contracts.stage import Context
 from stages.wrap.compute_cast import cast_on_use, installed_casts
 from stages.wrap.load_weights import fill

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context, Preset, Presets
 from pipeline.planning import strategy
 from pipeline.planning.planner import Planner, Tier, Topology

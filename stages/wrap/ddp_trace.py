@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
 from pipeline.contracts.engine import DataShard
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.stage import Context
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.ddp import Ddp

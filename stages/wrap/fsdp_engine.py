@@ -18,8 +18,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, torch_dtype
 from pipeline.contracts.engine import DataShard
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import with_values

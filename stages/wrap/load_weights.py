@@ -20,8 +20,8 @@ from pipeline.utils.text import Throughput
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from pipeline.artifacts import TensorReader
     from pipeline.contracts.stage import Context
+    from pipeline.contracts.tensors import TensorReader
 
 CUT = 1 << 24
 """Elements; smaller parts are read by one rank."""

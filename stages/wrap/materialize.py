@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from pipeline.artifacts import ModelSource, NamedParameter, Precision, dtype_name, torch_dtype
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import NamedParameter
+from pipeline.contracts.precision import Precision, dtype_name, torch_dtype
 from pipeline.hardware.host import model_begins
 from pipeline.utils.fake_tensors import with_values
 from stages.model.declared import outline, stands_for

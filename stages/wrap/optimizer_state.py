@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pipeline.artifacts import OptimizerPlan
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.errors import StageError
 
 UPDATES = "step"

@@ -8,8 +8,9 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.contracts.engine import Admit, StepReport
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 
 
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler | None:

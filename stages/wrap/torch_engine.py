@@ -13,7 +13,6 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from pipeline.artifacts import OptimizerPlan
 from pipeline.contracts.engine import (
     WEIGHT,
     Admit,
@@ -24,6 +23,7 @@ from pipeline.contracts.engine import (
     ParameterGroup,
     StepReport,
 )
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.errors import StageError
 from stages.wrap.load_weights import Part
 from stages.wrap.materialize import aliases, dtype_names, parameter_count, stored_tensors

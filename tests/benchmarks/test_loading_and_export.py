@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.artifacts import Progress
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import locate
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel

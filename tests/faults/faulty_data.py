@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.artifacts import Data, Sample, Samples
+from pipeline.contracts.data import Data, Sample, Samples
 from pipeline.contracts.stage import Context
 
 

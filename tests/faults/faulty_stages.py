@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.artifacts import Durable
-from pipeline.contracts.stage import Context
+from pipeline.contracts.stage import Context, Durable
 from pipeline.errors import DataError, ExportError
 
 Fault = Literal[

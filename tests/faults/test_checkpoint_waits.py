@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed
 
-from pipeline.artifacts import Progress
 from pipeline.checkpoint.manager import StateCheckpoints
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from tests.support.processes import run_ranks
 from tests.support.runs import context

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.plan.plan.plan import plan_file
-
 from pipeline.errors import RecipeError
+from pipeline.plan.plan import plan_file
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
 
 RANKS, MICRO = 2, 3

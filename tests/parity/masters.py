@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.artifacts import ModelSource, torch_dtype
 from pipeline.contracts.engine import WEIGHT, Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import torch_dtype
 from pipeline.distributed.process_group import Dist
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

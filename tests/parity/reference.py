@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.artifacts import Data, ModelSource, OptimizerPlan
+from pipeline.contracts.data import Data
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.sample_order import SampleOrder
 from stages.wrap.materialize import named_parameters
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.artifacts import torch_dtype
+from pipeline.contracts.precision import torch_dtype
 from pipeline.distributed.process_group import Dist
 from stages.wrap.zero.stage import OptimizerOffload
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from pipeline.plan.plan.registry import BUILT_IN, Entry, Registry
 
 from pipeline.cli import main
+from pipeline.plan.registry import BUILT_IN, Entry, Registry
 
 FAKES = {
     "model.fake": "Model",

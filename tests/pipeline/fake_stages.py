@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.artifacts import Checkpoints, Data, ModelSource, OptimizerPlan, TrainedRun
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.stage import Context, PlanView, Preset, Presets, Room, Trial
+from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import Problem
 from pipeline.planning.planner import Planner
 

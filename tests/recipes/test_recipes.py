@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 import yaml
 from click.testing import CliRunner
-from pipeline.plan.plan.plan import plan_file
 
 from pipeline.cli import main
+from pipeline.plan.plan import plan_file
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

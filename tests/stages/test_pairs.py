@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pipeline.artifacts import Checkpoints
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import Checkpoints
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from pipeline.artifacts import Progress, TrainedRun
 from pipeline.contracts.engine import WEIGHT, Engine
+from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import Dist
 from stages.average.ema import EmaAverage
 from stages.checkpoint.sharded import ShardedCheckpoint

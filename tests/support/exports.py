@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from pipeline.artifacts import ExportedModel, ModelSource
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
 from stages.export.safetensors import ExportSafetensors
 from tests.support.models import context, random_source
 from tests.support.weights import MemoryWeights, trained

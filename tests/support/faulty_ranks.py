@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts import Progress
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from stages.checkpoint.sharded import ShardedCheckpoint
 from tests.support.injection import SITECUSTOMIZE, VARIABLE, Fault

@@ -11,8 +11,9 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from pipeline.artifacts import ModelSource, TensorReader
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
+from pipeline.contracts.tensors import TensorReader
 from pipeline.distributed.process_group import Dist
 from pipeline.run.metrics import Metrics
 from stages.model.hf import HfModel

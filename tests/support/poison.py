@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.artifacts import Data, Sample
+from pipeline.contracts.data import Data, Sample
 from pipeline.distributed.process_group import Dist
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint

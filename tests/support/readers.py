@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.artifacts import TensorReader, TensorSpec
 from pipeline.checkpoint.layout import CODES
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 
 SIDES = st.integers(0, 6)
 SHAPES = st.lists(SIDES, max_size=4).map(tuple)

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.plan.plan.plan import plan_file
-
 from pipeline.distributed.process_group import Dist
+from pipeline.plan.plan import plan_file
 from pipeline.run.journal import Journal
 from pipeline.run.runner import Runner
 from tests.support.runs import context

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from pipeline import testing
-from pipeline.artifacts import Data, ModelSource, Sample, Samples
+from pipeline.contracts.data import Data, Sample, Samples
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import Dist
 from stages.model.hf import HfModel

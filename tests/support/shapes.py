@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.trace.structure import kinds, structure

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 import torch.distributed
 
-from pipeline.artifacts import LossScaling, ModelSource, OptimizerPlan, Precision, Progress
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import LossScaling, Precision
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.optimizer.adamw import AdamW

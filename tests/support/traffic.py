@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
-from pipeline.artifacts import Precision
+from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import Dist
 from tests.support.runs import context, tiny_model
 from tests.support.state import ADAMW, train

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from pipeline.artifacts import ModelSource, Weights
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import Weights
 from stages.weights.torch_files import MemoryReader
 
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.artifacts import LossScaling, ModelSource, Precision
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.distributed.process_group import Dist
 from stages.optimizer.adamw import AdamW
 from stages.wrap.materialize import named_parameters

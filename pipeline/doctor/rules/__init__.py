@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from pipeline.doctor.report import Machine
-from pipeline.doctor.rules import (
-    environment,
-    gpus,
-    measured,
-    software,
-    storage,
-)
-from pipeline.doctor.rules import (
-    host as memory,
-)
-from pipeline.doctor.rules import (
-    host as processes,
-)
+from pipeline.doctor.rules import environment, gpus, host, measured, software, storage
 from pipeline.doctor.rules.finding import SEVERITIES, Finding, Rule
 
 RULES: tuple[Rule, ...] = (
     *software.RULES,
     *gpus.RULES,
     *measured.RULES,
-    *memory.RULES,
-    *processes.PROCESS_RULES,
+    *host.RULES,
     *environment.RULES,
     *storage.RULES,
 )

@@ -1,4 +1,4 @@
-"""Host memory, shared and locked."""
+"""Host memory, processes, threads and open files."""
 
 from __future__ import annotations
 
@@ -88,9 +88,6 @@ def strict_overcommit(machine: Machine) -> Iterator[Finding]:
         )
 
 
-RULES = (little_shared_memory, little_locked_memory, swapping, little_memory, strict_overcommit)
-
-
 OPEN_FILES = 4096
 PROCESSES = 4096
 
@@ -173,4 +170,15 @@ def core_dumps(machine: Machine) -> Iterator[Finding]:
         )
 
 
-PROCESS_RULES = (few_cores, too_many_threads, few_files, few_processes, core_dumps)
+RULES = (
+    little_shared_memory,
+    little_locked_memory,
+    swapping,
+    little_memory,
+    strict_overcommit,
+    few_cores,
+    too_many_threads,
+    few_files,
+    few_processes,
+    core_dumps,
+)

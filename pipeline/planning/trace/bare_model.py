@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.artifacts import ModelSource, Precision, TensorReader, TensorSpec, torch_dtype
 from pipeline.contracts.engine import Admit, DataShard, Engine, StepReport
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import Precision, torch_dtype
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.planning.planner import Topology
 from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.torch_compat import cast_in

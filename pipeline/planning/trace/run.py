@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from pipeline.plan.plan.binding import Results
 from torch import nn
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision, TrainedRun
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import PipeError, StageError, UsageError
+from pipeline.plan.binding import Results
 from pipeline.planning.planner import Extent, Job
 from pipeline.planning.strategy import LOAD, Held
 from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 from pipeline.planning.shapes import Weight
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.artifacts import Data, ModelSource, Sample, Samples
+from pipeline.contracts.data import Data, Sample, Samples
+from pipeline.contracts.model import ModelSource
 from pipeline.errors import StageError, system_errors_as
 from stages.data import tokenize
 from stages.data.cache import Counts, Entry, cache_folder, digest

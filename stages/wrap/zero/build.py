@@ -13,7 +13,9 @@ import torch
 import torch.distributed
 from torch import nn
 
-from pipeline.artifacts import ModelSource, NamedParameter, OptimizerPlan, Precision
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import ModelSource, OptimizerPlan, Precision
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import PlanView
 from pipeline.errors import Problem
 from stages.wrap.zero.extra import extra_problems

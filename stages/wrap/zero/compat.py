@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.artifacts import OptimizerPlan
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.distributed.process_group import Dist
 from stages.wrap.zero.operators_compat import keep_operators
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts import LossScaling, Precision
+from pipeline.contracts.precision import LossScaling, Precision
 
 if TYPE_CHECKING:
     from stages.wrap.zero.stage import OptimizerOffload, ParameterOffload, Zero

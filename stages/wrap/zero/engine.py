@@ -13,8 +13,9 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.artifacts import OptimizerPlan, Precision
 from pipeline.contracts.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import Dist
 from stages.wrap.load_weights import Part
 from stages.wrap.materialize import dtype_names, parameter_count, trained

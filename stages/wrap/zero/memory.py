@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.artifacts import Precision
+from pipeline.contracts.precision import Precision
 from pipeline.planning import strategy
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
 from pipeline.planning.strategy import Copies, Gradients, Item, Moment, StrategyMemory, Unit

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline.artifacts import Precision
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Preset, Presets
 from pipeline.planning.planner import Planner, Tier, Topology
 from pipeline.planning.profile import Profile

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.artifacts import OptimizerPlan
 from pipeline.contracts.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterGroup
+from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.errors import CheckpointError, StageError
 from stages.wrap.load_weights import Part
 from stages.wrap.materialize import aliases, stored_tensors

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from pipeline.plan.plan.registry import Entry
 
 from pipeline.bench import session as measuring
+from pipeline.plan.registry import Entry
 from pipeline.planning import planner
 from pipeline.run.journal import Journal
 from pipeline.utils import jsonl

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pipeline.plan.plan.plan import make_plan
-from pipeline.plan.plan.registry import Registry
 
 from pipeline import cli
 from pipeline.bench import session as measuring
 from pipeline.bench.results import Row
+from pipeline.plan.plan import make_plan
+from pipeline.plan.registry import Registry
 from pipeline.planning.strategy import BACKWARD, LOAD, RESUME, SAVE, Held
 from pipeline.recipe import load_recipe
 from tests.support.pipe import REPOSITORY

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from pipeline.plan.plan.registry import Entry, Registry
 
 from pipeline.contracts.stage import Preset
 from pipeline.errors import PluginError, UsageError
+from pipeline.plan.registry import Entry, Registry
 from pipeline.planning.planner import Planners
 from pipeline.planning.presets import chosen, strategies
 

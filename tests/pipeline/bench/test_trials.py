@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from pipeline.plan.plan.plan import make_plan, plan_file
-from pipeline.plan.plan.registry import Registry
 
 from pipeline import cli
 from pipeline.bench import trials
-from pipeline.bench import trials as slots
 from pipeline.bench.trials import Length
 from pipeline.contracts.stage import Trial
 from pipeline.errors import UsageError
+from pipeline.plan.plan import make_plan, plan_file
+from pipeline.plan.registry import Registry
 from pipeline.planning.presets import chosen
 from pipeline.recipe import load_recipe
 
@@ -92,11 +91,11 @@ def test_a_strategy_that_can_be_shortened_is(
     shortened = lambda self, trial: replace(self, bucket=float(trial.steps))  # noqa: E731
     monkeypatch.setattr(blue, "shortened", shortened, raising=False)
     trial = Trial(steps=7)
-    assert slots.another({"use": "wrap.blue"}, trial, registry) == {
+    assert trials.another({"use": "wrap.blue"}, trial, registry) == {
         "use": "wrap.blue", "bucket": 7.0,
     }  # fmt: skip
     wrong = {"use": "wrap.blue", "buket": 1}
-    assert slots.another(wrong, trial, registry) == wrong
+    assert trials.another(wrong, trial, registry) == wrong
 
 
 def test_processes_have_the_same_threads(
@@ -121,7 +120,7 @@ def test_processes_have_the_same_threads(
 def test_recipes_that_cannot_be_measured(
     real: dict[str, Any], slots: dict[str, None], message: str
 ) -> None:
-    kept = {k: v for k, v in real["stages"].items() if k not in {*slots, "consolidate", "export"}}
+    kept = {k: v for k, v in real["stages"].items() if k not in {*trials, "consolidate", "export"}}
     Path("r.yaml").write_text(json.dumps({**real, "stages": kept}))
     with pytest.raises(UsageError, match=message):
         trials.require_measurable(make_plan(load_recipe("r.yaml")))

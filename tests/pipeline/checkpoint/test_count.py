@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint.retention import Retention, count, forget
 from pipeline.checkpoint.store import step_name
-from pipeline.length import Length
+from pipeline.contracts.training import Length
 
 
 @pytest.mark.parametrize(

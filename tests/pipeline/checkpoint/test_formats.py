@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from pipeline.plan.plan.registry import Entry
 
 from pipeline.checkpoint.formats import Formats, Reading, StateFormat
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import PluginError, UsageError
+from pipeline.plan.registry import Entry
 
 
 class One(StateFormat):

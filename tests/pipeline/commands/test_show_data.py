@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline import cli
-from pipeline.artifacts import NO_TARGET, Sample
+from pipeline.contracts.data import NO_TARGET, Sample
 from pipeline.run.data_preview import documents
 from tests.stages.data.fakes import PLAIN, FakeSource, ids
 from tests.support.runs import TINY

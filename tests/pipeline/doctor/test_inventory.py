@@ -9,33 +9,19 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline.doctor import (
-    inventory as folders,
-)
-from pipeline.doctor import (
-    inventory as host,
-)
-from pipeline.doctor import (
-    inventory as kernel,
-)
-from pipeline.doctor import (
-    inventory as network,
-)
-from pipeline.doctor import (
-    software,
-)
-from pipeline.hardware import host as machine
+from pipeline.doctor import inventory, software
+from pipeline.hardware import host
 
 
 def test_cores_and_memory_of_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    system = machine.total_memory()
+    system = host.total_memory()
     assert system == psutil.virtual_memory().total
-    assert machine.usable_cores() == 8
+    assert host.usable_cores() == 8
     (tmp_path / "own").write_text("0::/job/step\n")
     for place, quota, limit in (
         ("job/step", "max 100000", "max"),
@@ -44,62 +30,62 @@ def test_cores_and_memory_of_control_groups(
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         (tmp_path / place / "cpu.max").write_text(f"{quota}\n")
         (tmp_path / place / "memory.max").write_text(f"{limit}\n")
-    assert machine.usable_cores() == 1.5
-    assert machine.total_memory() == 9000
+    assert host.usable_cores() == 1.5
+    assert host.total_memory() == 9000
     (tmp_path / "own").write_text("4:cpu,cpuacct:/old\n3:memory:/old\n0::/\n")
     (tmp_path / "cpu/old").mkdir(parents=True)
     (tmp_path / "cpu/old/cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu/old/cpu.cfs_period_us").write_text("100000\n")
-    assert machine.usable_cores() == 8
+    assert host.usable_cores() == 8
     (tmp_path / "cpu/old/cpu.cfs_quota_us").write_text("300000\n")
-    assert machine.usable_cores() == 3
+    assert host.usable_cores() == 3
 
 
 def test_processes_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
     (tmp_path / "own").write_text("0::/job/step\n")
     (tmp_path / "job/step").mkdir(parents=True)
     (tmp_path / "job/step/pids.max").write_text("max\n")
-    assert kernel.kernel().processes_in_group is None
+    assert inventory.kernel().processes_in_group is None
     (tmp_path / "job/pids.max").write_text("512\n")
-    assert kernel.kernel().processes_in_group == 512
+    assert inventory.kernel().processes_in_group == 512
     (tmp_path / "own").write_text("7:pids:/old\n0::/\n")
     (tmp_path / "pids/old").mkdir(parents=True)
     (tmp_path / "pids/old/pids.max").write_text("100\n")
-    assert kernel.kernel().processes_in_group == 100
+    assert inventory.kernel().processes_in_group == 100
 
 
 def test_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\n")
-    assert host._processor(tmp_path / "cpuinfo") == "AMD EPYC 9654"
-    assert host.host().cores == machine.usable_cores()
+    assert inventory._processor(tmp_path / "cpuinfo") == "AMD EPYC 9654"
+    assert inventory.host().cores == host.usable_cores()
 
 
 def test_environment_holds_no_secrets() -> None:
     given = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "OMP_NUM_THREADS": "1", "GLOO_X": "1"}
     expected = {"GLOO_X": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
-    assert kernel.environment(given) == expected
+    assert inventory.environment(given) == expected
 
 
 def test_kernel(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nCapEff:\t0000000000004000\n")
-    assert kernel._locks_freely(tmp_path / "status") is True
+    assert inventory._locks_freely(tmp_path / "status") is True
     (tmp_path / "status").write_text("CapEff:\t0000000000000000\n")
-    assert kernel._locks_freely(tmp_path / "status") is False
-    assert kernel._locks_freely(tmp_path / "none") is None
+    assert inventory._locks_freely(tmp_path / "status") is False
+    assert inventory._locks_freely(tmp_path / "none") is None
     (tmp_path / "enabled").write_text("always [madvise] never\n")
-    assert kernel._chosen(tmp_path / "enabled") == "madvise"
-    assert set(kernel.kernel().limits) == {"open_files", "locked_memory", "processes", "core"}
+    assert inventory._chosen(tmp_path / "enabled") == "madvise"
+    assert set(inventory.kernel().limits) == {"open_files", "locked_memory", "processes", "core"}
 
 
 def test_the_nearest_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = [("/", "ext4"), ("/data", "autofs"), ("/data", "nfs4"), ("/database", "xfs")]
     found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: found)
-    assert folders.filesystem(Path("/data/runs")) == "nfs4"
-    assert folders.filesystem(Path("/home")) == "ext4"
-    runs, temporary = folders.folders(tmp_path)
+    assert inventory.filesystem(Path("/data/runs")) == "nfs4"
+    assert inventory.filesystem(Path("/home")) == "ext4"
+    runs, temporary = inventory.folders(tmp_path)
     assert (runs.path, runs.writable) == (str(tmp_path), True)
     assert temporary.use == "temporary files"
 
@@ -115,7 +101,7 @@ def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         "tun0": state(True, 0, "up"),
     }
     monkeypatch.setattr("psutil.net_if_stats", lambda: states)
-    found = [(each.name, each.bits_per_s) for each in network.network().interfaces]
+    found = [(each.name, each.bits_per_s) for each in inventory.network().interfaces]
     assert found == [("eth0", 25e9), ("tun0", None)]
 
 

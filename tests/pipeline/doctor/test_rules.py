@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.doctor import collectives as bandwidth
+from pipeline.doctor import collectives
 from pipeline.doctor.gpu_topology import parse_topology
 from pipeline.doctor.report import (
     Device,
@@ -181,14 +181,14 @@ def test_no_nvlink(gpus: Machine) -> None:
 
 def test_nvlink_that_is_not_used(gpus: Machine) -> None:
     machine = topology(gpus, "nvswitch")
-    slow = (bandwidth.allreduce(256 << 20, 0.05, 2),)
+    slow = (collectives.allreduce(256 << 20, 0.05, 2),)
     assert told(changed(machine, allreduce=slow)) == (
         "warning",
         "nvlink-unused",
         "all-reduce has a bus bandwidth of 5.4 GB/s, though NVLink connects all GPUs",
     )
     assert all(max(pace.sizes) >= LARGE for pace in (FULL, QUICK))  # which it goes by
-    fast = (bandwidth.allreduce(256 << 20, 0.001, 2),)
+    fast = (collectives.allreduce(256 << 20, 0.001, 2),)
     assert findings(changed(machine, allreduce=fast)) == []
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pipeline.plan.plan.plan import make_plan
-from pipeline.plan.plan.registry import Registry
 
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
 from pipeline.launch.local import _many, _set_threads, _stopped
+from pipeline.plan.plan import make_plan
+from pipeline.plan.registry import Registry
 from pipeline.recipe import load_recipe
 from pipeline.run import failures
 from pipeline.utils.process_tree import none_left

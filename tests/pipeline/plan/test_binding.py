@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from pipeline.plan.plan.binding import Results
 
 from pipeline.errors import UsageError
+from pipeline.plan.binding import Results
 
 
 class Pair(NamedTuple):

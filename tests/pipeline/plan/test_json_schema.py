@@ -11,10 +11,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
-from pipeline.plan.plan.json_schema import recipe_schema
-from pipeline.plan.plan.registry import Registry
 
 from pipeline.cli import main
+from pipeline.plan.json_schema import recipe_schema
+from pipeline.plan.registry import Registry
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.load import TOP_LEVEL
 from pipeline.recipe.nodes import plain

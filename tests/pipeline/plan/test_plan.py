@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pipeline.plan.plan.plan import Plan, Step, make_plan
-from pipeline.plan.plan.registry import Registry
 
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.plan.plan import plan as plan_module
+from pipeline.plan import plan as plan_module
+from pipeline.plan.plan import Plan, Step, make_plan
+from pipeline.plan.registry import Registry
 from pipeline.recipe import load_recipe
 
 RECIPE = """\

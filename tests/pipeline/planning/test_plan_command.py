@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from pipeline.plan.plan.registry import BUILT_IN, Registry, installed_entries
 
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.cli import main
+from pipeline.plan.registry import BUILT_IN, Registry, installed_entries
 from pipeline.planning.planner import GROUP, Planners
 from tests.support.tier import spread
 

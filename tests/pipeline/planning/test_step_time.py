@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.length import Length
+from pipeline.contracts.training import Length
 from pipeline.planning.estimate import Work
 from pipeline.planning.hardware import MEASURED, Hardware, Rate
 from pipeline.planning.planner import Topology

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.run import failures as failure
+from pipeline.run import failures
 from pipeline.run.failures import Exit
 
 
@@ -18,12 +18,12 @@ def fail(run_dir: Path, rank: int, error: Exception, slot: str = "train") -> Non
     try:
         raise error
     except Exception as raised:
-        failure.record(run_dir, rank, slot, raised)
+        failures.record(run_dir, rank, slot, raised)
 
 
 def told(run_dir: Path, *exits: tuple[int, int], slot: str | None = "wrap") -> list[str]:
     ends = [Exit(rank=rank, code=code) for rank, code in exits]
-    return str(failure.first(run_dir, ends, slot)).splitlines()
+    return str(failures.first(run_dir, ends, slot)).splitlines()
 
 
 def test_the_earliest_report_is_shown_with_its_place(tmp_path: Path) -> None:
@@ -37,10 +37,10 @@ def test_the_earliest_report_is_shown_with_its_place(tmp_path: Path) -> None:
         f"  traceback: {tmp_path}/failures/rank-00003.txt",
         f"  continue with: pipe resume {tmp_path}",
     ]
-    assert failure.first_rank(tmp_path) == 3
+    assert failures.first_rank(tmp_path) == 3
     assert "ValueError: first" in Path(lines[2].split(": ")[1]).read_text()
-    failure.clear(tmp_path)
-    assert failure.first_rank(tmp_path) is None
+    failures.clear(tmp_path)
+    assert failures.first_rank(tmp_path) is None
 
 
 def test_a_mistake_of_the_user_needs_no_traceback(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_a_report_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
 
 
 def test_messages_are_short(tmp_path: Path) -> None:
-    assert failure.describe(AssertionError()) == "AssertionError"
-    assert failure.describe(SystemExit(0)) == "SystemExit: 0"
-    long = failure.describe(RuntimeError("\n".join(f"frame {n}" for n in range(99))))
+    assert failures.describe(AssertionError()) == "AssertionError"
+    assert failures.describe(SystemExit(0)) == "SystemExit: 0"
+    long = failures.describe(RuntimeError("\n".join(f"frame {n}" for n in range(99))))
     assert long.splitlines()[0] == "RuntimeError: frame 0"
     assert long.splitlines()[11:] == ["frame 11", "..."]
 
@@ -122,10 +122,10 @@ def test_a_full_disk_has_its_sentence_and_no_traceback(
     run.mkdir()
     spare.touch()
     (run / "failures").touch()
-    monkeypatch.setenv(failure.SPARE, str(spare))
+    monkeypatch.setenv(failures.SPARE, str(spare))
     fail(run, 1, OSError(errno.ENOSPC, "No space left on device", f"{run}/metrics.jsonl"))
     assert told(run, (1, 1)) == [
         f"rank 1 failed in slot `train`: No space left on device: {run}/metrics.jsonl",
         f"  continue with: pipe resume {run}",
     ]
-    assert failure.first_rank(run) == 1
+    assert failures.first_rank(run) == 1

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipeline.plan.plan.plan import Plan, Step
 
-from pipeline.artifacts import Durable, ExportedModel
+from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.signature import gives
-from pipeline.contracts.stage import Context
+from pipeline.contracts.stage import Context, Durable
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
+from pipeline.plan.plan import Plan, Step
 from pipeline.run.journal import Journal
 from pipeline.run.metrics import Metrics
 from pipeline.run.resume import Todo, decide, digests, results

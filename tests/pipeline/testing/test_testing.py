@@ -24,7 +24,8 @@ GOOD = '''
 
     from pydantic import Field
 
-    from pipeline.artifacts import ModelSource, OptimizerPlan
+    from pipeline.contracts.model import ModelSource
+    from pipeline.contracts.optimizer import OptimizerPlan
     from pipeline.errors import Problem
     from pipeline.planning.planner import Planner
     from pipeline.contracts.stage import Context, PlanView
@@ -186,7 +187,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     "preset that is refused": (
         (
             "return {}",
-            "from pipeline.contracts.stage import Preset; return {'big': Preset(fields={'size': 0})}",
+            "import pipeline.contracts.stage as s; return {'big': s.Preset(fields={'size': 0})}",
         ),
         "its preset `big` is refused: size: must be at least 1, not `0`",
     ),

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from pipeline.cli import main
 from pipeline.recipe import read_recipe
 from pipeline.recipe.dump import render
-from pipeline.run import failures as failure
+from pipeline.run import failures
 from pipeline.run.rank_logging import rank_log
 from pipeline.utils import terminal
 from pipeline.utils.terminal import UNSAFE, Guarded
@@ -107,10 +107,10 @@ def test_a_value_of_the_environment_is_not_said(
     assert recipe.stages["m"].fields["path"] == "/mnt/hunter2/in"
     with rank_log(tmp_path, 1) as log:
         log.info("20480 steps, from %s", recipe.stages["m"].fields["path"])
-        failure.record(tmp_path, 1, "m", OSError("no /mnt/hunter2/in"))
+        failures.record(tmp_path, 1, "m", OSError("no /mnt/hunter2/in"))
     assert " INFO 20480 steps, from $PLACE/in\n" in (tmp_path / "logs/rank-00001.log").read_text()
     assert "OSError: no $PLACE/in" in (tmp_path / "failures/rank-00001.txt").read_text()
-    assert "rank 1 failed in slot `m`: OSError: no $PLACE/in" in str(failure.first(tmp_path, []))
+    assert "rank 1 failed in slot `m`: OSError: no $PLACE/in" in str(failures.first(tmp_path, []))
     assert not any("hunter2" in path.read_text() for path in tmp_path.rglob("*-00001.*"))
 
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts import Data, Progress, TrainedRun
+from pipeline.contracts.data import Data
+from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.errors import ResumeRefused, StageError
 from pipeline.testing import assert_conforms, plan_view
 from stages.adapter.compat import quiet

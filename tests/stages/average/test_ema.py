@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import Progress, TrainedRun
+from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError
 from pipeline.testing import plan_view

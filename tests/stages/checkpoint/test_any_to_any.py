@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.artifacts import LossScaling, Progress
 from pipeline.checkpoint.formats import Reading
+from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp

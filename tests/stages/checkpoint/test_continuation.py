@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.artifacts import LossScaling
+from pipeline.contracts.precision import LossScaling
 from pipeline.distributed.process_group import Dist
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from pipeline.artifacts import Progress
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from stages.checkpoint.sharded import ShardedCheckpoint

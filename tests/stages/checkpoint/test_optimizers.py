@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.artifacts import Progress
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from stages.optimizer.groups import GroupSettings
 from stages.optimizer.lion import Lion

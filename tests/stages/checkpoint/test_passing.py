@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.artifacts import Progress
 from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.layout import Plan, dtype
 from pipeline.checkpoint.manager import StateCheckpoints
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.staging import stage
 from pipeline.checkpoint.store import locate
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError
 from tests.support.processes import run_ranks

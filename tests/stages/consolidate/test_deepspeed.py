@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.artifacts import Progress, TrainedRun
+from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.stream import ConsolidateStream

@@ -8,7 +8,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'narrator' %}{{ raise_exception('who?') }}{% endif %}"

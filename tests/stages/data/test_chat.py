@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts import NO_TARGET, Sample
+from pipeline.contracts.data import NO_TARGET, Sample
 from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from pipeline.testing import plan_view

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.artifacts import NO_TARGET, Samples
+from pipeline.contracts.data import NO_TARGET, Samples
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from stages.data.chat import ChatData

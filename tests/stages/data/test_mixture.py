@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import Sample, Samples
+from pipeline.contracts.data import Sample, Samples
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from stages.data.chat import ChatData

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from pipeline.artifacts import NO_TARGET, Samples
+from pipeline.contracts.data import NO_TARGET, Samples
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import Dist
 from stages.data.chat import ChatData

@@ -17,7 +17,6 @@ import pytest
 from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from stages.data import tokenize
-from stages.data import tokenize as progress
 from stages.data.chat import ChatData
 from stages.data.text import TextData
 from stages.data.tokenize import Announcer, Reading
@@ -132,7 +131,7 @@ def test_the_bytes_are_those_of_one_process(
 def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO)
     now = 100.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tokenize.time, "monotonic", lambda: now)
     reading = Reading(total=200)
     announcer = Announcer(log=logging.getLogger("test"), reading=reading, unit="rows")
     reading.enter(120, lambda: 120)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import NO_TARGET
+from pipeline.contracts.data import NO_TARGET
 from pipeline.contracts.stage import Context
 from stages.data.chat import ChatData
 from stages.model.hf import HfModel

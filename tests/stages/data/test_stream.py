@@ -17,7 +17,7 @@ import fsspec
 import pytest
 import torch
 
-from pipeline.artifacts import Data
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import DataShard
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.stage import Context
@@ -27,7 +27,7 @@ from pipeline.run.metrics import records
 from pipeline.testing import plan_view
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data.stream import StreamData
-from stages.data.streaming import store as shard_store
+from stages.data.streaming import store
 from stages.data.streaming.order import StreamOrder, located
 from stages.data.text import TextData
 from stages.optimizer.adamw import AdamW
@@ -119,14 +119,14 @@ def test_without_shuffle_it_is_the_files_in_order(ctx: Context, folder: Path) ->
 def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     """The shards of `folder` that are read, by name; a thread of an earlier test may read on."""
     names: list[str] = []
-    build = shard_store.ShardStore._build
+    build = store.ShardStore._build
 
     def counted(self: Any, shard: Any, entry: Path) -> Any:
         if Path(shard.address).parent == folder:
             names.append(shard.name)
         return build(self, shard, entry)
 
-    monkeypatch.setattr(shard_store.ShardStore, "_build", counted)
+    monkeypatch.setattr(store.ShardStore, "_build", counted)
     return names
 
 
@@ -258,13 +258,13 @@ def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
 
 def rank_of_two(dist: Any, folder: str, run_dir: str) -> Any:
     names: list[str] = []
-    build = shard_store.ShardStore._build
+    build = store.ShardStore._build
 
     def counted(self: Any, shard: Any, place: Path) -> Any:
         names.append(shard.name)
         return build(self, shard, place)
 
-    shard_store.ShardStore._build = counted  # type: ignore[method-assign]
+    store.ShardStore._build = counted  # type: ignore[method-assign]
     data, _ = opened(stream(Path(folder), ahead=2), context(dist, run_dir))
     found = taken(data, 0, 60)
     dist.barrier()

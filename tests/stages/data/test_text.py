@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts import Data, Samples
+from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from stages.data.text import TextData

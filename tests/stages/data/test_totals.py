@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.artifacts import Samples
+from pipeline.contracts.data import Samples
 from pipeline.contracts.stage import Context
 from stages.data.chat import ChatData
 from stages.data.text import TextData

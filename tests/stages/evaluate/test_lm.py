@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import NO_TARGET, ExportedModel
+from pipeline.contracts.data import NO_TARGET
+from pipeline.contracts.export import ExportedModel
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from pipeline.testing import problems

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts import ExportedModel
+from pipeline.contracts.export import ExportedModel
 from stages.export import contents
 from stages.export.manifest import Proof
 from stages.export.safetensors import ExportSafetensors

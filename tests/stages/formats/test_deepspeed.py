@@ -13,11 +13,12 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from pipeline.artifacts import LossScaling, Progress
 from pipeline.checkpoint.formats import Reading
 from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError
-from stages.formats import files as guarded
+from stages.formats import files
 from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
 from stages.formats.deepspeed_files import ADMITTED, Fragment, Stage
@@ -288,7 +289,7 @@ def test_before_the_first_update_there_are_weights_alone(
 ) -> None:
     folder = shutil.copytree(saved[0], tmp_path / STEP)
     for file in (folder / "state").glob("zero_pp_*"):
-        content = guarded.load(file, ADMITTED)
+        content = files.load(file, ADMITTED)
         content["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
         torch.save(plain(content), file.with_suffix(".new"))
         file.with_suffix(".new").replace(file)  # it is mapped

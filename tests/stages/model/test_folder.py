@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.artifacts import ModelSource
+from pipeline.contracts.model import ModelSource
 from pipeline.errors import StageError
 from stages.model.hf import HfModel
 from tests.support.gguf import write_llama

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.artifacts import TensorReader, TensorSpec
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import gguf as product
 from stages.model.gguf import GgufTensors

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeline.artifacts import Precision, TensorReader, TensorSpec
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import PlanView
+from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from stages.model.hf import HfModel

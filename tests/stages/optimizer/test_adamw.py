@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.artifacts import NamedParameter
+from pipeline.contracts.optimizer import NamedParameter
 from pipeline.distributed.process_group import Dist
 from stages.optimizer.adamw import AdamW
 from tests.support.runs import context

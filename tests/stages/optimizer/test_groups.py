@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from pipeline import testing
-from pipeline.artifacts import NamedParameter
+from pipeline.contracts.optimizer import NamedParameter
 from pipeline.errors import StageError
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.groups import GroupSettings

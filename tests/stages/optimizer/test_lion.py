@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline import testing
-from pipeline.artifacts import NamedParameter
+from pipeline.contracts.optimizer import NamedParameter
 from stages.optimizer.lion import Lion
 
 

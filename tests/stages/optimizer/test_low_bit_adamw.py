@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipeline import testing
-from pipeline.artifacts import NamedParameter
+from pipeline.contracts.optimizer import NamedParameter
 from pipeline.errors import StageError
 from stages.optimizer import torchao_compat
 from stages.optimizer.adamw import AdamW

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline import testing
-from pipeline.artifacts import Precision
+from pipeline.contracts.precision import Precision
 from pipeline.planning.planner import Topology
 from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.planner import AdamWPlanner

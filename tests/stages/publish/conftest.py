@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from pipeline.artifacts import ExportedModel
+from pipeline.contracts.export import ExportedModel
 from tests.stages.publish.exported import TOKEN, write_export
 from tests.stages.publish.hub_server import Hub, serving
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.artifacts import ExportedModel
+from pipeline.contracts.export import ExportedModel
 from pipeline.errors import StageError
 from pipeline.testing import context
 from stages.publish.hub import PublishedModel, PublishHub

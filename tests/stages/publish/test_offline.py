@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from pipeline.artifacts import ExportedModel
+from pipeline.contracts.export import ExportedModel
 from pipeline.testing import problems
 from stages.publish.hub import PublishedModel, PublishHub
 from tests.stages.publish.exported import REPO, TOKEN, publish, refused, snapshot

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import ExportedModel
+from pipeline.contracts.export import ExportedModel
 from pipeline.distributed.process_group import Dist
 from pipeline.testing import context
 from stages.publish.hub import PublishHub
@@ -23,7 +23,7 @@ READY = """
     import json
     from dataclasses import dataclass
     from pathlib import Path
-    from pipeline.artifacts import ExportedModel
+    from pipeline.contracts.export import ExportedModel
     from pipeline.contracts.stage import Context
 
     @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import LossScaling, Progress
 from pipeline.checkpoint.manifest import FILE, Manifest
+from pipeline.contracts.precision import LossScaling
+from pipeline.contracts.training import Progress
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.train.anomalies import is_spike, leave_out

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import Data, Progress, Sample
+from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataShard
 from pipeline.contracts.sample_order import SampleOrder
+from pipeline.contracts.training import Progress
 from stages.train.batches import collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.artifacts import Data, Progress
+from pipeline.contracts.data import Data
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from pipeline.run.metrics import records

@@ -9,9 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipeline.artifacts import Progress
 from pipeline.cli import main
 from pipeline.commands.run import ACCEPTABLE
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import ResumeRefused
 from stages.train.causal_lm import TrainCausalLm

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.artifacts import Data, Precision, Sample, Samples
+from pipeline.contracts.data import Data, Sample, Samples
 from pipeline.contracts.engine import DataShard, Engine
+from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import Dist
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import without_values

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.artifacts import Progress, TrainedRun
 from pipeline.contracts.engine import StepReport
+from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import Dist
 from pipeline.hardware import host
 from pipeline.run.metrics import records

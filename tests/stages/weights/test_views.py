@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.artifacts import TensorSpec
+from pipeline.contracts.tensors import TensorSpec
 from pipeline.errors import StageError
 from stages.weights import torch_files
 from stages.weights.torch_files import MemoryReader

@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.artifacts import ModelSource, Precision, TensorReader
 from pipeline.contracts.engine import WEIGHT, Engine
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.precision import Precision
+from pipeline.contracts.tensors import TensorReader
 from pipeline.distributed.process_group import Dist
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW

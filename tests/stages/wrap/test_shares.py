@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memories.cases import DORA, EAGER, NARROW, Case, llama, own
 from memories.compare import profile_and_trace
 
-from pipeline.artifacts import Precision
+from pipeline.contracts.precision import Precision
 from pipeline.planning.estimate import AVERAGE, step_peaks
 from pipeline.planning.planner import Topology
 from pipeline.planning.profile import Line, Part, Peak, Profile

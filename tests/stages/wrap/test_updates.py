@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeline import testing
-from pipeline.artifacts import NamedParameter, OptimizerPlan
+from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.wrap.optimizer_step import make_optimizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.artifacts import LossScaling
+from pipeline.contracts.precision import LossScaling
 from stages.consolidate.weights import open_weights
 from stages.wrap.zero import OptimizerOffload, ParameterOffload
 from tests.support.processes import run_ranks

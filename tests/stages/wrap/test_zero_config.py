@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import LossScaling, Precision
+from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.contracts.stage import PlanView
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import Precision
+from pipeline.contracts.precision import Precision
 from pipeline.planning.planner import Topology
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
 from pipeline.planning.strategy import Copies, Moment

@@ -1,0 +1,79 @@
+"""Samples that a run trains and evaluates on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pipeline.contracts.sample_order import Order
+
+
+NO_TARGET = -100
+"""Label of a position that is not trained on (torch's cross_entropy `ignore_index`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One training example. `labels[t]` is the token to be predicted at position t (already shifted
+    against `input_ids`), or NO_TARGET. All int64, shape (length,)."""
+
+    input_ids: np.ndarray[Any, Any]
+    labels: np.ndarray[Any, Any]
+    positions: np.ndarray[Any, Any] | None = None
+    """The place of each token in its document, which begins anew at 0 with each of several in one
+    sample. No token attends to another document's. None: one document."""
+
+
+class Samples(ABC):
+    """A map-style sample set. Everything is a pure function of the index; indices are those that
+    `order` gives: 0 to `len` - 1, unless the set says otherwise."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @abstractmethod
+    def targets(self, index: int) -> int:
+        """How many labels of this sample are trained on; known without reading the sample."""
+
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        """The sum of `targets` over indices, any of which can come several times. Every rank asks
+        it of every global batch, so a set that can tell many at once does."""
+        return sum(map(self.targets, indices.tolist()))
+
+    def order(self, seed: int, *, shuffle: bool) -> Order:
+        """The indices in the order in which a run visits them, epoch after epoch."""
+        from pipeline.contracts.sample_order import SampleOrder
+
+        return SampleOrder(seed, len(self), shuffle=shuffle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Samples that a run trains and evaluates on."""
+
+    train: Samples
+    heldout: Samples | None
+    pad_id: int
+    """Token that fills `input_ids` behind a short sample; its labels are NO_TARGET."""
+    packed: bool = False
+    """Whether samples can hold several documents: whether they have `positions`."""
+    identity: Mapping[str, str | int | float | None]
+    """Everything that decides what a sample is: digests of the files and of the `tokenizer`, and
+    every setting that changes one. Equal identities have equal samples."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the identity."""
+        text = json.dumps(dict(self.identity), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()

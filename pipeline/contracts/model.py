@@ -1,0 +1,111 @@
+"""The model of a recipe, before any of its parameters exists."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.contracts.tensors import TensorReader, Weights
+
+
+class ModelSource(ABC):
+    """A causal language model, declared. No parameter exists until a wrap stage calls `build`."""
+
+    name: str
+    """Its name for people: the folder, hub id or file it comes from."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Construct the module, without reading or initialising weights, under whatever context the
+        caller opened (empty parameters, a strategy's own init). Parameters are declared in fp32;
+        weights are tied; buffers hold their real values unless the context prevents that."""
+
+    @abstractmethod
+    def weights(self) -> TensorReader:
+        """Open the source's weights, under the names of `build`'s module and with its shapes; for a
+        random initialisation, a pure function of the seed. Raises StageError, naming the tensors
+        that are missing, too much or of another shape."""
+
+    @abstractmethod
+    def tie(self, model: nn.Module) -> None:
+        """Tie again the weights that the architecture shares (after a context untied them)."""
+
+    @abstractmethod
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated transformer blocks, in order; empty when they cannot be told."""
+
+    def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Modules that, other than by calling them, use parameters of the modules inside them."""
+        return ()
+
+    def compiled(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Modules that are compiled, each as a whole."""
+        return ()
+
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The `transformers` tokenizer; raises StageError when the source has none."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Rows of the input embedding."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hex digest of architecture and weights identity; equal sources have equal digests. Quick:
+        it need not look at every byte."""
+
+    @property
+    def contents(self) -> str | None:
+        """Hex digest of all bytes of the files that `weights` reads; None when it reads none. Takes
+        as long as reading them, the first time that a machine is asked."""
+        return None
+
+    @property
+    def location(self) -> str | None:
+        """The place that others load it from, a folder or a hub id; None when it is nowhere as it
+        is, being random or changed, or stored in a form that they do not load by itself."""
+        return None
+
+    @property
+    def revision(self) -> str | None:
+        """Commit of `location`, if that is a hub id."""
+        return None
+
+    @property
+    def borrowed(self) -> Collection[str]:
+        """Names of parameters that are not trained and that `weights` gives again at any time:
+        strategies hold them in the compute dtype, and checkpoints leave them out."""
+        return ()
+
+    @property
+    def plain(self) -> ModelSource:
+        """The same model, computing by itself: without what only training wants of its module, such
+        as compiled blocks or products in fewer bits."""
+        return self
+
+    @property
+    def exported(self) -> ModelSource:
+        """The model as others load it: the plain one, unless training has added to it."""
+        return self.plain
+
+    @property
+    def skeleton(self) -> ModelSource:
+        """A model of which the same blocks are alike as of this one, quicker to build."""
+        return self
+
+    def assemble(self, trained: Weights) -> Weights:
+        """The tensors of `exported`, from what a checkpoint of this model holds."""
+        return trained
+
+    @abstractmethod
+    def save_assets(self, folder: Path, *, dtype: str) -> None:
+        """Write everything but the weights that `transformers` needs to load the model: config with
+        the right architecture and `dtype`, generation config, tokenizer, chat template."""

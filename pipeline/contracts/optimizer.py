@@ -1,0 +1,71 @@
+"""The optimizer and the schedule of a recipe, before any parameter exists."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class NamedParameter(NamedTuple):
+    """A parameter with its name and its full shape, which a partitioned parameter itself cannot
+    tell."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    shard: int = 0
+    """Number of the shard that this process holds. Replicas have the same; one shard is 0."""
+
+
+class Packing(ABC):
+    """How an optimizer keeps moments that are no tensors of the parameter's shape.
+
+    A parameter's state in the optimizer is a mapping, all of whose values but the count of updates
+    are what `start` made. Of a sharded parameter it is about this process's elements alone.
+    """
+
+    @abstractmethod
+    def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:
+        """State of a parameter before its first update: `count` elements, with the dtype and on the
+        device of `parameter`."""
+
+    @abstractmethod
+    def unpack(self, state: Mapping[str, Any], moment: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a moment as a flat tensor: a live view or a copy."""
+
+    @abstractmethod
+    def pack(self, state: Mapping[str, Any], moment: str, values: Tensor) -> None:
+        """Make all elements of a moment be `values`, what `unpack` gave and somebody has
+        overwritten. What was unpacked from any state is unpacked again to the same bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """Factories for the optimizer and its schedule."""
+
+    algorithm: str
+    """Name of the update rule (`adamw`). A strategy may run its own kernel of the same rule. Where
+    the stage has an attribute of this name too, strategies can check it before anything starts."""
+    hyperparameters: Mapping[str, Any]
+    """Arguments of the rule's torch class: lr, betas, eps, weight_decay."""
+    groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
+    """A model's parameters -> torch parameter groups, each with `params` and its overrides."""
+    moments: Sequence[str]
+    """Names of what the optimizer keeps for each element of a parameter. Without a `packing`, keys
+    of its state that are tensors of the parameter's shape, zeros at first."""
+    packing: Packing | None = None
+    counts_updates: bool = True
+    """Whether the optimizer's state has a `step`, the number of updates of the parameter."""
+    build: Callable[[list[dict[str, Any]]], Optimizer]
+    """Parameter groups -> torch optimizer."""
+    lr_scale: Callable[[int, int], float]
+    """(zero-based step, total steps) -> factor on every group's base learning rate."""
+    doubts: Callable[[int], Iterable[str]] = lambda total: ()
+    """Total steps -> what is hardly meant of a training of so many; warnings for people."""
+    max_grad_norm: float | None

@@ -1,0 +1,145 @@
+"""How far a training is, where its state is kept, and its result."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.contracts.stage import Durable
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pipeline.contracts.stage import Room
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """Of a whole training."""
+
+    steps: int | None = None
+    """Optimizer steps; None: not known."""
+    eval_every: int | None = None
+    """Steps between evaluations; None: at the end only."""
+    eval_first: bool = False
+    """Whether there is one before the first step."""
+    saves_first: bool = False
+    """Whether the state before the first step is saved."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far training has come. Counts are over all ranks; JSON in every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, those skipped for overflow too; not those that were left out as
+    anomalous, whose place the next batch takes."""
+    samples: int = 0
+    """Global index of the next sample: position in the endless shuffled sequence."""
+    tokens: int = 0
+    """Target tokens trained on."""
+    skipped: int = 0
+    """Steps skipped for overflow."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The latest `loss`; `eval_loss` and `perplexity` if these weights were evaluated."""
+    best: dict[str, float] = field(default_factory=dict)
+    """The lowest held-out loss so far, `eval_loss`, and the `step` at which it was reached; empty
+    before the first evaluation."""
+    patience: dict[str, float] = field(default_factory=dict)
+    """State of early stopping: the `eval_loss` to improve on, and for how many `evaluations` none
+    did."""
+    stopped: str = ""
+    """Why training ended before its last step, if it did."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Losses of the newest steps, where loss spikes are looked for; oldest first."""
+    left_out: list[list[int]] = field(default_factory=list)
+    """Positions of the sample order that no update is from, as [start, stop) in ascending order:
+    those of anomalous steps, and of steps that a rollback undid."""
+    left_out_in_a_row: int = 0
+    """Anomalous steps since the last update."""
+    rollbacks: int = 0
+    """How often training went back to a checkpoint."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """Facts without which the position means nothing: model, tokenizer, data, seed, order, global
+    batch."""
+
+    def differs_from(self, recorded: Mapping[str, Any]) -> bool:
+        """Whether a record of this step's progress is out of date. Another origin alone is no news:
+        nothing has been trained under it."""
+        return {**recorded, "origin": None} != {**vars(self), "origin": None}
+
+    def taken_over(self) -> Progress:
+        """The position of a new run which starts from here: as far on, in the data too, and nothing
+        of what evaluations and anomalies meant to this one."""
+        return Progress(
+            step=self.step,
+            samples=self.samples,
+            tokens=self.tokens,
+            skipped=self.skipped,
+            recent_losses=list(self.recent_losses),
+            origin=self.origin,
+        )
+
+
+class Checkpoints(ABC):
+    """Where, when and in which format a run saves its training state and resumes from it."""
+
+    @abstractmethod
+    def due(self, progress: Progress) -> bool:
+        """Whether a checkpoint is to be written now."""
+
+    @abstractmethod
+    def save(self, progress: Progress) -> None:
+        """Save the engine's whole state (collective). May return before it is on disk, but not
+        before the engine may change. Where the newest checkpoint is of this step, it is of the same
+        state, and gets the progress alone. Raises CheckpointError when it, or the save before it,
+        fails.
+        """
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Wait until everything that was saved is on disk (collective); the address of the newest
+        checkpoint. Raises CheckpointError when a save has failed."""
+
+    @abstractmethod
+    def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
+        """Load the newest complete checkpoint into the engine (collective); None if there is none.
+        Can be called again in the middle of a training, to go back.
+
+        `admit` is given the progress that it holds before anything is loaded, and raises if that
+        is not to be continued. Raises CheckpointError when what is there cannot be.
+        """
+
+    def room(self, length: Length) -> Iterator[Room]:
+        """Room that the checkpoints of a training of that length will need; called on rank 0 alone,
+        before the first step."""
+        return iter(())
+
+    def best(self) -> TrainedRun:
+        """The checkpoint with the lowest held-out loss among those that are there, once `finish`
+        has returned (collective). Raises CheckpointError when there is none."""
+        raise CheckpointError("these checkpoints do not tell which one is the best")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun(Durable):
+    """A finished training: the checkpoint that later stages take, and how far it had come."""
+
+    checkpoint: str
+    """Its address: a path, or what fsspec knows."""
+    progress: Progress
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.checkpoint,
+            "progress": vars(self.progress),
+        }
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> TrainedRun:
+        checkpoint = str(record["checkpoint"])
+        if "://" not in checkpoint and not Path(checkpoint).is_dir():
+            raise CheckpointError(f"the trained checkpoint is gone: {checkpoint}")
+        return cls(checkpoint=checkpoint, progress=Progress(**record["progress"]))

@@ -1,0 +1,1 @@
+"""GPUs by their data sheets, and what this machine has."""

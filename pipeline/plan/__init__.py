@@ -1,0 +1,1 @@
+"""From a recipe and the installed stages to a checked chain."""

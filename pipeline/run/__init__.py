@@ -1,0 +1,1 @@
+"""One run: its folder, its journal, its slots in order, and what a resume repeats."""

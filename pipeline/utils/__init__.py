@@ -1,0 +1,1 @@
+"""Files, text and processes, with nothing about training."""
