@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.doctor import collectives
 from pipeline.doctor.gpu_topology import seen
 from pipeline.doctor.inventory import environment, folders, host, kernel, network
 from pipeline.doctor.report import Collective, Device, Folder, Machine, Matmul
