@@ -32,13 +32,13 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
     import torch.distributed
 
     from pipeline.distributed.environment import stay_on_loopback
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
     torch.set_num_threads(1)
     stay_on_loopback()
     store = torch.distributed.FileStore(f"{job['folder']}/store-{name}", world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    dist = Dist(
+    dist = DistContext(
         rank=rank, world_size=world, local_rank=rank, local_world_size=world,
         device=torch.device("cpu"), store=torch.distributed.PrefixStore("pipe", store),
     )  # fmt: skip

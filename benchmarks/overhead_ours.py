@@ -13,7 +13,7 @@ from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.plan.registry import Registry
 from pipeline.run import rundir
 from pipeline.run.metrics import Metrics
@@ -21,7 +21,7 @@ from stages.data.documents import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.anomalies import Watch
+from stages.train.anomalies import AnomalyMonitor
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.feed import Feed
 from stages.train.loss import SummedLoss
@@ -29,7 +29,7 @@ from stages.train.report import Reporter
 from stages.train.step import train_step
 
 
-def run_context(job: Job, dist: Dist, log: Any, on_exit: Any) -> Context:
+def run_context(job: Job, dist: DistContext, log: Any, on_exit: Any) -> Context:
     """What `pipe run` would give the stages: metrics from rank 0, a log file per rank."""
     folder = run_folder(job)
     metrics = Metrics(folder / rundir.METRICS if dist.is_main else None)
@@ -64,7 +64,7 @@ class OurLoop:
         self._feed = Feed(config, data, ctx.seed, self.engine.shard, self.engine.device)
         self._progress = Progress()
         self._loss = SummedLoss(self.engine.model)
-        self._watch = Watch(config.anomalies, self.engine.shard.count)
+        self._watch = AnomalyMonitor(config.anomalies, self.engine.shard.count)
         self._reporter = Reporter(
             ctx,
             self.engine,

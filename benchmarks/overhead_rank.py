@@ -20,7 +20,7 @@ from bare.loop import BareLoop
 from overhead_job import Job
 from overhead_ours import OurLoop, run_context, run_folder, source
 
-from pipeline.distributed.process_group import Dist, environment_dist
+from pipeline.distributed.process_group import DistContext, environment_dist
 
 RESULT = "result.json"
 SPOKEN = "output-"
@@ -68,7 +68,7 @@ def main(job: Job, rank: int) -> None:
         ours, bare = OurLoop(job, ctx, model), BareLoop(job, dist, model)
         rounds = measure(job, dist, ours, bare)
         if dist.is_main:
-            result = {"rounds": rounds, "engine": dict(ours.engine.facts())}
+            result = {"rounds": rounds, "engine": dict(ours.engine.describe())}
             (job.folder / RESULT).write_text(json.dumps(result), "utf-8")
         dist.barrier()
     torch.distributed.destroy_process_group()
@@ -91,7 +91,7 @@ def file_log(job: Job, rank: int) -> logging.Logger:
     return log
 
 
-def measure(job: Job, dist: Dist, ours: Loop, bare: Loop) -> list[dict[str, Any]]:
+def measure(job: Job, dist: DistContext, ours: Loop, bare: Loop) -> list[dict[str, Any]]:
     """`job.rounds` pairs of blocks, {"ours": ..., "bare": ...}; who goes first alternates."""
     sides = {"ours": ours, "bare": bare}
     for loop in sides.values():
@@ -113,7 +113,7 @@ def measure(job: Job, dist: Dist, ours: Loop, bare: Loop) -> list[dict[str, Any]
     return rounds
 
 
-def timed(loop: Loop, steps: int, dist: Dist) -> tuple[float, float, float]:
+def timed(loop: Loop, steps: int, dist: DistContext) -> tuple[float, float, float]:
     """Seconds of the slowest rank, processor seconds of this one, and the loss."""
     meet(dist)
     began, cpu = time.perf_counter(), time.process_time()
@@ -122,21 +122,21 @@ def timed(loop: Loop, steps: int, dist: Dist) -> tuple[float, float, float]:
     return time.perf_counter() - began, time.process_time() - cpu, loss
 
 
-def meet(dist: Dist) -> None:
+def meet(dist: DistContext) -> None:
     """Wait until every rank and its device have come here."""
     if dist.device.type == "cuda":
         torch.cuda.synchronize()
     torch.distributed.all_reduce(torch.zeros(1))
 
 
-def calibration(dist: Dist) -> functools.partial[float]:
+def calibration(dist: DistContext) -> functools.partial[float]:
     """A call that says how fast the machine is now: seconds of a fixed matrix product."""
     side = SIDE[dist.device.type]
     matrix = torch.rand(side, side, device=dist.device)
     return functools.partial(_calibrate, matrix, dist)
 
 
-def _calibrate(matrix: torch.Tensor, dist: Dist) -> float:
+def _calibrate(matrix: torch.Tensor, dist: DistContext) -> float:
     """The best of a few on each rank, the worst of the ranks, all computing at once."""
     best = float("inf")
     for _ in range(CALIBRATION_REPEATS):

@@ -16,9 +16,9 @@ from typing import Any
 
 from pipeline.checkpoint.division import Division, Run
 from pipeline.checkpoint.layout import (
-    Holding,
     Layout,
-    Sharded,
+    LocalShard,
+    ShardedLayout,
     divided,
     message,
     spans_of,
@@ -107,7 +107,7 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
     """Seconds of processor time and peak MB of rank 0's plan, of another rank's, and of opening the
     checkpoint; MB of the manifest."""
     told = [_message(strategy, rank, ranks) for rank in range(ranks)]
-    made = Sharded()
+    made = ShardedLayout()
     main = _Taken()
     text = divided(told, made)
     main.stop()
@@ -135,7 +135,7 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
 
 def _message(strategy: str, rank: int, ranks: int) -> bytes:
     own = [
-        Holding(f"{kind}/{name}", "F32", shape, start, stop, True)
+        LocalShard(f"{kind}/{name}", "F32", shape, start, stop, True)
         for name, shape, start, stop in STRATEGIES[strategy](rank, ranks)
         for kind in KINDS
         if start < stop

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline import testing
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import LossScaling, Precision
-from pipeline.distributed.process_group import Dist, environment_dist
+from pipeline.distributed.process_group import DistContext, environment_dist
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
@@ -175,13 +175,13 @@ def _allow_fp16() -> None:
     # DeepSpeed refuses fp16 on CPUs without fp16 arithmetic; torch computes it on all of them.
     from stages.wrap.zero.compat import point_at_device
 
-    point_at_device(Dist(device=torch.device("cpu")))
+    point_at_device(DistContext(device=torch.device("cpu")))
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
-def run_job(dist: Dist, folder: str, job: Job) -> dict[str, dict[str, int]]:
+def run_job(dist: DistContext, folder: str, job: Job) -> dict[str, dict[str, int]]:
     """Phase -> bytes that this rank held at its end, and the most within it."""
     in_place()
     store(dist, folder, job)
@@ -191,7 +191,7 @@ def run_job(dist: Dist, folder: str, job: Job) -> dict[str, dict[str, int]]:
     return meter.phases()
 
 
-def store(dist: Dist, folder: str, job: Job) -> None:
+def store(dist: DistContext, folder: str, job: Job) -> None:
     """Put a random model into `folder`: loading it needs next to no memory, making it does."""
     if dist.is_main:
         torch.manual_seed(0)
@@ -202,7 +202,7 @@ def store(dist: Dist, folder: str, job: Job) -> None:
     dist.barrier()
 
 
-def train(dist: Dist, folder: str, job: Job) -> None:
+def train(dist: DistContext, folder: str, job: Job) -> None:
     """Load and train for some steps, each phase marked; ends with everything freed."""
     ctx = testing.context(folder, dist=dist)
     with contextlib.ExitStack() as stack:

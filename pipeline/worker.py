@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.contracts.stage import Context
 from pipeline.distributed.environment import FINISHED, worker_rank, worker_world_size
-from pipeline.distributed.process_group import Dist, environment_dist, environment_store
+from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import StageError
 from pipeline.plan.plan import Plan, make_plan
@@ -90,7 +90,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             raise
 
 
-def context(plan: Plan, run_dir: Path, dist: Dist, log: logging.Logger) -> Context:
+def context(plan: Plan, run_dir: Path, dist: DistContext, log: logging.Logger) -> Context:
     """What stages are given on this rank."""
     return Context(
         run_dir=run_dir,
@@ -102,7 +102,7 @@ def context(plan: Plan, run_dir: Path, dist: Dist, log: logging.Logger) -> Conte
 
 
 @contextlib.contextmanager
-def process_group(plan: Plan, store: Store | None) -> Iterator[Dist]:
+def process_group(plan: Plan, store: Store | None) -> Iterator[DistContext]:
     """This rank's process group for the time of the run."""
     import torch
     import torch.distributed

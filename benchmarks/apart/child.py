@@ -48,9 +48,9 @@ class Place:
         """The same, as the project's own code is told."""
         import torch
 
-        from pipeline.distributed.process_group import Dist
+        from pipeline.distributed.process_group import DistContext
 
-        return Dist(
+        return DistContext(
             rank=self.rank, world_size=self.world, local_rank=self.rank,
             local_world_size=self.world, device=torch.device("cpu"), store=self.store,
         )  # fmt: skip

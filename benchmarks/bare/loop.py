@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.sample_order import SampleOrder
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 
 
 class BareLoop:
     """Batches from a memory map, a step, a look at the loss at the end of a block."""
 
-    def __init__(self, job: Job, dist: Dist, source: ModelSource) -> None:
+    def __init__(self, job: Job, dist: DistContext, source: ModelSource) -> None:
         strategy = STRATEGIES[job.strategy]
         make = importlib.import_module(strategy.bare).make
         total = job.total_steps

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import values
-from apart.child import Job, Place, Work
+from apart.child import Place, SaveRequest, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.layout import (
-    Holding,
     Layout,
-    Sharded,
+    LocalShard,
+    ShardedLayout,
     divided,
     message,
     spans_of,
@@ -30,15 +30,15 @@ from pipeline.checkpoint.manifest import Group, State, TensorEntry
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage
 from pipeline.checkpoint.store import step_name
-from pipeline.checkpoint.writer_main import Job as Save
-from pipeline.checkpoint.writer_main import Setup, Skeleton, carry_out
+from pipeline.checkpoint.writer_main import ManifestTemplate, Setup, carry_out
+from pipeline.checkpoint.writer_main import SaveRequest as Save
 from pipeline.contracts.training import Progress
 
 ITEM = 4
 """Bytes of an element: everything is fp32."""
 
 
-def write(job: Job, place: Place) -> Work:
+def write(job: SaveRequest, place: Place) -> Work:
     """Write `folder`/step-N as `job["ranks"]` ranks of `job["strategy"]` would."""
 
     def work() -> Any:
@@ -66,10 +66,10 @@ def lay_out(
     model: Trained, strategy: str, ranks: int
 ) -> tuple[list[TensorEntry], list[list[Run]], list[Layout]]:
     """All tensors, and what each rank writes: what `planning.make_plan` agrees on."""
-    made = Sharded()
+    made = ShardedLayout()
     held = [
         [
-            Holding(f"{kind}/{name}", "F32", model.shapes[name], start, stop, True)
+            LocalShard(f"{kind}/{name}", "F32", model.shapes[name], start, stop, True)
             for name, start, stop in HOLDERS[strategy](model, rank, ranks)
             for kind in KINDS
         ]
@@ -81,8 +81,10 @@ def lay_out(
     return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]
 
 
-def _skeleton(tensors: list[TensorEntry], runs: list[list[Run]], layouts: list[Layout]) -> Skeleton:
-    return Skeleton(
+def _skeleton(
+    tensors: list[TensorEntry], runs: list[list[Run]], layouts: list[Layout]
+) -> ManifestTemplate:
+    return ManifestTemplate(
         tensors=tensors,
         runs=runs,
         files=[file for layout in layouts for file in layout.described],
@@ -91,7 +93,7 @@ def _skeleton(tensors: list[TensorEntry], runs: list[list[Run]], layouts: list[L
     )
 
 
-def _facts(job: Job, model: Trained) -> dict[str, Any]:
+def _facts(job: SaveRequest, model: Trained) -> dict[str, Any]:
     groups = zip(model.settings(), model.groups, strict=True)
     state = State(
         aliases=dict(model.aliases),

@@ -65,7 +65,7 @@ def ddp(job: Job, place: Place) -> Work:
     import torch.distributed
 
     import stages.wrap.load_weights
-    from stages.wrap.materialize import build_empty, cast_buffers, materialise
+    from stages.wrap.materialize import build_empty, cast_buffers, materialize
     from stages.wrap.torch_engine import local_parts
 
     imported()
@@ -74,13 +74,13 @@ def ddp(job: Job, place: Place) -> Work:
     def work() -> Any:
         ctx, model, precision, _ = declared(job, place, master=job["dtype"])
         module = build_empty(model, precision)
-        materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
+        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
         with (
             contextlib.closing(model.weights()) as reader,
             clocked(stages.wrap.load_weights, "fill", phases),
         ):
             everyone = torch.distributed.group.WORLD
-            stages.wrap.load_weights.fill(local_parts(module), reader, ctx, everyone)
+            stages.wrap.load_weights.load_weights(local_parts(module), reader, ctx, everyone)
         cast_buffers(module, precision)
         return lambda: {"digest": of_module(module, job["config"]), **phases}
 

@@ -48,7 +48,7 @@ def rank_0_and_broadcast(job: Job, place: Place) -> Work:
     from shapes import outline
     from transformers import AutoModelForCausalLM
 
-    from stages.wrap.materialize import materialise
+    from stages.wrap.materialize import materialize
 
     import_model()
     dtype, device = DTYPES[job["dtype"]], torch.device("cpu")
@@ -58,7 +58,7 @@ def rank_0_and_broadcast(job: Job, place: Place) -> Work:
             model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
         else:
             model = outline(job["config"], dtype)
-            materialise(model, device, buffer_device=device)
+            materialize(model, device, buffer_device=device)
         with torch.no_grad():
             for parameter in model.parameters():
                 torch.distributed.broadcast(parameter, src=0)

@@ -118,11 +118,11 @@ def empty(job: Job, place: Place) -> Any:
     import torch
     from shapes import outline
 
-    from stages.wrap.materialize import materialise
+    from stages.wrap.materialize import materialize
 
     device = torch.device("cpu")
     model = shard(outline(job["config"], DTYPES[job["dtype"]]), place)
-    materialise(model, device, buffer_device=device)
+    materialize(model, device, buffer_device=device)
     return model
 
 

@@ -12,7 +12,7 @@ import click
 from pipeline.bench import render
 from pipeline.bench.render import table, verdict
 from pipeline.bench.results import Row
-from pipeline.bench.session import Outcome, Session
+from pipeline.bench.session import Benchmark, Outcome
 from pipeline.errors import StageError, in_words, system_errors_as
 from pipeline.run import rundir
 from pipeline.utils.files import replace_text
@@ -26,7 +26,7 @@ MEMORY = {
 """`Memory.kind` in words."""
 
 
-def keep(session: Session, rows: Sequence[Row]) -> None:
+def keep(session: Benchmark, rows: Sequence[Row]) -> None:
     """Save what there is by now. Where that fails, the rows are still here, and go on."""
     try:
         save(session, as_json(session, rows))
@@ -34,7 +34,7 @@ def keep(session: Session, rows: Sequence[Row]) -> None:
         click.echo(f"  {FILE} cannot be written: {in_words(error)}", err=True)
 
 
-def report(session: Session, outcome: Outcome, *, json_only: bool) -> None:
+def report(session: Benchmark, outcome: Outcome, *, json_only: bool) -> None:
     """Print the table and the verdict, or the JSON, and write the files. Raises StageError for
     files that cannot be written, when all has been told."""
     rows = outcome.rows
@@ -50,7 +50,7 @@ def report(session: Session, outcome: Outcome, *, json_only: bool) -> None:
         click.echo(f"{session.folder / FILE}")
 
 
-def _lines(session: Session, outcome: Outcome) -> Iterator[str]:
+def _lines(session: Benchmark, outcome: Outcome) -> Iterator[str]:
     rows, missing = outcome.rows, session.missing(outcome.rows)
     yield from ("", *_conditions(session, rows), "", *table(rows), "", *verdict(rows))
     if outcome.stopped and missing:
@@ -58,7 +58,7 @@ def _lines(session: Session, outcome: Outcome) -> Iterator[str]:
     yield ""
 
 
-def _plot(session: Session, rows: Sequence[Row]) -> str | None:
+def _plot(session: Benchmark, rows: Sequence[Row]) -> str | None:
     """The file; None without one, which is told."""
     if all(row.measured is None for row in rows):
         return None
@@ -71,7 +71,7 @@ def _plot(session: Session, rows: Sequence[Row]) -> str | None:
     return PLOT
 
 
-def _conditions(session: Session, rows: Sequence[Row]) -> Iterator[str]:
+def _conditions(session: Benchmark, rows: Sequence[Row]) -> Iterator[str]:
     """What the numbers are of."""
     length, ran = session.length, [row.measured for row in rows if row.measured]
     batches = sorted({m.samples_per_step for m in ran})
@@ -107,7 +107,7 @@ PLAIN = (
 """Names of `Measured` that JSON has too."""
 
 
-def as_json(session: Session, rows: Sequence[Row], plot: str | None = None) -> str:
+def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) -> str:
     """The rows that there are; `plot` is the picture's file, if it is drawn."""
     content = {
         **_head(session),
@@ -119,12 +119,12 @@ def as_json(session: Session, rows: Sequence[Row], plot: str | None = None) -> s
     return json.dumps(content, indent=1, allow_nan=False)
 
 
-def save(session: Session, text: str) -> None:
+def save(session: Benchmark, text: str) -> None:
     """Put it in place whole, or leave what is there. Raises OSError."""
     replace_text(session.folder / FILE, text + "\n")
 
 
-def _head(session: Session) -> dict[str, Any]:
+def _head(session: Benchmark) -> dict[str, Any]:
     plan, length = session.plan, session.length
     return {
         "schema_version": SCHEMA_VERSION,

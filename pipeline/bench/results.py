@@ -49,14 +49,14 @@ class Memory:
 
     @property
     def ratio(self) -> float | None:
-        """Measured to predicted; None for resident memory, which is not of tensors alone."""
+        """RunMeasurement to predicted; None for resident memory, which is not of tensors alone."""
         if self.kind == "host" or not self.measured or not self.predicted:
             return None
         return self.measured / self.predicted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class RunMeasurement:
     """What a run that came to its end has told."""
 
     tokens_per_second: Speed
@@ -84,7 +84,7 @@ class Row:
     strategy: str
     use: str
     procs: int
-    measured: Measured | None = None
+    measured: RunMeasurement | None = None
     error: str = ""
     """One line, where there are no numbers."""
     efficiency: float | None = None
@@ -105,7 +105,7 @@ class Row:
 
 def measured(
     records: Sequence[Mapping[str, Any]], *, warmup: int, began: float, predicted: int | None
-) -> Measured:
+) -> RunMeasurement:
     """From a run's `metrics.jsonl`. `began` is when its command started, seconds since the epoch;
     the first `warmup` steps are left out, those that were profiled, and those that no update came
     of. Raises ValueError when no step is left."""
@@ -122,7 +122,7 @@ def measured(
     saved = next((record for record in records if "checkpoint_seconds" in record), {})
     tokens = [record["tokens_per_second"] * record["step_seconds"] for record in counted]
     samples = [round(r["samples_per_second"] * r["step_seconds"]) for r in counted]
-    return Measured(
+    return RunMeasurement(
         tokens_per_second=Speed.of(record["tokens_per_second"] for record in counted),
         step_seconds=Speed.of(record["step_seconds"] for record in counted),
         steps_left_out=len(plain[warmup:]) - len(counted),

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from pipeline.bench.results import Measured, Row, measured, with_efficiency
-from pipeline.bench.trials import Length, Written
+from pipeline.bench.results import Row, RunMeasurement, measured, with_efficiency
+from pipeline.bench.trials import BenchLength, Written
 from pipeline.distributed.signals import Interrupted, interruptible
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
 from pipeline.plan.plan import Plan, plan_file
@@ -45,12 +45,12 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Benchmark:
     """What the runs of a benchmark have in common."""
 
     plan: Plan
     """Of the recipe itself."""
-    length: Length
+    length: BenchLength
     trials: Sequence[Written]
     folder: Path
     """Of the benchmark, with an empty one for its runs."""
@@ -156,7 +156,7 @@ def _clear(folder: Path, *, words: bool) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _run(plan: Plan, file: Path, folder: Path, warmup: int, minutes: int) -> Measured:
+def _run(plan: Plan, file: Path, folder: Path, warmup: int, minutes: int) -> RunMeasurement:
     """Raises PipeError when the run fails."""
     run_dir = folder / RUN
     command = ["run", str(file), "--run-dir", str(run_dir)]

@@ -17,7 +17,7 @@ from pipeline.contracts.stage import Trial
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.hardware.host import cores_each
-from pipeline.plan.plan import Plan, Step
+from pipeline.plan.plan import Plan, PlannedSlot
 from pipeline.plan.registry import Registry
 from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render
@@ -26,7 +26,7 @@ from pipeline.recipe.fields import adapter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
+class BenchLength:
     """How far each run goes."""
 
     steps: int
@@ -58,7 +58,7 @@ class Written:
 def require_measurable(plan: Plan) -> None:
     """Raises UsageError for a recipe that wraps nothing, or whose training cannot be cut short."""
     wrap_of(plan)
-    shortened(plan, Trial(steps=1))
+    for_benchmark(plan, Trial(steps=1))
 
 
 def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ def write(
     plan: Plan,
     strategies: Sequence[Strategy],
     counts: Sequence[int],
-    length: Length,
+    length: BenchLength,
     *,
     registry: Registry,
 ) -> list[Written]:
@@ -98,10 +98,16 @@ def write(
 
 
 def _write(
-    plan: Plan, strategy: Strategy, procs: int, length: Length, *, most: int, registry: Registry
+    plan: Plan,
+    strategy: Strategy,
+    procs: int,
+    length: BenchLength,
+    *,
+    most: int,
+    registry: Registry,
 ) -> Written:
     trial = length.trial(procs, own=plan.view.procs, most=most)
-    slots = shortened(plan, trial)
+    slots = for_benchmark(plan, trial)
     slots[wrap_of(plan).slot] = another(strategy.slot, trial, registry)
     content = plan.recipe.public()
     launch = {"procs": procs, "device": plan.view.device, "threads": threads(plan, most)}
@@ -123,10 +129,10 @@ def threads(plan: Plan, most: int) -> int | None:
 
 Slot = Mapping[str, Any]
 """`use` and fields, as a recipe has them."""
-METHOD = "shortened"
+METHOD = "for_benchmark"
 
 
-def wrap_of(plan: Plan) -> Step:
+def wrap_of(plan: Plan) -> PlannedSlot:
     """The slot that wraps. Raises UsageError without one."""
     for step in plan.steps:
         if step.gives is not None and issubclass(step.gives, Engine):
@@ -140,9 +146,9 @@ def as_written(plan: Plan) -> dict[str, Slot]:
     return slots
 
 
-def shortened(plan: Plan, trial: Trial) -> dict[str, Slot]:
-    """Up to the one that trains, those shortened that can be. Raises UsageError where none trains,
-    or the one that does cannot be."""
+def for_benchmark(plan: Plan, trial: Trial) -> dict[str, Slot]:
+    """Slots up to the one that trains, changed for a benchmark where their planners say how. Raises
+    UsageError where none trains, or the one that does cannot be changed."""
     found, written = {}, as_written(plan)
     for step in plan.steps:
         trains = step.gives is not None and issubclass(step.gives, TrainedRun)
@@ -155,8 +161,8 @@ def shortened(plan: Plan, trial: Trial) -> dict[str, Slot]:
 
 
 def another(slot: Slot, trial: Trial, registry: Registry) -> Slot:
-    """One that is to take the place of one of the recipe's, shortened if it can be. What is wrong
-    with it is told when the run is planned."""
+    """A slot that is to take the place of one of the recipe's, changed for a benchmark if it can
+    be. Mistakes in it are found when the run is planned."""
     kind = registry.load(slot["use"])
     if not hasattr(kind, METHOD):
         return slot

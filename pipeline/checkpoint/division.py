@@ -25,7 +25,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Misfit(ValueError):
+class CoverageError(ValueError):
     """Ranges overlap, leave a gap, or reach beyond the tensor."""
 
     tensor = 0
@@ -33,16 +33,16 @@ class Misfit(ValueError):
 
 
 def require_cover(ranges: Iterable[tuple[int, int]], total: int) -> None:
-    """Raise Misfit unless the ranges are disjoint and together exactly [0, total)."""
+    """Raise CoverageError unless the ranges are disjoint and together exactly [0, total)."""
     end = 0
     for start, stop in sorted(ranges):
         if start > end:
-            raise Misfit(f"elements {end} to {start} are missing")
+            raise CoverageError(f"elements {end} to {start} are missing")
         if start < end:
-            raise Misfit(f"elements {start} to {min(end, stop)} are there twice")
+            raise CoverageError(f"elements {start} to {min(end, stop)} are there twice")
         end = stop
     if end != total:
-        raise Misfit(f"ends at element {end} of {total}")
+        raise CoverageError(f"ends at element {end} of {total}")
 
 
 Count = Annotated[int, Ge(0)]
@@ -124,16 +124,16 @@ class Division:
         return np.array(columns, dtype=np.int64).reshape(-1, 10).T
 
     def require_sense(self, numels: Sequence[int], ranks: int) -> None:
-        """Raises Misfit, with the tensor's number, unless every tensor is there once, on ranks that
-        there are."""
+        """Raise CoverageError, with the tensor's number, unless every tensor is there once, on
+        ranks that there are."""
         for number, (own, numel) in enumerate(zip(self.runs, numels, strict=True)):
             try:
                 require_cover([(run.start, run.stop) for run in own], numel)
                 for run in own:
                     last = run.rank + (run.parts - 1) * run.step + (run.cuts - 1) * run.apart
                     if not run.is_clear or last >= ranks:
-                        raise Misfit("cut for ranks that there are not")
-            except Misfit as misfit:
+                        raise CoverageError("cut for ranks that there are not")
+            except CoverageError as misfit:
                 misfit.tensor = number
                 raise
 

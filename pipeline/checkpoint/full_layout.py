@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint.division import Span
-from pipeline.checkpoint.layout import ALIGN, Arrangement, Layout
+from pipeline.checkpoint.layout import ALIGN, FileLayout, Layout
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
 from pipeline.checkpoint.safetensors_format import Entry, header
 from pipeline.checkpoint.writer_main import NewFile
@@ -24,8 +24,8 @@ OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
 
 
-class Whole(Arrangement):
-    """Whole tensors, each once: `model.safetensors` with the names of the source model,
+class FullLayout(FileLayout):
+    """FullLayout tensors, each once: `model.safetensors` with the names of the source model,
     `optimizer.safetensors` and `random.safetensors` with keys."""
 
     name = "full"

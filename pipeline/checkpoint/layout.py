@@ -20,7 +20,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.division import MOST_TENSORS, Division, Misfit, Pieces, Run, Span
+from pipeline.checkpoint.division import MOST_TENSORS, CoverageError, Division, Pieces, Run, Span
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES, Entry, header
 from pipeline.checkpoint.sharing import share_writing
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.contracts.engine import Engine
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
 
 CODES = {
@@ -70,7 +70,7 @@ ALIGN = 4096
 """Data of a file begins at a multiple of this."""
 
 
-class Holding(NamedTuple):
+class LocalShard(NamedTuple):
     """Elements [start, stop) of a tensor that a rank holds."""
 
     key: str
@@ -95,7 +95,7 @@ class Layout:
     """What, in which file, at which byte: file by file, each from its start to its end."""
 
 
-class Arrangement(ABC):
+class FileLayout(ABC):
     """How the pieces that a rank writes are put into files."""
 
     name: str
@@ -114,7 +114,7 @@ class Arrangement(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class WritePlan:
     """A rank's layout, and what the manifest of every checkpoint says of all ranks'."""
 
     layout: Layout
@@ -128,19 +128,21 @@ class Plan:
     """Bytes of these that lie in this machine's memory."""
 
 
-def make_plan(
-    engine: Engine, dist: Dist, arrangement: Arrangement, without: Set[str] = frozenset()
-) -> Plan:
+def plan_writes(
+    engine: Engine, dist: DistContext, arrangement: FileLayout, without: Set[str] = frozenset()
+) -> WritePlan:
     """Agree with all ranks (collective); parameters `without` are not written. Raises StageError
     when what ranks hold does not make up the tensors."""
     own = held(engine, without)
     messages = dist.collect(message(own, _random(dist)))
-    tensors, runs = unpacked(dist.share(divided(messages, arrangement) if dist.is_main else None))
+    tensors, runs = unpacked(
+        dist.broadcast_str(divided(messages, arrangement) if dist.is_main else None)
+    )
     layout = arrangement.lay_out(
         dist.rank, spans_of(dist.rank, tensors, runs), {entry.key: entry for entry in tensors}
     )
     told = dist.collect(json.dumps([file.model_dump() for file in layout.described]).encode())
-    return Plan(
+    return WritePlan(
         layout=layout,
         tensors=tensors,
         runs=runs,
@@ -150,10 +152,10 @@ def make_plan(
     )
 
 
-def held(engine: Engine, without: Set[str] = frozenset()) -> list[Holding]:
+def held(engine: Engine, without: Set[str] = frozenset()) -> list[LocalShard]:
     """What this rank's fragments are, but for those of parameters `without`."""
     return [
-        Holding(
+        LocalShard(
             f"{kind}/{part.name}", code(tensor.dtype), tuple(part.shape), part.start, part.stop,
             tensor.device.type == "cpu",
         )
@@ -168,11 +170,11 @@ def random_key(rank: int, name: str) -> str:
     return f"random/{rank:05d}/{name}"
 
 
-def _random(dist: Dist) -> dict[str, int]:
+def _random(dist: DistContext) -> dict[str, int]:
     return {name: len(state) for name, state in rng_state.capture(dist.device).items()}
 
 
-def message(own: Sequence[Holding], random: Mapping[str, int]) -> bytes:
+def message(own: Sequence[LocalShard], random: Mapping[str, int]) -> bytes:
     """Message of a rank to rank 0: which tensors, which ranges of them, bytes of random states. The
     first is equal on most ranks, so that rank 0 reads it once."""
     table = zlib.compress(json.dumps([[h.key, h.dtype, h.shape] for h in own]).encode())
@@ -180,7 +182,7 @@ def message(own: Sequence[Holding], random: Mapping[str, int]) -> bytes:
     return json.dumps({"random": random, "table": len(table)}).encode() + b"\n" + table + ranges
 
 
-def divided(messages: Sequence[bytes], arrangement: Arrangement) -> str:
+def divided(messages: Sequence[bytes], arrangement: FileLayout) -> str:
     """All tensors in order and who writes them, from what every rank has told; for `unpacked`.
     Raises StageError for more tensors than keys have room for."""
     known: dict[bytes, NDArray[np.int64]] = {}
@@ -245,12 +247,12 @@ def _numbered(
 def _shared(entries: Sequence[TensorEntry], held: Sequence[Pieces]) -> list[list[Run]]:
     try:
         return share_writing(held, [entry.numel for entry in entries])
-    except Misfit as misfit:
+    except CoverageError as misfit:
         key = entries[misfit.tensor].key
         raise StageError(f"the ranks' parts of {key} do not make it up: {misfit}") from None
 
 
-class Sharded(Arrangement):
+class ShardedLayout(FileLayout):
     """One safetensors file a rank. A whole tensor has its shape and its key for a name; a part of
     one is flat and named `KEY@START`."""
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
-from pipeline.checkpoint.store import Attempt, Sink, Source, Store, steps_in_order
+from pipeline.checkpoint.store import Sink, Source, Store, Transaction, steps_in_order
 from pipeline.utils.files import naming, read_at, sync, write_at
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
@@ -39,7 +39,7 @@ class LocalStore(Store):
     def locate(self, name: str, file: str = "") -> str:
         return str(self._root / name / file)
 
-    def attempt(self, name: str, identity: str) -> Attempt:
+    def attempt(self, name: str, identity: str) -> Transaction:
         return _LocalAttempt(self._root / name, self._root / f"{name}.tmp-{identity}")
 
     def size(self, name: str, file: str) -> int | None:
@@ -82,7 +82,7 @@ class LocalStore(Store):
                 _remove(path)
 
 
-class _LocalAttempt(Attempt):
+class _LocalAttempt(Transaction):
     prefix = ""
 
     def __init__(self, final: Path, folder: Path) -> None:

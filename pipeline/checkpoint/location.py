@@ -13,7 +13,7 @@ from pipeline.errors import CheckpointError, ResumeRefused, in_words
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
 
 DEFAULT = "checkpoints"
@@ -77,7 +77,7 @@ _SIGN = "seen"
 HINT = "checkpoints must be on a file system that all nodes share"
 
 
-def require_shared(store: Store, dist: Dist, identity: str) -> None:
+def require_shared(store: Store, dist: DistContext, identity: str) -> None:
     """Rank 0 writes, the others look (collective). Raises CheckpointError on every rank when that
     fails, and on those that cannot write."""
     try:

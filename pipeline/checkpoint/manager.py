@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import location, summary
-from pipeline.checkpoint.layout import Arrangement, make_plan
+from pipeline.checkpoint.layout import FileLayout, plan_writes
 from pipeline.checkpoint.location import require_shared
 from pipeline.checkpoint.manifest import FILE, Group, Manifest, Scale, State
 from pipeline.checkpoint.reader import CheckpointReader
@@ -20,11 +20,11 @@ from pipeline.checkpoint.retention import Retention, best_of, count, room
 from pipeline.checkpoint.staging import Staging, stage
 from pipeline.checkpoint.store import locate, open_store, step_name
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
-from pipeline.checkpoint.writer_main import Job, Outcome, Setup, Skeleton
+from pipeline.checkpoint.writer_main import ManifestTemplate, SaveRequest, SaveResult, Setup
 from pipeline.contracts.engine import Engine, EngineState
-from pipeline.contracts.resources import require_room
-from pipeline.contracts.stage import Context, Room
-from pipeline.contracts.training import Checkpoints, Length, Progress, TrainedRun
+from pipeline.contracts.resources import require_resources
+from pipeline.contracts.stage import Context, ResourceNeed
+from pipeline.contracts.training import Checkpoints, Progress, TrainedRun, TrainingLength
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.run import rundir
 from pipeline.utils.text import human
@@ -33,10 +33,10 @@ CLOSING_SECONDS = 4.0
 """Less than a failed rank is given to release what it holds."""
 
 
-class StateCheckpoints(Checkpoints):
+class CheckpointManager(Checkpoints):
     """Checkpoints of an engine in a store, written by a process of each rank. The loop waits until
     its state may change (`staging.py`), or, unless `asynchronous`, until all is on disk. `every`
-    counts steps; None means only at the end. Tensors that are `borrowed` from the model's source
+    counts steps; None means only at the end. Tensors that are `frozen_base` from the model's source
     are left out."""
 
     def __init__(
@@ -44,9 +44,9 @@ class StateCheckpoints(Checkpoints):
         ctx: Context,
         engine: Engine,
         *,
-        borrowed: Set[str] = frozenset(),
+        frozen_base: Set[str] = frozenset(),
         address: str,
-        arrangement: Arrangement,
+        arrangement: FileLayout,
         every: int | None,
         retention: Retention,
         asynchronous: bool,
@@ -54,7 +54,7 @@ class StateCheckpoints(Checkpoints):
     ) -> None:
         self._ctx = ctx
         self._engine = engine
-        self._borrowed = borrowed
+        self._borrowed = frozen_base
         self._every = every
         self._retention = retention
         self._asynchronous = asynchronous
@@ -62,15 +62,15 @@ class StateCheckpoints(Checkpoints):
         self.address = address
         self._last: str | None = None
         self._pending: str | None = None
-        with system_errors_as(CheckpointError), ctx.dist.main_first() as main:
+        with system_errors_as(CheckpointError), ctx.dist.rank0_first() as main:
             self._store = open_store(address)
             if main:
                 self._store.clean()
-        self._identity = ctx.dist.share(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
+        self._identity = ctx.dist.broadcast_str(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
         require_shared(self._store, ctx.dist, self._identity)
         self._attempts = 0
-        self._writer_facts = {"engine": dict(engine.facts()), "packages": rundir.versions()}
-        self._plan = make_plan(engine, ctx.dist, arrangement, without=borrowed)
+        self._writer_facts = {"engine": dict(engine.describe()), "packages": rundir.versions()}
+        self._plan = plan_writes(engine, ctx.dist, arrangement, without=frozen_base)
         self._staging = self._staged(asynchronous)
         _require_memory(ctx, self._staging.size)
         self._snapshot = Snapshot(engine, ctx.dist, self._plan, self._staging)
@@ -86,7 +86,7 @@ class StateCheckpoints(Checkpoints):
         """Bytes of a checkpoint, on rank 0."""
         return sum(file.size for file in self._plan.files)
 
-    def room(self, length: Length) -> Iterator[Room]:
+    def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
         """Disk for as many as there will be at once, less those that are there."""
         if "://" in self.address:
             return
@@ -121,7 +121,7 @@ class StateCheckpoints(Checkpoints):
         self._attempts += 1
         facts = self._facts(progress) if self._ctx.dist.is_main else {}
         identity = f"{self._identity}-{self._attempts}"
-        job = Job(name=name, identity=identity, facts=facts)
+        job = SaveRequest(name=name, identity=identity, facts=facts)
         failed = self._snapshot.hand_over(self._writer, job)
         if failed is not None:
             self._settle(failed)
@@ -154,16 +154,18 @@ class StateCheckpoints(Checkpoints):
         found = None
         if self._ctx.dist.is_main:
             found = "".join(best_of(self._store, self._store.names(), 1))
-        name = self._ctx.dist.share(found)
+        name = self._ctx.dist.broadcast_str(found)
         if not name:
             raise CheckpointError(f"no checkpoint in {self.address} has a held-out loss")
         with contextlib.closing(CheckpointReader(self._store, name)) as reader:
             progress = saved_progress(reader)
         return TrainedRun(checkpoint=self._store.locate(name), progress=progress)
 
-    def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
+    def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
         self._settle_pending()
-        progress = Restoration(self._ctx, self._engine, self._store, self._borrowed).newest(admit)
+        progress = Restoration(self._ctx, self._engine, self._store, self._borrowed).newest(
+            validate
+        )
         if progress is not None:
             self._last = step_name(progress.step)
             return progress
@@ -171,8 +173,8 @@ class StateCheckpoints(Checkpoints):
         if self._start_from is None:
             return None
         store, name = locate(self._agreed_start(self._start_from))
-        other = Restoration(self._ctx, self._engine, store, self._borrowed).named(name, admit)
-        return other.taken_over()
+        other = Restoration(self._ctx, self._engine, store, self._borrowed).named(name, validate)
+        return other.as_new_run()
 
     def close(self) -> None:
         """End the writer, and give the snapshot's memory back. After a failure, a save that is
@@ -193,12 +195,12 @@ class StateCheckpoints(Checkpoints):
                 found = store.locate(name or store.names()[-1])
             except (UsageError, OSError) as error:
                 raise CheckpointError(f"start_from: {in_words(error)}") from error
-        return self._ctx.dist.share(found)
+        return self._ctx.dist.broadcast_str(found)
 
     def _setup(self, address: str, retention: Retention) -> Setup:
         plan, rank = self._plan, self._ctx.dist.rank
         world = self._ctx.dist.world_size
-        skeleton = Skeleton(
+        skeleton = ManifestTemplate(
             tensors=plan.tensors,
             runs=plan.runs,
             files=plan.files,
@@ -246,7 +248,7 @@ class StateCheckpoints(Checkpoints):
         if self._pending:
             self._settle(self._writer.wait())
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: SaveResult) -> None:
         """Take note of how a save ended. Raises CheckpointError if it failed."""
         self._pending = None
         if outcome.problem:
@@ -265,10 +267,10 @@ class StateCheckpoints(Checkpoints):
 
 
 def _require_memory(ctx: Context, size: int) -> None:
-    """Room for the arenas of all ranks of this machine, before any of them is made."""
-    require_room(
+    """ResourceNeed for the arenas of all ranks of this machine, before any of them is made."""
+    require_resources(
         [
-            Room(
+            ResourceNeed(
                 what=f"copies of the training state, {human(size)} for each process here",
                 memory=size * ctx.dist.local_world_size,
             )

@@ -18,7 +18,7 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import LARGEST, Count, Division, Misfit, Run, require_cover
+from pipeline.checkpoint.division import LARGEST, Count, CoverageError, Division, Run, require_cover
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.errors import CheckpointError
 
@@ -189,7 +189,7 @@ class Manifest(_Model):
                 self._require_listed(where)
             else:
                 self._require_ruled(where)
-        except Misfit as misfit:
+        except CoverageError as misfit:
             raise Damaged(f"{where}: {self.tensors[misfit.tensor].key}: {misfit}") from None
 
     def _require_ruled(self, where: str) -> None:
@@ -214,7 +214,7 @@ class Manifest(_Model):
         for number, tensor in enumerate(self.tensors):
             try:
                 require_cover(ranges[number], tensor.numel)
-            except Misfit as misfit:
+            except CoverageError as misfit:
                 misfit.tensor = number
                 raise
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
-from pipeline.checkpoint.store import Attempt, Sink, Source, Store, steps_in_order
+from pipeline.checkpoint.store import Sink, Source, Store, Transaction, steps_in_order
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
 
@@ -43,7 +43,7 @@ class ObjectStore(Store):
     def locate(self, name: str, file: str = "") -> str:
         return "/".join(part for part in (self._address, name, file) if part)
 
-    def attempt(self, name: str, identity: str) -> Attempt:
+    def attempt(self, name: str, identity: str) -> Transaction:
         return _ObjectAttempt(self._fs, f"{self._root}/{name}", identity)
 
     def size(self, name: str, file: str) -> int | None:
@@ -124,7 +124,7 @@ class ObjectStore(Store):
         return f"{self._root}/{name}/{file}"
 
 
-class _ObjectAttempt(Attempt):
+class _ObjectAttempt(Transaction):
     def __init__(self, fs: Any, folder: str, identity: str) -> None:
         self._fs = fs
         self._folder = folder

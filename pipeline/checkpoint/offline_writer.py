@@ -18,11 +18,11 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.division import Run, Span
-from pipeline.checkpoint.layout import Arrangement, Layout
+from pipeline.checkpoint.layout import FileLayout, Layout
 from pipeline.checkpoint.manager import sums_name
 from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
 from pipeline.checkpoint.state_source import StateSource
-from pipeline.checkpoint.store import Attempt, Sink, Store, step_name, step_number
+from pipeline.checkpoint.store import Sink, Store, Transaction, step_name, step_number
 from pipeline.errors import CheckpointError, UsageError
 from pipeline.utils.files import sync, sync_tree
 
@@ -41,9 +41,7 @@ def step_target(folder: Path, step: int) -> Path:
     return folder
 
 
-def write_checkpoint(
-    source: StateSource, store: Store, name: str, arrangement: Arrangement
-) -> None:
+def write_checkpoint(source: StateSource, store: Store, name: str, arrangement: FileLayout) -> None:
     """Commit `source` as the checkpoint `name`, with checksums. Raises CheckpointError."""
     entries = arrangement.in_order(entry for entry in source.tensors.values() if entry.numel)
     tensors = {entry.key: entry for entry in entries}
@@ -74,7 +72,7 @@ def appearing(folder: Path) -> Iterator[Path]:
     sync(folder.parent)
 
 
-def _write(source: StateSource, layout: Layout, attempt: Attempt) -> Iterator[int]:
+def _write(source: StateSource, layout: Layout, attempt: Transaction) -> Iterator[int]:
     """Write the files; yields the block checksums of all pieces."""
     for number, pieces in itertools.groupby(layout.pieces, key=lambda piece: piece[1]):
         file = layout.files[number]

@@ -55,29 +55,29 @@ class Restoration:
     """One attempt to continue from what a store holds."""
 
     def __init__(
-        self, ctx: Context, engine: Engine, store: Store, borrowed: Set[str] = frozenset()
+        self, ctx: Context, engine: Engine, store: Store, frozen_base: Set[str] = frozenset()
     ) -> None:
         self._ctx = ctx
         self._engine = engine
         self._store = store
-        self._borrowed = borrowed
+        self._borrowed = frozen_base
         self.bytes_read = 0
         """By this rank, of tensors."""
 
-    def named(self, name: str, admit: Callable[[Progress], None]) -> Progress:
+    def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
         """Load this checkpoint. Raises CheckpointError, and leaves it as it is, if that fails."""
-        progress = self._load(name, admit)
+        progress = self._load(name, validate)
         self._ctx.dist.barrier()
-        self._engine.refresh()
+        self._engine.sync_compute_weights()
         self._ctx.log.info("started from %s", self._store.locate(name))
         return progress
 
-    def newest(self, admit: Callable[[Progress], None]) -> Progress | None:
+    def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
         """The progress of the newest that could be loaded; None when there is none at all.
 
-        `admit` may refuse a progress before anything is loaded. A damaged checkpoint is put aside
-        and the one before it taken, by all ranks. Raises CheckpointError when all that were there
-        are damaged, or when one is of another model.
+        `validate` may refuse a progress before anything is loaded. A damaged checkpoint is put
+        aside and the one before it taken, by all ranks. Raises CheckpointError when all that were
+        there are damaged, or when one is of another model.
         """
         damage = ""
         while True:
@@ -87,12 +87,12 @@ class Restoration:
                 break
             progress, problem = None, None
             try:
-                progress = self._load(choice.name, admit)
+                progress = self._load(choice.name, validate)
             except Damaged as error:
                 problem = _Problem(self._ctx.dist.rank, str(error), error.key)
             problems = [_Problem(*found) for found in self._ctx.dist.gather(problem) if found]
             if not problems:
-                self._engine.refresh()
+                self._engine.sync_compute_weights()
                 self._ctx.log.info("restored %s", self._store.locate(choice.name))
                 return progress
             damage = problems[0].text
@@ -108,7 +108,7 @@ class Restoration:
         confirmed = None
         if self._ctx.dist.is_main:
             confirmed = json.dumps(self._is_damaged(name, {found.key for found in problems}))
-        if not json.loads(self._ctx.dist.share(confirmed)):
+        if not json.loads(self._ctx.dist.broadcast_str(confirmed)):
             raise CheckpointError(
                 f"rank {problems[0].rank} cannot read what rank 0 reads well: {problems[0].text}",
                 hint="look at that rank's machine and its way to the disk; "
@@ -130,7 +130,7 @@ class Restoration:
     def _agreed_choice(self) -> _Choice:
         """Rank 0's choice, on every rank."""
         own = json.dumps(self._choose()) if self._ctx.dist.is_main else None
-        choice = _Choice(*json.loads(self._ctx.dist.share(own)))
+        choice = _Choice(*json.loads(self._ctx.dist.broadcast_str(own)))
         if choice.refusal:
             raise CheckpointError(choice.refusal)
         return choice
@@ -168,11 +168,11 @@ class Restoration:
                 f"rank {self._ctx.dist.rank} does not see what rank 0 sees: {error}", hint=HINT
             ) from error
 
-    def _load(self, name: str, admit: Callable[[Progress], None]) -> Progress:
+    def _load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
         reader = self._open(name)
         try:
             progress = saved_progress(reader)
-            admit(progress)
+            validate(progress)
             live = own_state(self._engine, self._borrowed)
             require_same_model(reader.manifest, live, reader.where)
             for part in self._engine.restore(engine_state(reader.manifest)):
@@ -227,7 +227,7 @@ class Restoration:
 def saved_progress(reader: CheckpointReader) -> Progress:
     """How far the training had come."""
     try:
-        return Progress(**reader.manifest.progress)
+        return Progress.from_record(reader.manifest.progress)
     except TypeError as error:
         raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
 
@@ -299,12 +299,12 @@ def _list(items: Sequence[str]) -> str:
     return ", ".join(items[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def own_state(engine: Engine, borrowed: Set[str]) -> EngineState:
-    """The engine's state without the parameters that are `borrowed` from the model's source."""
+def own_state(engine: Engine, frozen_base: Set[str]) -> EngineState:
+    """The engine's state without the parameters that are `frozen_base` from the model's source."""
     state = engine.state()
     return dataclasses.replace(
         state,
-        shapes={name: shape for name, shape in state.shapes.items() if name not in borrowed},
-        aliases={name: kept for name, kept in state.aliases.items() if kept not in borrowed},
-        frozen=[name for name in state.frozen if name not in borrowed],
+        shapes={name: shape for name, shape in state.shapes.items() if name not in frozen_base},
+        aliases={name: kept for name, kept in state.aliases.items() if kept not in frozen_base},
+        frozen=[name for name in state.frozen if name not in frozen_base],
     )

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from pipeline.checkpoint.manifest import FILE, Manifest
 from pipeline.checkpoint.store import Store, step_number
-from pipeline.contracts.stage import Room
-from pipeline.contracts.training import Length
+from pipeline.contracts.stage import ResourceNeed
+from pipeline.contracts.training import TrainingLength
 from pipeline.errors import CheckpointError
 
 
@@ -82,7 +82,7 @@ class Count:
         return said if self.further is None else f"{said}, and one more every {self.further} steps"
 
 
-def count(retention: Retention, every: int | None, length: Length) -> Count:
+def count(retention: Retention, every: int | None, length: TrainingLength) -> Count:
     """Of a training that saves after every so many steps (None: at the end only)."""
     if length.steps is None:
         return _open_ended(retention, every, length)
@@ -98,7 +98,9 @@ def count(retention: Retention, every: int | None, length: Length) -> Count:
     return Count(number=min(most, len(saved)))
 
 
-def _saved(retention: Retention, every: int | None, length: Length, steps: int) -> Sequence[int]:
+def _saved(
+    retention: Retention, every: int | None, length: TrainingLength, steps: int
+) -> Sequence[int]:
     """Steps after which one may be saved, in order."""
     saved = {steps}
     if every:
@@ -110,7 +112,7 @@ def _saved(retention: Retention, every: int | None, length: Length, steps: int) 
     return sorted(saved)
 
 
-def _open_ended(retention: Retention, every: int | None, length: Length) -> Count:
+def _open_ended(retention: Retention, every: int | None, length: TrainingLength) -> Count:
     period = every or (length.eval_every if retention.best else None)
     if period is None:
         return Count(number=1 + length.saves_first)
@@ -122,8 +124,8 @@ def _open_ended(retention: Retention, every: int | None, length: Length) -> Coun
     return Count(number=number, further=math.lcm(period, retention.every))
 
 
-def room(number: int, there: int, size: int, folder: Path) -> Room:
+def room(number: int, there: int, size: int, folder: Path) -> ResourceNeed:
     """For checkpoints of so many bytes, of that number those that are not there; at least one."""
     missing = max(number - there, 1)
     what = f"{missing} checkpoint{'s' * (missing > 1)}"
-    return Room(what=what, disk=missing * size, folder=folder)
+    return ResourceNeed(what=what, disk=missing * size, folder=folder)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.manifest import TensorEntry
 
 
-class Arena:
+class SnapshotBuffer:
     """`size` bytes that a child process can map too (`descriptor`), all of them backed by memory
     from the start: no page fault ever stops the training loop."""
 

@@ -73,7 +73,7 @@ class Source(ABC):
         """Let go of it."""
 
 
-class Attempt(ABC):
+class Transaction(ABC):
     """A checkpoint that is being written, by several processes that gave the same name and id."""
 
     prefix: str
@@ -120,7 +120,7 @@ class Store(ABC):
         """Path or address, for people."""
 
     @abstractmethod
-    def attempt(self, name: str, identity: str) -> Attempt:
+    def attempt(self, name: str, identity: str) -> Transaction:
         """Begin to write checkpoint `name`, or take part in that."""
 
     @abstractmethod

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.layout import Plan, dtype, random_key
-from pipeline.checkpoint.staging import Arena, Copy, Staging
-from pipeline.checkpoint.writer_main import Job, Outcome, Setup
+from pipeline.checkpoint.layout import WritePlan, dtype, random_key
+from pipeline.checkpoint.staging import Copy, SnapshotBuffer, Staging
+from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pipeline.contracts.engine import Engine, Fragment
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
 
 class WriterProcess:
     """Started once a run. Must be made by the main thread: it dies with the thread that made it."""
 
-    def __init__(self, setup: Setup, arena: Arena) -> None:
+    def __init__(self, setup: Setup, arena: SnapshotBuffer) -> None:
         self._rank = setup.rank
         # -P: what lies in the user's folder must not stand in for our modules
         command = [sys.executable, "-P", "-m", "pipeline.checkpoint.writer_main"]
@@ -43,7 +43,7 @@ class WriterProcess:
         )
         self._send(setup.model_dump_json())
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: SaveRequest) -> None:
         """Have a checkpoint written, whose first round is in the arena. A round must not change
         before it is taken, the last two not before the outcome is there."""
         self._send(job.model_dump_json())
@@ -52,20 +52,20 @@ class WriterProcess:
         """The next round is in the arena."""
         self._send("")
 
-    def wait_taken(self) -> Outcome | None:
+    def wait_taken(self) -> SaveResult | None:
         """Wait until one more round is in the files; the outcome, if that has failed."""
         line = self._line()
-        return Outcome.model_validate_json(line) if line.strip() else None
+        return SaveResult.model_validate_json(line) if line.strip() else None
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> SaveResult | None:
         """The outcome if it is there already. Raises CheckpointError when the writer is dead."""
         output = select.poll()  # select() refuses descriptors above 1023
         output.register(self._output, select.POLLIN | select.POLLHUP)
         return self.wait() if output.poll(0) else None
 
-    def wait(self) -> Outcome:
+    def wait(self) -> SaveResult:
         """The outcome. Raises CheckpointError when the writer is dead."""
-        return Outcome.model_validate_json(self._line())
+        return SaveResult.model_validate_json(self._line())
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -113,7 +113,9 @@ def _me() -> str:
 class Snapshot:
     """Copies into an arena what an engine holds at one moment."""
 
-    def __init__(self, engine: Engine, dist: Dist, plan: Plan, staging: Staging) -> None:
+    def __init__(
+        self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging
+    ) -> None:
         self._engine = engine
         self._dist = dist
         self._staging = staging
@@ -122,11 +124,11 @@ class Snapshot:
             key: list(copies)
             for key, copies in groupby(sorted(staging.whole), key=lambda copy: copy.key)
         }
-        self.arena = Arena(staging.size)
+        self.arena = SnapshotBuffer(staging.size)
         for place, head in staging.heads:
             self.arena.memory[place : place + len(head)] = head
 
-    def hand_over(self, writer: WriterProcess, job: Job) -> Outcome | None:
+    def hand_over(self, writer: WriterProcess, job: SaveRequest) -> SaveResult | None:
         """Have the writer carry out `job`. Returns when the state may change; with the outcome if
         writing has failed by then."""
         with torch.no_grad():
@@ -143,7 +145,7 @@ class Snapshot:
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, job, number)
 
-    def _pass_on(self, writer: WriterProcess, job: Job, number: int) -> Outcome | None:
+    def _pass_on(self, writer: WriterProcess, job: SaveRequest, number: int) -> SaveResult | None:
         """Tell the writer of a round; wait until there is room for the next."""
         if number == 0:
             writer.begin(job)

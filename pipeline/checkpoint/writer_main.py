@@ -1,11 +1,11 @@
 """The process that writes one rank's part of every checkpoint, while training goes on.
 
-`python -m pipeline.checkpoint.writer_main DESCRIPTOR PARENT`: DESCRIPTOR is the arena's. Standard
-input is one line of JSON with the Setup, then a line with a Job for each checkpoint, whose first
-round is then in the arena, and an empty line for each further round; standard output one line of
-JSON for each checkpoint, an Outcome, and before it an empty line for each round whose place in the
-arena is wanted for another. The writer of rank 0 also waits for what the others report in the
-attempt, commits, and then deletes what need not be kept.
+`python -m pipeline.checkpoint.writer_main DESCRIPTOR PARENT`: DESCRIPTOR is the snapshot buffer's.
+Standard input is one line of JSON with the Setup, then a line with a SaveRequest for each
+checkpoint, whose first round is then in the buffer, and an empty line for each further round;
+standard output is one line of JSON for each checkpoint, a SaveResult, and before it an empty line
+for each round whose place in the buffer is wanted for another. The writer of rank 0 also waits for
+what the others report in the transaction, commits, and then deletes what need not be kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.manifest import DataFile, Manifest, Part, TensorEntry
 from pipeline.checkpoint.retention import Retention, forget
-from pipeline.checkpoint.store import Attempt, Sink, Store, open_store
+from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.process_tree import die_with
@@ -56,7 +56,7 @@ class Write(NamedTuple):
     piece: bool
 
 
-class Skeleton(BaseModel):
+class ManifestTemplate(BaseModel):
     """What all manifests of a run have in common; checksums and names' prefix are still missing."""
 
     tensors: Sequence[TensorEntry]
@@ -77,11 +77,11 @@ class Setup(BaseModel):
     rounds: Sequence[Sequence[Write]]
     """File by file, each from its start to its end."""
     sums: str
-    skeleton: Skeleton | None
+    skeleton: ManifestTemplate | None
     """On rank 0."""
 
 
-class Job(BaseModel):
+class SaveRequest(BaseModel):
     """One checkpoint."""
 
     name: str
@@ -97,7 +97,7 @@ class Report(BaseModel):
     problem: str = ""
 
 
-class Outcome(BaseModel):
+class SaveResult(BaseModel):
     """What a writer tells its rank."""
 
     name: str
@@ -132,22 +132,22 @@ def main(argv: Sequence[str]) -> None:
     for line in orders:
         if not line.strip():  # of a save that has failed
             continue
-        outcome = carry_out(setup, Job.model_validate_json(line), arena, filled, taken)
+        outcome = carry_out(setup, SaveRequest.model_validate_json(line), arena, filled, taken)
         told.write(outcome.model_dump_json().encode() + b"\n")
         told.flush()
 
 
 def carry_out(
     setup: Setup,
-    job: Job,
+    job: SaveRequest,
     arena: memoryview,
     filled: Callable[[int], None] = lambda number: None,
     taken: Callable[[int], None] = lambda number: None,
-) -> Outcome:
+) -> SaveResult:
     """Write, report, and on rank 0 commit. Whatever goes wrong is told, not raised. `filled`
     returns when a round is in the arena; `taken` is told that it is in the files."""
     began = time.perf_counter()
-    outcome = Outcome(name=job.name)
+    outcome = SaveResult(name=job.name)
     attempt = None
     try:
         store = open_store(setup.store)
@@ -186,7 +186,7 @@ def _problem(setup: Setup, error: Exception) -> str:
     return in_words(error)
 
 
-def _give_up(setup: Setup, attempt: Attempt, problem: str) -> None:
+def _give_up(setup: Setup, attempt: Transaction, problem: str) -> None:
     """Rank 0 removes the attempt; another tells rank 0, whose disk may be another one."""
     if setup.skeleton is not None:
         attempt.abandon()
@@ -199,12 +199,12 @@ def _give_up(setup: Setup, attempt: Attempt, problem: str) -> None:
         _report(setup, attempt, Report(problem=problem))
 
 
-def _report(setup: Setup, attempt: Attempt, report: Report) -> None:
+def _report(setup: Setup, attempt: Transaction, report: Report) -> None:
     """Ends with a line break, which tells it from one that is only half there."""
     attempt.put(report_name(setup.rank), report.model_dump_json().encode() + b"\n")
 
 
-def _reported(attempt: Attempt, rank: int) -> Report:
+def _reported(attempt: Transaction, rank: int) -> Report:
     """What another rank has to say, as soon as it does."""
     pause = 0.001
     while not (data := attempt.get(report_name(rank)) or b"").endswith(b"\n"):
@@ -234,7 +234,7 @@ def _in_turn(
         taken(number)
 
 
-def _write(setup: Setup, attempt: Attempt, writes: Iterator[Write], arena: memoryview) -> int:
+def _write(setup: Setup, attempt: Transaction, writes: Iterator[Write], arena: memoryview) -> int:
     """Write the arena to the files; the digest of the checksums."""
     found: list[int] = []
     for number, group in itertools.groupby(writes, key=lambda write: write.file):
@@ -256,7 +256,7 @@ def _copy(sink: Sink, write: Write, arena: memoryview) -> Iterator[int]:
         sink.write(write.offset + start, data)
 
 
-def _collect(skeleton: Skeleton, attempt: Attempt, own: Report) -> list[int]:
+def _collect(skeleton: ManifestTemplate, attempt: Transaction, own: Report) -> list[int]:
     """Every rank's digest, as soon as all have written. Raises _Failed when one could not."""
     digests = [own.digest]
     for rank in range(1, len(skeleton.sums)):
@@ -269,7 +269,9 @@ def _collect(skeleton: Skeleton, attempt: Attempt, own: Report) -> list[int]:
     return digests
 
 
-def _manifest(skeleton: Skeleton, job: Job, prefix: str, digests: Sequence[int]) -> Manifest:
+def _manifest(
+    skeleton: ManifestTemplate, job: SaveRequest, prefix: str, digests: Sequence[int]
+) -> Manifest:
     parts = [
         Part(sums=prefix + sums, digest=digest)
         for sums, digest in zip(skeleton.sums, digests, strict=True)

@@ -63,7 +63,7 @@ def bench(
     after it.
     """
     from pipeline.bench import report, trials
-    from pipeline.bench.session import Session
+    from pipeline.bench.session import Benchmark
     from pipeline.distributed.environment import is_worker, require_contract
     from pipeline.errors import RunStopped, UsageError
     from pipeline.plan.plan import plan_file
@@ -80,8 +80,8 @@ def bench(
         trials.require_unchanged(plan, overrides)
     compared = chosen(names, registry) if names else [trials.own_strategy(plan)]
     counts = _counts(procs) or [plan.view.procs]
-    length = trials.Length(steps=steps, warmup=warmup, weak=weak)
-    session = Session(
+    length = trials.BenchLength(steps=steps, warmup=warmup, weak=weak)
+    session = Benchmark(
         plan=plan,
         length=length,
         trials=trials.write(plan, compared, counts, length, registry=registry),

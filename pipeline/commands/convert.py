@@ -73,7 +73,9 @@ def _announce(source: StateSource, name: str) -> None:
     click.echo(
         f"{source.where}: {name}, step {source.step}, {len(source.tensors)} tensors, {size:.1f} MB"
     )
-    if not source.progress.get("origin"):
+    from pipeline.contracts.training import Progress
+
+    if not Progress.from_record(source.progress).lineage:
         click.echo(
             "warning: it does not say on which model and data it was trained, so nothing will be "
             f"compared; samples={source.progress.get('samples', 0)} is assumed (--samples)",

@@ -13,7 +13,7 @@ import click
 from pipeline.commands.hardware_options import GPUS
 
 if TYPE_CHECKING:
-    from pipeline.doctor.report import Machine
+    from pipeline.doctor.report import MachineReport
     from pipeline.doctor.rules.finding import Finding
 
 
@@ -60,7 +60,9 @@ def _say(measurement: str) -> None:
     click.echo(f"measuring: {measurement}", err=True)
 
 
-def _show(machine: Machine, found: Sequence[Finding], out: Path | None, *, as_json: bool) -> None:
+def _show(
+    machine: MachineReport, found: Sequence[Finding], out: Path | None, *, as_json: bool
+) -> None:
     from pipeline.doctor.show import lines
 
     told = {

@@ -111,7 +111,7 @@ def _lines(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "by", f"{told['world_size']} process{'' if told['world_size'] == 1 else 'es'}"
     for name, facts in told["writer"].items():
         yield name, _pairs(facts) if isinstance(facts, Mapping) else str(facts)
-    apart = ("metrics", "origin", "step", "recent_losses", "best")
+    apart = ("metrics", "lineage", "origin", "step", "recent_losses", "best")
     progress = {
         k: v for k, v in told["progress"].items() if k not in apart and v not in ([], {}, "")
     }

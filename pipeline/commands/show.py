@@ -20,7 +20,7 @@ from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.load import HEADER_KEYS
-from pipeline.recipe.nodes import Path as Keys
+from pipeline.recipe.nodes import KeyPath
 from pipeline.run.data_preview import Preview, Token, documents, preview
 from pipeline.utils import terminal
 from pipeline.utils.terminal import bare
@@ -96,7 +96,7 @@ def _filled(values: Any, written: Any) -> Any:
     }
 
 
-def _paths(values: dict[str, Any], path: Keys = ()) -> Iterator[Keys]:
+def _paths(values: dict[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _paths(value, (*path, key))

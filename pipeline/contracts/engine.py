@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataShard:
+class DataAxis:
     """This process's coordinates on the data-parallel axis (not its global rank)."""
 
     index: int
@@ -28,7 +28,7 @@ class StepReport:
 
     `grad_norm` is the L2 norm of the whole model's gradient before clipping, over all ranks.
     `applied` is False when the update was left out: for an overflow under loss scaling, or because
-    the caller did not admit it. `loss_scale` is 1.0 without scaling.
+    the caller did not should_step it. `loss_scale` is 1.0 without scaling.
     """
 
     grad_norm: float
@@ -100,7 +100,7 @@ class EngineState:
     """Kinds of state that are averages of every trained parameter over the training."""
 
 
-Admit = Callable[[float], bool]
+StepGuard = Callable[[float], bool]
 """Gradient norm of the whole model, before clipping -> whether the update is to be applied. Has to
 answer the same on all ranks."""
 
@@ -125,7 +125,7 @@ class Engine(ABC):
     model: nn.Module
     """Call it for the forward pass."""
     device: torch.device
-    shard: DataShard
+    shard: DataAxis
 
     @abstractmethod
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -136,16 +136,16 @@ class Engine(ABC):
         """Accumulate gradients of `loss`, a scalar normalised as the class says."""
 
     @abstractmethod
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         """Clip, apply the optimizer, clear gradients.
 
-        `admit` is asked before anything is updated. Where it answers False, gradients are dropped,
-        and weights, moments and counts of updates stay as they are. A strategy may leave a
+        `should_step` is asked before anything is updated. Where it answers False, gradients are
+        dropped, and weights, moments and counts of updates stay as they are. A strategy may leave a
         non-finite gradient out without asking.
         """
 
     @abstractmethod
-    def facts(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, Any]:
         """What is really running, read off the live objects: classes, dtypes, mesh, sharding.
 
         Values are JSON; written to the run folder and shown on screen.
@@ -169,7 +169,7 @@ class Engine(ABC):
         CheckpointError where `state` cannot be expressed."""
 
     @abstractmethod
-    def refresh(self) -> None:
+    def sync_compute_weights(self) -> None:
         """Bring what is computed from the masters in line with them (collective)."""
 
     def evaluating(self) -> AbstractContextManager[None]:

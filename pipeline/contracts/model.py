@@ -39,11 +39,11 @@ class ModelSource(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated transformer blocks, in order; empty when they cannot be told."""
 
-    def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
+    def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Modules that, other than by calling them, use parameters of the modules inside them."""
         return ()
 
-    def compiled(self, model: nn.Module) -> Sequence[nn.Module]:
+    def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Modules that are compiled, each as a whole."""
         return ()
 
@@ -80,28 +80,28 @@ class ModelSource(ABC):
         return None
 
     @property
-    def borrowed(self) -> Collection[str]:
+    def frozen_base(self) -> Collection[str]:
         """Names of parameters that are not trained and that `weights` gives again at any time:
         strategies hold them in the compute dtype, and checkpoints leave them out."""
         return ()
 
     @property
-    def plain(self) -> ModelSource:
+    def inference_view(self) -> ModelSource:
         """The same model, computing by itself: without what only training wants of its module, such
         as compiled blocks or products in fewer bits."""
         return self
 
     @property
-    def exported(self) -> ModelSource:
+    def export_view(self) -> ModelSource:
         """The model as others load it: the plain one, unless training has added to it."""
-        return self.plain
+        return self.inference_view
 
     @property
     def skeleton(self) -> ModelSource:
         """A model of which the same blocks are alike as of this one, quicker to build."""
         return self
 
-    def assemble(self, trained: Weights) -> Weights:
+    def merge_trained(self, trained: Weights) -> Weights:
         """The tensors of `exported`, from what a checkpoint of this model holds."""
         return trained
 

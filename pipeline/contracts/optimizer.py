@@ -23,7 +23,7 @@ class NamedParameter(NamedTuple):
     """Number of the shard that this process holds. Replicas have the same; one shard is 0."""
 
 
-class Packing(ABC):
+class StateCodec(ABC):
     """How an optimizer keeps moments that are no tensors of the parameter's shape.
 
     A parameter's state in the optimizer is a mapping, all of whose values but the count of updates
@@ -59,13 +59,13 @@ class OptimizerPlan:
     moments: Sequence[str]
     """Names of what the optimizer keeps for each element of a parameter. Without a `packing`, keys
     of its state that are tensors of the parameter's shape, zeros at first."""
-    packing: Packing | None = None
+    packing: StateCodec | None = None
     counts_updates: bool = True
     """Whether the optimizer's state has a `step`, the number of updates of the parameter."""
     build: Callable[[list[dict[str, Any]]], Optimizer]
     """Parameter groups -> torch optimizer."""
     lr_scale: Callable[[int, int], float]
     """(zero-based step, total steps) -> factor on every group's base learning rate."""
-    doubts: Callable[[int], Iterable[str]] = lambda total: ()
+    schedule_warnings: Callable[[int], Iterable[str]] = lambda total: ()
     """Total steps -> what is hardly meant of a training of so many; warnings for people."""
     max_grad_norm: float | None

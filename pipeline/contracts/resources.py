@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pipeline.contracts.stage import Room
+from pipeline.contracts.stage import ResourceNeed
 from pipeline.errors import StageError
 from pipeline.hardware.host import free_memory
 from pipeline.utils.text import human
 
 
-def require_room(rooms: Iterable[Room]) -> None:
+def require_resources(rooms: Iterable[ResourceNeed]) -> None:
     """Raise StageError that tells every file system that is too small, and host memory, with what
     is to go there. Needs of one file system add up; of memory the largest counts."""
     rooms = list(rooms)
@@ -22,8 +22,8 @@ def require_room(rooms: Iterable[Room]) -> None:
         raise StageError("; ".join(problems), hint="make room, or write elsewhere")
 
 
-def _short_of_disk(rooms: Sequence[Room]) -> Iterable[str]:
-    devices: dict[int, list[Room]] = defaultdict(list)
+def _short_of_disk(rooms: Sequence[ResourceNeed]) -> Iterable[str]:
+    devices: dict[int, list[ResourceNeed]] = defaultdict(list)
     for room in rooms:
         if room.folder is not None and room.disk:
             devices[_existing(room.folder).stat().st_dev].append(room)
@@ -36,7 +36,7 @@ def _short_of_disk(rooms: Sequence[Room]) -> Iterable[str]:
             yield f"not enough disk space in {here[0].folder}: {parts}, {human(free)} available"
 
 
-def _short_of_memory(rooms: Sequence[Room]) -> Iterable[str]:
+def _short_of_memory(rooms: Sequence[ResourceNeed]) -> Iterable[str]:
     free = free_memory()
     for room in rooms:
         if room.memory > free:

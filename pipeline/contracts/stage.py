@@ -8,16 +8,16 @@ show in the company of other slots or of the machine; it never raises and import
 Importing a stage's module imports no torch.
 
 Two more methods are optional. Both take artifacts as `run` does, by their annotations, and are
-called before training starts. `foresee(self, ctx, ...)` yields the `Room` that the stage will need;
-it is called on rank 0 alone, as soon as the artifacts that it takes are there.
-`rehearse(self, ctx, ...)` does what `run` does, for a recipe that asks for a rehearsal: in
+called before training starts. `resource_needs(self, ctx, ...)` yields each `ResourceNeed` of the
+stage; it is called on rank 0 alone, as soon as the artifacts that it takes are there.
+`run_dry(self, ctx, ...)` does what `run` does, for a recipe that asks for a dry run: in
 `ctx.run_dir`, which is another than the run's and is removed afterwards, and with nothing left
 anywhere else (`ctx.on_exit`).
 
-`prove(self, result)`, also optional, raises StageError where a durable result of the stage is not
-as it was left. A resume asks it, in one process, before the slot counts as done.
+`verify_result(self, result)`, also optional, raises StageError where a durable result of the stage
+is not as it was left. A resume asks it, in one process, before the slot counts as done.
 
-`shortened(self, trial)`, for `pipe bench`, gives the same stage for a few measured steps; the
+`for_benchmark(self, trial)`, for `pipe bench`, gives the same stage for a few measured steps; the
 stage that trains needs it, others where they would leave something outside of the run's folder or
 do what no step needs.
 
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pipeline.errors import Problem, UsageError
 
 if TYPE_CHECKING:
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
     from pipeline.run.metrics import Metrics
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class ResourceNeed:
     """What a stage will need of this machine."""
 
     what: str
@@ -179,7 +179,7 @@ class Context:
     run_dir: Path
     """The run's folder; the same on every rank."""
     seed: int
-    dist: Dist
+    dist: DistContext
     log: logging.Logger
     """Shown on screen from rank 0; every rank's goes to `logs/rank-N.log`."""
     metrics: Metrics
@@ -187,7 +187,7 @@ class Context:
     on_exit: Callable[[Callable[[], object]], object] = field(default=lambda call: None)
     """Register a call for the end of the run, last in first out, also after a failure."""
     accept: frozenset[str] = frozenset()
-    """Changes that `pipe resume --accept` declared to be intended: parts of `Progress.origin`, or
+    """Changes that `pipe resume --accept` declared to be intended: parts of `Progress.lineage`, or
     `precision`."""
     slot: str = ""
     """Name of the slot that is running."""

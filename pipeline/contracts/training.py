@@ -12,11 +12,11 @@ from pipeline.contracts.stage import Durable
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Room
+    from pipeline.contracts.stage import ResourceNeed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
+class TrainingLength:
     """Of a whole training."""
 
     steps: int | None = None
@@ -61,16 +61,25 @@ class Progress:
     """Anomalous steps since the last update."""
     rollbacks: int = 0
     """How often training went back to a checkpoint."""
-    origin: dict[str, Any] = field(default_factory=dict)
-    """Facts without which the position means nothing: model, tokenizer, data, seed, order, global
-    batch."""
+    lineage: dict[str, Any] = field(default_factory=dict)
+    """Identity of the model, tokenizer, data, seed, order and global batch, without which the
+    position means nothing."""
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Progress:
+        """Progress from its JSON. Raises TypeError for fields that there are not."""
+        fields = dict(record)
+        if "origin" in fields:  # the name of `lineage` in checkpoints of version 0.1.0
+            fields["lineage"] = fields.pop("origin")
+        return cls(**fields)
 
     def differs_from(self, recorded: Mapping[str, Any]) -> bool:
-        """Whether a record of this step's progress is out of date. Another origin alone is no news:
-        nothing has been trained under it."""
-        return {**recorded, "origin": None} != {**vars(self), "origin": None}
+        """Whether a record of this step's progress is out of date. A changed `lineage` alone does
+        not count: nothing has been trained under it."""
+        before = Progress.from_record(recorded)
+        return {**vars(before), "lineage": None} != {**vars(self), "lineage": None}
 
-    def taken_over(self) -> Progress:
+    def as_new_run(self) -> Progress:
         """The position of a new run which starts from here: as far on, in the data too, and nothing
         of what evaluations and anomalies meant to this one."""
         return Progress(
@@ -79,7 +88,7 @@ class Progress:
             tokens=self.tokens,
             skipped=self.skipped,
             recent_losses=list(self.recent_losses),
-            origin=self.origin,
+            lineage=self.lineage,
         )
 
 
@@ -104,16 +113,16 @@ class Checkpoints(ABC):
         checkpoint. Raises CheckpointError when a save has failed."""
 
     @abstractmethod
-    def restore(self, admit: Callable[[Progress], None]) -> Progress | None:
+    def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
         """Load the newest complete checkpoint into the engine (collective); None if there is none.
         Can be called again in the middle of a training, to go back.
 
-        `admit` is given the progress that it holds before anything is loaded, and raises if that
+        `validate` is given the progress that it holds before anything is loaded, and raises if that
         is not to be continued. Raises CheckpointError when what is there cannot be.
         """
 
-    def room(self, length: Length) -> Iterator[Room]:
-        """Room that the checkpoints of a training of that length will need; called on rank 0 alone,
+    def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
+        """Resource needs of the checkpoints of a training of that length; called on rank 0 alone,
         before the first step."""
         return iter(())
 
@@ -142,4 +151,4 @@ class TrainedRun(Durable):
         checkpoint = str(record["checkpoint"])
         if "://" not in checkpoint and not Path(checkpoint).is_dir():
             raise CheckpointError(f"the trained checkpoint is gone: {checkpoint}")
-        return cls(checkpoint=checkpoint, progress=Progress(**record["progress"]))
+        return cls(checkpoint=checkpoint, progress=Progress.from_record(record["progress"]))

@@ -39,7 +39,7 @@ _CALLS = itertools.count()
 
 
 @dataclass(kw_only=True)
-class Dist:
+class DistContext:
     """Rank, world and device of this process; every wait between processes goes through here."""
 
     rank: int = 0
@@ -70,7 +70,7 @@ class Dist:
         self._forget()
         self._spent += [key, opened]
 
-    def share(self, value: str | None) -> str:
+    def broadcast_str(self, value: str | None) -> str:
         """Rank 0's text, on every rank. Other ranks pass None."""
         if self.store is None or self.world_size == 1:
             assert value is not None
@@ -127,7 +127,7 @@ class Dist:
         return padded, known
 
     @contextlib.contextmanager
-    def main_first(self) -> Iterator[bool]:
+    def rank0_first(self) -> Iterator[bool]:
         """Rank 0 runs the body first, the others after it has finished; yields whether this is
         rank 0.
 
@@ -215,7 +215,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UsageError(f"{place}: {error.strerror}", hint=hint) from error
 
 
-def environment_dist(store: Store | None, *, device: str) -> Dist:
+def environment_dist(store: Store | None, *, device: str) -> DistContext:
     """Start the process group of the ranks that meet in `store`, from `environment_store`.
 
     `device` is `cpu` or `cuda`. A group is started for one process too, because strategies need
@@ -242,7 +242,7 @@ def environment_dist(store: Store | None, *, device: str) -> Dist:
         world_size=world_size,
         device_id=place if device == "cuda" else None,
     )
-    return Dist(
+    return DistContext(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeline.doctor.probes import Together, seconds_each
+from pipeline.doctor.probes import Rendezvous, seconds_each
 
 
 def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
@@ -16,7 +16,7 @@ def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None])
     import torch
 
     device, size = settings["device"], settings["size"]
-    together = Together(settings)
+    together = Rendezvous(settings)
 
     def rate(name: str, into: torch.Tensor, source: torch.Tensor) -> None:
         seconds = seconds_each(

@@ -1,4 +1,4 @@
-"""Fill a Machine: the inventory, and what was measured."""
+"""Fill a MachineReport: the inventory, and what was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.doctor import collectives
 from pipeline.doctor.gpu_topology import seen
 from pipeline.doctor.inventory import environment, folders, host, kernel, network
-from pipeline.doctor.report import Collective, Device, Folder, Machine, Matmul
+from pipeline.doctor.report import Collective, Device, Folder, MachineReport, Matmul
 from pipeline.doctor.session import FULL, QUICK, Session
 from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
@@ -19,7 +19,9 @@ from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import total_memory, usable_cores
 
 
-def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], None]) -> Machine:
+def examine(
+    runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], None]
+) -> MachineReport:
     """Look at this machine and measure it with `procs` processes (None: one per GPU, or two).
 
     `say` is told what is measured next. Raises UsageError if there are fewer GPUs than `procs`.
@@ -39,7 +41,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], 
     matmul = session.matmul()
     copies = session.copies()
     buses = session.collectives()
-    return Machine(
+    return MachineReport(
         device=session.device,
         devices=devices,
         procs=session.procs,

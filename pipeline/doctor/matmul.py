@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.doctor.probes import Together, seconds_each
+from pipeline.doctor.probes import Rendezvous, seconds_each
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None])
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    timed = partial(seconds_each, device=device, agree=Together(settings).slowest)
+    timed = partial(seconds_each, device=device, agree=Rendezvous(settings).slowest)
     for name in settings["dtypes"]:
         size = _large_enough(device, dtypes[name], timed)
         product = _product(size, device, dtypes[name])

@@ -52,7 +52,7 @@ LEEWAY = 0.03
 10 ms."""
 
 
-class Together:
+class Rendezvous:
     """This process among those of its measurement. They meet in a file, because a network between
     them may be what is broken."""
 

@@ -165,7 +165,7 @@ class Failure(Record):
     printed: str = ""
 
 
-class Machine(Record):
+class MachineReport(Record):
     """A machine. What has no default must be in a file, with null where it is not known.
 
     Rates are of one process while `procs` of them do the same, but for the disk's, which are of one
@@ -207,7 +207,7 @@ class Machine(Record):
         return {f"GPU{place if one.number is None else one.number}": one for place, one in places}
 
 
-def read_machine(path: Path) -> Machine:
+def read_machine(path: Path) -> MachineReport:
     """The machine that `pipe doctor --out` described; raises UsageError for any other file."""
     try:
         text = path.read_text("utf-8")
@@ -215,7 +215,7 @@ def read_machine(path: Path) -> Machine:
         reason = in_words(error) if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"{path} cannot be read: {reason}") from error
     try:
-        return Machine.model_validate_json(text)
+        return MachineReport.model_validate_json(text)
     except ValidationError as error:
         raise UsageError(
             f"{path} does not describe a machine: {_first(error)}",

@@ -22,7 +22,7 @@ class Session:
     """`procs` and `device` are to be known before all but `torch` and `disk`. Everything may take
     longer where there are `gpus`."""
 
-    pace: Pace
+    pace: MeasurementBudget
     say: Callable[[str], None]
     gpus: bool
     scratch: str | None
@@ -124,7 +124,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class MeasurementBudget:
     """Bytes of the collective operations, of a copy, of the file; seconds in which each is repeated
     (the disk's of writing, and of reading). `total` bounds all but importing torch."""
 
@@ -138,7 +138,7 @@ class Pace:
     total: float
 
 
-FULL = Pace(
+FULL = MeasurementBudget(
     sizes=(64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
     collective_seconds=0.3,
     matmul_seconds=1.0,
@@ -148,7 +148,7 @@ FULL = Pace(
     disk_seconds=4.0,
     total=55.0,
 )
-QUICK = Pace(
+QUICK = MeasurementBudget(
     sizes=(64 * KIB, MIB, 16 * MIB, 64 * MIB),
     collective_seconds=0.1,
     matmul_seconds=0.3,

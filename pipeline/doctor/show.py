@@ -8,7 +8,7 @@ from itertools import chain
 
 import click
 
-from pipeline.doctor.report import Collective, Limit, Machine
+from pipeline.doctor.report import Collective, Limit, MachineReport
 from pipeline.doctor.rules.finding import SEVERITIES, Finding
 from pipeline.utils.text import human
 
@@ -18,7 +18,7 @@ WIDTH = 100
 OPERATORS = "compiler", "ninja", "cuda_home"
 
 
-def lines(machine: Machine, found: Sequence[Finding]) -> Iterator[str]:
+def lines(machine: MachineReport, found: Sequence[Finding]) -> Iterator[str]:
     """All of the report, line by line; `found` in the order in which it is told."""
     sections = (
         ("machine", _machine(machine)),
@@ -48,7 +48,7 @@ def _section(title: str, rows: Sequence[Row]) -> Iterator[str]:
     yield ""
 
 
-def _machine(machine: Machine) -> Iterator[Row]:
+def _machine(machine: MachineReport) -> Iterator[Row]:
     host = machine.host
     yield "system", host.system or UNKNOWN
     yield "processor", host.processor or UNKNOWN
@@ -60,7 +60,7 @@ def _machine(machine: Machine) -> Iterator[Row]:
     yield "swap", f"{_bytes(host.swap_bytes)}, {_bytes(host.swap_used_bytes)} in use"
 
 
-def _gpus(machine: Machine) -> Iterator[Row]:
+def _gpus(machine: MachineReport) -> Iterator[Row]:
     if not machine.devices and machine.software.gpus:
         yield "of the driver", f"{machine.software.gpus}, none of torch"
     elif not machine.devices:
@@ -76,7 +76,7 @@ def _gpus(machine: Machine) -> Iterator[Row]:
         yield gpu, f"memory node {node}"
 
 
-def _network(machine: Machine) -> Iterator[Row]:
+def _network(machine: MachineReport) -> Iterator[Row]:
     for interface in machine.network.interfaces:
         speed = interface.bits_per_s
         yield interface.name, UNKNOWN if speed is None else f"{speed / 1e9:g} Gbit/s"
@@ -84,7 +84,7 @@ def _network(machine: Machine) -> Iterator[Row]:
         yield "RDMA", ", ".join(machine.network.rdma)
 
 
-def _software(machine: Machine) -> Iterator[Row]:
+def _software(machine: MachineReport) -> Iterator[Row]:
     software = machine.software
     yield "python", software.python or UNKNOWN
     yield from software.packages.items()
@@ -96,7 +96,7 @@ def _software(machine: Machine) -> Iterator[Row]:
         yield "libaio", "yes" if machine.operators.libaio else "none"
 
 
-def _limits(machine: Machine) -> Iterator[Row]:
+def _limits(machine: MachineReport) -> Iterator[Row]:
     kernel = machine.kernel
     for name, limit in kernel.limits.items():
         size = name in ("locked_memory", "core")
@@ -117,18 +117,18 @@ def _limit(limit: Limit, *, size: bool) -> str:
     return human(limit.soft) if size else str(limit.soft)
 
 
-def _folders(machine: Machine) -> Iterator[Row]:
+def _folders(machine: MachineReport) -> Iterator[Row]:
     for folder in machine.folders:
         kind = folder.filesystem or UNKNOWN
         yield folder.use, f"{folder.path} ({kind}, {_bytes(folder.free_bytes)} free)"
 
 
-def _processes(machine: Machine) -> str:
+def _processes(machine: MachineReport) -> str:
     each = "GPU" if machine.device == "cuda" else "process"
     return "1 process" if machine.procs == 1 else f"{machine.procs} processes, per {each}"
 
 
-def _rates(machine: Machine) -> Iterator[Row]:
+def _rates(machine: MachineReport) -> Iterator[Row]:
     for dtype, flops in machine.matmul_flops:
         if flops is not None or dtype != "fp16":
             told = UNKNOWN if flops is None else f"{flops / 1e12:.3f} TFLOP/s"
@@ -145,7 +145,7 @@ def _rates(machine: Machine) -> Iterator[Row]:
     yield "disk, read, cache dropped", _rate(machine.disk_read_bytes_per_s)
 
 
-def _collectives(machine: Machine) -> Iterator[str]:
+def _collectives(machine: MachineReport) -> Iterator[str]:
     backend = "NCCL" if machine.device == "cuda" else "gloo"
     for name, rows in (("all-reduce", machine.allreduce), ("all-gather", machine.allgather)):
         if not rows:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.importing.translator import Fate, Translation
+from pipeline.importing.translator import KeyOutcome, Translation
 from pipeline.recipe.dump import inline, render
 
 WIDEST = 44
@@ -28,7 +28,7 @@ def table(translation: Translation) -> Iterator[str]:
     yield summary(translation.fates)
 
 
-def summary(fates: Sequence[Fate]) -> str:
+def summary(fates: Sequence[KeyOutcome]) -> str:
     """How many keys had which fate."""
     counts = Counter(fate.outcome for fate in fates)
     return (
@@ -52,12 +52,12 @@ def recipe_text(translation: Translation) -> str:
     return render(dict(translation.recipe), lambda path: translation.notes.get(path, ""))
 
 
-def _key(fate: Fate) -> str:
+def _key(fate: KeyOutcome) -> str:
     value = inline(fate.value) if not isinstance(fate.value, Mapping) else "{...}"
     return f"{fate.key}: {value if len(value) <= WIDEST else value[: WIDEST - 3] + '...'}"
 
 
-def _account(fate: Fate) -> str:
+def _account(fate: KeyOutcome) -> str:
     to = ", ".join(f"{key} = {json.dumps(value)}" for key, value in fate.to.items())
     parts = [part for part in (to, fate.why) if part]
     return "; ".join(parts) + (f" ({fate.hint})" if fate.hint else "")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pipeline.errors import PluginError, UsageError
 from pipeline.plan.registry import installed_entries
-from pipeline.recipe.nodes import Path as Keys
+from pipeline.recipe.nodes import KeyPath
 
 GROUP = "pipe.imports"
 
@@ -38,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fate:
+class KeyOutcome:
     """What became of one key of one file."""
 
     file: str
@@ -61,11 +61,11 @@ class Translation:
 
     recipe: Mapping[str, Any] | None
     """None if a key was refused that no recipe does without."""
-    notes: Mapping[Keys, str]
+    notes: Mapping[KeyPath, str]
     """Path of a value in the recipe -> comment behind it."""
     missing: Mapping[str, str]
     """Recipe keys that the person has to fill in -> what belongs there."""
-    fates: Sequence[Fate]
+    fates: Sequence[KeyOutcome]
     """One for every key of every file, in their order."""
 
 

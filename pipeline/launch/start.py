@@ -18,7 +18,7 @@ from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
 from pipeline.plan.plan import Plan
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
-from pipeline.run.resume import decide, results
+from pipeline.run.resume import plan_resume, results
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -126,7 +126,7 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
 def _is_done(plan: Plan, folder: Path) -> bool:
     """Whether every stage has finished already; says so."""
     journal = Journal(folder / rundir.JOURNAL)
-    if decide(plan, journal, thorough=False).run or decide(plan, journal).run:
+    if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
         return False
     if not journal.ended_well():
         journal.write("run finished")

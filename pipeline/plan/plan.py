@@ -14,10 +14,10 @@ from pipeline.errors import PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import total_memory
 from pipeline.plan.registry import Registry
-from pipeline.plan.wiring import Link, inputs, unmet
+from pipeline.plan.wiring import SlotType, inputs, missing_inputs
 from pipeline.recipe import Launch, Recipe, read_recipe, unless_reported
 from pipeline.recipe.fields import build
-from pipeline.recipe.nodes import Marks
+from pipeline.recipe.nodes import SourceMap
 from pipeline.utils.text import human
 
 PROCESS_BYTES = 100 * 10**6
@@ -25,7 +25,7 @@ PROCESS_BYTES = 100 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PlannedSlot:
     """One stage of the chain, ready to run."""
 
     slot: str
@@ -42,7 +42,7 @@ class Plan:
 
     recipe: Recipe
     view: PlanView
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedSlot, ...]
     warnings: tuple[Problem, ...] = ()
     """Findings that are hardly meant, and no mistake."""
 
@@ -58,7 +58,7 @@ class Plan:
         return max(readers, key=order.index, default=None)
 
 
-def _passes_on(step: Step, slot: str) -> bool:
+def _passes_on(step: PlannedSlot, slot: str) -> bool:
     """Whether what the step gives is of the kind that it takes from `slot`: it may hold that."""
     stage: type = type(step.stage)
     taken = (need.type for need in needs(stage) if step.inputs.get(need.parameter) == slot)
@@ -107,12 +107,12 @@ def plan_file(
 
 def load_slots(
     recipe: Recipe, registry: Registry
-) -> tuple[list[Link], dict[str, Any], list[Problem]]:
+) -> tuple[list[SlotType], dict[str, Any], list[Problem]]:
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():
         kind, wrong = _kind(slot, spec.use, registry, recipe.marks)
-        links.append(Link(slot=slot, use=spec.use, kind=kind))
+        links.append(SlotType(slot=slot, use=spec.use, kind=kind))
         if kind is not None:
             path = ("stages", slot)
             stages[slot], wrong = _build(kind, spec.fields, recipe.marks, path)
@@ -139,7 +139,7 @@ def _draft(
     procs: int | None,
 ) -> tuple[Plan, list[Problem]]:
     links, stages, problems = load_slots(recipe, registry)
-    problems += unmet(links, registry, recipe.marks)
+    problems += missing_inputs(links, registry, recipe.marks)
     view = replace(_view(recipe, stages, procs), forecast=forecast)
     for slot, stage in stages.items():
         problems += _checked(slot, stage, view, recipe.marks)
@@ -151,7 +151,7 @@ def _draft(
     if here:
         problems += _impossible_here(recipe, procs)
     steps = tuple(
-        Step(
+        PlannedSlot(
             slot=link.slot,
             use=link.use,
             stage=stages[link.slot],
@@ -167,7 +167,7 @@ def _draft(
 
 
 def _kind(
-    slot: str, use: str, registry: Registry, marks: Marks
+    slot: str, use: str, registry: Registry, marks: SourceMap
 ) -> tuple[type | None, list[Problem]]:
     location = marks.value(("stages", slot, "use"))
     if not use:
@@ -183,7 +183,7 @@ def _kind(
 
 
 def _build(
-    kind: type, fields: Mapping[str, Any], marks: Marks, path: tuple[str, str]
+    kind: type, fields: Mapping[str, Any], marks: SourceMap, path: tuple[str, str]
 ) -> tuple[Any, list[Problem]]:
     try:
         return build(kind, fields, marks=marks, path=path)
@@ -236,7 +236,7 @@ def _processes(count: int | None) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
-def _checked(slot: str, stage: Any, view: PlanView, marks: Marks) -> list[Problem]:
+def _checked(slot: str, stage: Any, view: PlanView, marks: SourceMap) -> list[Problem]:
     """What the stage itself finds wrong, with its place filled in."""
     if not hasattr(stage, "check"):
         return []
@@ -248,7 +248,7 @@ def _checked(slot: str, stage: Any, view: PlanView, marks: Marks) -> list[Proble
     return [_placed(problem, slot, marks) for problem in found]
 
 
-def _placed(problem: Problem, slot: str, marks: Marks) -> Problem:
+def _placed(problem: Problem, slot: str, marks: SourceMap) -> Problem:
     parts = [int(part) if part.isdecimal() else part for part in problem.key.split(".") if part]
     location = problem.location or marks.value(("stages", slot, *parts))
     if not parts and problem.location is None:

@@ -15,7 +15,7 @@ from pipeline.utils.text import closest
 GROUP = "pipe.stages"
 BUILT_IN = "pipetrain"
 """The distribution whose stages are built in."""
-_ALSO = ("foresee", "rehearse")
+_ALSO = ("resource_needs", "run_dry")
 """Methods that take artifacts as `run` does, of the stages that have them."""
 
 

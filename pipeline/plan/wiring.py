@@ -12,14 +12,14 @@ from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
 from pipeline.errors import PluginError, Problem
 from pipeline.plan.registry import Registry, kind_of
-from pipeline.recipe.nodes import Marks
+from pipeline.recipe.nodes import SourceMap
 
 _NO_ROLE: set[object] = {object, ABC, Durable, Generic}
 """Bases that say nothing about what an artifact is for."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class SlotType:
     """A slot with its stage's class; None when that is not known because of another mistake."""
 
     slot: str
@@ -31,14 +31,16 @@ class Link:
         return gives(self.kind) if self.kind is not None else None
 
 
-def inputs(links: Sequence[Link], index: int) -> dict[str, str | None]:
+def inputs(links: Sequence[SlotType], index: int) -> dict[str, str | None]:
     """Parameter of the slot at `index` -> the latest earlier slot that gives it, or None."""
     kind = links[index].kind
     assert kind is not None
     return {need.parameter: _producer(need, links[:index]) for need in needs(kind)}
 
 
-def unmet(links: Sequence[Link], registry: Registry, marks: Marks) -> list[Problem]:
+def missing_inputs(
+    links: Sequence[SlotType], registry: Registry, marks: SourceMap
+) -> list[Problem]:
     """A problem for every need that no earlier slot meets."""
     problems = []
     for index, link in enumerate(links):
@@ -51,7 +53,7 @@ def unmet(links: Sequence[Link], registry: Registry, marks: Marks) -> list[Probl
     return problems
 
 
-def _producer(need: Need, earlier: Sequence[Link]) -> str | None:
+def _producer(need: Need, earlier: Sequence[SlotType]) -> str | None:
     return next((link.slot for link in reversed(earlier) if _meets(link.gives, need)), None)
 
 
@@ -60,7 +62,7 @@ def _meets(given: type | None, need: Need) -> bool:
 
 
 def _missing(
-    need: Need, links: Sequence[Link], index: int, registry: Registry, marks: Marks
+    need: Need, links: Sequence[SlotType], index: int, registry: Registry, marks: SourceMap
 ) -> Problem:
     link, earlier = links[index], links[:index]
     later = next((other for other in links[index + 1 :] if _meets(other.gives, need)), None)
@@ -87,7 +89,7 @@ def _alike(given: type | None, wanted: type) -> bool:
 
 
 def _exchange(
-    need: Need, link: Link, alike: Link, earlier: Sequence[Link], registry: Registry
+    need: Need, link: SlotType, alike: SlotType, earlier: Sequence[SlotType], registry: Registry
 ) -> str:
     here = [
         name
@@ -100,7 +102,7 @@ def _exchange(
     return ", or ".join(parts)
 
 
-def _fits(kind: type, earlier: Sequence[Link]) -> bool:
+def _fits(kind: type, earlier: Sequence[SlotType]) -> bool:
     return all(need.optional or _producer(need, earlier) is not None for need in needs(kind))
 
 

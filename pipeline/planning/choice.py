@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.contracts.engine import Engine
 from pipeline.errors import PipeError, RecipeError, UsageError
-from pipeline.plan.plan import Step
+from pipeline.plan.plan import PlannedSlot
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.presets import Strategy
@@ -102,7 +102,7 @@ def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> I
             return
 
 
-def _is(step: Step, strategy: Strategy) -> bool:
+def _is(step: PlannedSlot, strategy: Strategy) -> bool:
     """Whether a slot has a strategy already."""
     fields = {name: getattr(step.stage, name, None) for name in strategy.fields}
     return (step.use, fields) == (strategy.use, strategy.fields)

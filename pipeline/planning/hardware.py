@@ -15,7 +15,7 @@ from pipeline.run.memory_record import MemoryRecord, newest_record, read_record
 from pipeline.utils.text import did_you_mean
 
 if TYPE_CHECKING:
-    from pipeline.doctor.report import Machine
+    from pipeline.doctor.report import MachineReport
 
 PER_NODE = 8
 """GPUs of a node, where nothing else is said."""
@@ -82,7 +82,7 @@ class Asked:
     interconnect: float | None = None
     disk: float | None = None
     price: float | None = None
-    machine: Machine | None = None
+    machine: MachineReport | None = None
 
     @property
     def procs(self) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pipeline.contracts.precision import Precision
-from pipeline.contracts.training import Length
+from pipeline.contracts.training import TrainingLength
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in a recipe's dtypes."""
@@ -17,14 +17,14 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter, called as the model's module calls it; tied ones are one. One that is `borrowed`
-    is held in the compute dtype (`ModelSource.borrowed`); elements of one that is `packed` are
-    bytes and no numbers, as those of weights in 4 bits."""
+    """A parameter, under its name in the model's module; tied ones are one. One of the frozen base
+    (`ModelSource.frozen_base`) is held in the compute dtype; elements of a `packed` one are bytes,
+    as in weights of 4 bits."""
 
     name: str
     shape: tuple[int, ...]
     trained: bool = True
-    borrowed: bool = False
+    frozen_base: bool = False
     packed: bool = False
 
     @functools.cached_property
@@ -78,8 +78,8 @@ class ModelShape:
 
     @functools.cached_property
     def stored(self) -> int:
-        """Elements of the weights that a checkpoint holds: those that are not borrowed."""
-        return sum(one.elements * count for one, count in self.counted() if not one.borrowed)
+        """Elements of the weights that a checkpoint holds: those that are not frozen_base."""
+        return sum(one.elements * count for one, count in self.counted() if not one.frozen_base)
 
     @functools.cached_property
     def embedding(self) -> Weight:
@@ -104,7 +104,7 @@ class Sizes:
 
     def of(self, weight: Weight) -> int:
         """Bytes of one of the weight's numbers as it is held."""
-        return self.compute if weight.borrowed else self.master
+        return self.compute if weight.frozen_base else self.master
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class Step:
     of_rank: int
     samples: int
     tokens: int
-    length: Length = field(default_factory=Length)
+    length: TrainingLength = field(default_factory=TrainingLength)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.recipe.nodes import Path
+from pipeline.recipe.nodes import KeyPath
 from pipeline.recipe.scalars import FLOAT
 from pipeline.utils.terminal import UNSAFE
 
@@ -31,7 +31,7 @@ _Dumper.add_implicit_resolver(
 )
 
 
-def render(data: dict[str, Any], note: Callable[[Path], str] | None = None) -> str:
+def render(data: dict[str, Any], note: Callable[[KeyPath], str] | None = None) -> str:
     """Block style down to lists and scalars, which take one line each.
 
     `note` gives the text of a trailing comment for a value's path, or nothing; comments line up in
@@ -48,7 +48,9 @@ def render(data: dict[str, Any], note: Callable[[Path], str] | None = None) -> s
     )
 
 
-def _block(data: dict[str, Any], path: Path, indent: str) -> Iterator[tuple[str, Path | None]]:
+def _block(
+    data: dict[str, Any], path: KeyPath, indent: str
+) -> Iterator[tuple[str, KeyPath | None]]:
     if not data and not path:
         yield "{}", None
     for key, value in data.items():

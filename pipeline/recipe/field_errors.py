@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.contracts.signature import dataclasses_in, field_types
 from pipeline.errors import Problem
-from pipeline.recipe.nodes import Marks, Path, dotted, lookup
+from pipeline.recipe.nodes import KeyPath, SourceMap, dotted, lookup
 from pipeline.recipe.scalars import what_to_write
 from pipeline.utils.text import closest, did_you_mean
 
@@ -46,7 +46,7 @@ _BOUNDS = {
 class _Fault:
     """One pydantic error: where in the data, and what was wanted or what is wrong."""
 
-    path: Path
+    path: KeyPath
     type: str
     wanted: str = ""
     options: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class _Fault:
 
 
 def to_problems(
-    errors: Sequence[Any], kind: type, data: Mapping[str, Any], marks: Marks, base: Path
+    errors: Sequence[Any], kind: type, data: Mapping[str, Any], marks: SourceMap, base: KeyPath
 ) -> list[Problem]:
     """Problems of `data`, written at `base`, as a `kind`; those of one value become one."""
     faults = [_fault(error, data) for error in errors]
@@ -82,7 +82,7 @@ def _fault(error: Any, data: Any) -> _Fault:
     return _Fault(path=path, type=kind, message=message)
 
 
-def _path(error: Any, data: Any) -> Path:
+def _path(error: Any, data: Any) -> KeyPath:
     """pydantic's location without the names of a union's members, which are not in the data."""
     loc, path = error["loc"], []
     for index, part in enumerate(loc):
@@ -104,7 +104,7 @@ def _options(expected: str) -> tuple[str, ...]:
 
 
 def _problem(
-    faults: list[_Fault], *, inside: bool, kind: type, marks: Marks, base: Path
+    faults: list[_Fault], *, inside: bool, kind: type, marks: SourceMap, base: KeyPath
 ) -> Problem | None:
     path = (*base, *faults[0].path)
     said = [fault for fault in faults if fault.message]
@@ -122,7 +122,7 @@ def _problem(
     return Problem(message=message, key=dotted(path), hint=hint, location=place)
 
 
-def _wanted(faults: list[_Fault], marks: Marks, path: Path) -> tuple[str, str]:
+def _wanted(faults: list[_Fault], marks: SourceMap, path: KeyPath) -> tuple[str, str]:
     options = [option for fault in faults for option in fault.options]
     wanted = list(dict.fromkeys(fault.wanted for fault in faults if fault.wanted))
     named = [f"`{option}`" for option in options]
@@ -152,7 +152,7 @@ def _hint(fault: _Fault, kind: type) -> str:
     return did_you_mean(str(fault.path[-1]), sorted(fields))
 
 
-def _owners(kind: type, path: Path) -> list[type]:
+def _owners(kind: type, path: KeyPath) -> list[type]:
     """The dataclasses that a value at `path` below `kind` may be."""
     owners = [kind]
     for part in path:
@@ -167,7 +167,7 @@ def _either(options: Sequence[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _shown(marks: Marks, path: Path) -> str:
+def _shown(marks: SourceMap, path: KeyPath) -> str:
     """The value as it was written, so that no environment variable's value is printed."""
     written = lookup(marks.data, path)
     if isinstance(written, dict):

@@ -30,13 +30,13 @@ from pydantic import (
 from pipeline.contracts.signature import field_types, init_fields, name_of
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe.field_errors import to_problems
-from pipeline.recipe.nodes import Marks, Path
+from pipeline.recipe.nodes import KeyPath, SourceMap
 
 T = TypeVar("T")
 
 
 def build(
-    kind: type[T], data: Mapping[str, Any], *, marks: Marks, path: Path
+    kind: type[T], data: Mapping[str, Any], *, marks: SourceMap, path: KeyPath
 ) -> tuple[T | None, list[Problem]]:
     """An instance of the dataclass `kind` from plain values that were written at `path`, or None
     and everything that is wrong with them. Raises PluginError when `kind` itself is at fault."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import Problem
-from pipeline.recipe.nodes import Node, Path, dotted, plain, walk
+from pipeline.recipe.nodes import KeyPath, Node, dotted, plain, walk
 from pipeline.utils.terminal import hide
 from pipeline.utils.text import closest
 
@@ -56,15 +56,15 @@ def read(text: str) -> Text:
     return Text(calls=calls, references=references)
 
 
-def expansions(references: Mapping[Path, Collection[str]]) -> int:
+def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
     """How many interpolations are resolved, from each interpolated value's references; counting
     stops where there are too many to count."""
     if len(references) > MAX_EXPANSIONS:
         return len(references)
-    leaves: dict[Path, Path] = {tuple(map(str, path)): path for path in references}
-    known: dict[Path, int] = {}
+    leaves: dict[KeyPath, KeyPath] = {tuple(map(str, path)): path for path in references}
+    known: dict[KeyPath, int] = {}
 
-    def cost(leaf: Path) -> int:
+    def cost(leaf: KeyPath) -> int:
         if leaf not in known:
             known[leaf] = 1  # what leads back here is a circle; resolving stops at it
             path = leaves[leaf]
@@ -78,7 +78,7 @@ def expansions(references: Mapping[Path, Collection[str]]) -> int:
         return MAX_EXPANSIONS + 1
 
 
-def _target(reference: str, path: Path) -> Path:
+def _target(reference: str, path: KeyPath) -> KeyPath:
     """The path that `${reference}`, written at `path`, points to; keys and indexes as text.
 
     One leading dot is the mapping it stands in, each further dot one level up.
@@ -89,7 +89,7 @@ def _target(reference: str, path: Path) -> Path:
     return (*map(str, start), *re.findall(r"[^.\[\]]+", name))
 
 
-def _meet(one: Path, other: Path) -> bool:
+def _meet(one: KeyPath, other: KeyPath) -> bool:
     """Whether one path is the other or lies below it."""
     return all(left == right for left, right in zip(one, other, strict=False))
 
@@ -132,7 +132,7 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
         return _blank(data, leaves), [Problem(message=message, location=leaves[-1][1].at)]
     allowed = _listed(root)
     problems: list[Problem] = []
-    sound: list[tuple[Path, Node]] = []
+    sound: list[tuple[KeyPath, Node]] = []
     for path, node in leaves:
         found = _refusals(texts[path], allowed, hide_env=hide_env)
         problems += [_problem(message, "", path, node) for message in found]
@@ -152,11 +152,11 @@ def _hide(text: Text) -> None:
         hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
 
 
-def _problem(message: str, hint: str, path: Path, node: Node) -> Problem:
+def _problem(message: str, hint: str, path: KeyPath, node: Node) -> Problem:
     return Problem(message=message, hint=hint, key=dotted(path), location=node.at)
 
 
-def _blank(data: Any, leaves: list[tuple[Path, Node]]) -> Any:
+def _blank(data: Any, leaves: list[tuple[KeyPath, Node]]) -> Any:
     for path, _ in leaves:
         _put(data, path, None)
     return data
@@ -194,7 +194,7 @@ def _refusal(call: Call, allowed: Collection[str], *, hide_env: bool) -> str | N
     return None
 
 
-def _fill(data: Any, leaves: list[tuple[Path, Node]], root: Node) -> list[Problem]:
+def _fill(data: Any, leaves: list[tuple[KeyPath, Node]], root: Node) -> list[Problem]:
     """Replace every sound interpolation in `data` by its value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -230,7 +230,7 @@ def _explain(error: Exception, root: Node) -> tuple[str, str]:
     return f"`${{{key}}}` refers to nothing in this recipe", hint
 
 
-def _put(data: Any, path: Path, value: Any) -> None:
+def _put(data: Any, path: KeyPath, value: Any) -> None:
     for part in path[:-1]:
         data = data[part]
     data[path[-1]] = value

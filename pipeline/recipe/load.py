@@ -16,8 +16,7 @@ from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.merge import drop_removed
-from pipeline.recipe.nodes import Marks, Node, marks_of, plain
-from pipeline.recipe.nodes import Path as Keys
+from pipeline.recipe.nodes import KeyPath, Node, SourceMap, marks_of, plain
 from pipeline.recipe.overrides import apply
 from pipeline.utils.text import did_you_mean
 
@@ -48,7 +47,7 @@ class Header:
     """How the run becomes processes."""
     env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
     """Environment variables that `${oc.env:NAME}` may read."""
-    rehearse: bool = False
+    dry_run: bool = False
     """Before training, save, consolidate and export the untrained model once, on its real shapes,
     prove that export, and throw all of it away: what would fail at the end fails at the start."""
 
@@ -74,13 +73,13 @@ class Recipe:
     seed: int
     launch: Launch
     env: tuple[str, ...]
-    rehearse: bool
+    dry_run: bool
     stages: Mapping[str, SlotSpec]
-    marks: Marks = field(compare=False, repr=False)
+    marks: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
     tree: Node = field(compare=False, repr=False)
 
-    def origin(self, path: Keys) -> str:
+    def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
         if path not in self.marks.values:
             return "default"
@@ -140,7 +139,7 @@ def _known(tree: Node) -> tuple[Node, list[Problem]]:
     return replace(tree, value=entries), problems
 
 
-def _header(data: Mapping[str, Any], marks: Marks) -> tuple[Header, list[Problem]]:
+def _header(data: Mapping[str, Any], marks: SourceMap) -> tuple[Header, list[Problem]]:
     given = {key: value for key, value in data.items() if key in HEADER_KEYS}
     header, wrong = build(Header, given, marks=marks, path=())
     return header or Header(name="unnamed"), wrong
@@ -152,7 +151,7 @@ def _unknown_key(key: str, tree: Node) -> Problem:
     return Problem(message="unknown key", key=key, hint=hint, location=tree.keys[key])
 
 
-def _slots(stages: Any, marks: Marks) -> tuple[dict[str, SlotSpec], list[Problem]]:
+def _slots(stages: Any, marks: SourceMap) -> tuple[dict[str, SlotSpec], list[Problem]]:
     if stages is None:
         return {}, []
     if not isinstance(stages, Mapping):
@@ -168,8 +167,8 @@ def _slots(stages: Any, marks: Marks) -> tuple[dict[str, SlotSpec], list[Problem
     return slots, problems
 
 
-def _wrong_slot(slot: str, value: Any, marks: Marks) -> list[Problem]:
-    path: Keys = ("stages", slot)
+def _wrong_slot(slot: str, value: Any, marks: SourceMap) -> list[Problem]:
+    path: KeyPath = ("stages", slot)
     problems = []
     if slot in TOP_LEVEL:
         message = f"a slot cannot be called `{slot}`: that is a key of the recipe itself"

@@ -9,40 +9,40 @@ from typing import Any
 from pipeline.errors import Location
 from pipeline.recipe.scalars import Scalar
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys and list indexes from the recipe's root: `("stages", "train", "steps")`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marks:
+class SourceMap:
     """Places of keys and values by path. A path that nobody wrote takes its nearest ancestor's."""
 
-    keys: Mapping[Path, Location]
-    values: Mapping[Path, Location]
+    keys: Mapping[KeyPath, Location]
+    values: Mapping[KeyPath, Location]
     """Holds at least the root, `()`."""
     data: Any
     """The values as written, with interpolations unresolved: what messages may show."""
 
-    def value(self, path: Path) -> Location:
+    def value(self, path: KeyPath) -> Location:
         """Where the value at `path` stands."""
         while path not in self.values:
             path = path[:-1]
         return self.values[path]
 
-    def key(self, path: Path) -> Location:
+    def key(self, path: KeyPath) -> Location:
         """Where the key at `path` stands; for a list's entry, where the entry stands."""
         while path not in self.keys and path not in self.values:
             path = path[:-1]
         return self.keys.get(path) or self.values[path]
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """The path as people write it: `train.steps`, without the leading `stages`."""
     shown = path[1:] if len(path) > 1 and path[0] == "stages" else path
     return ".".join(str(part) for part in shown)
 
 
-def lookup(data: Any, path: Path) -> Any:
+def lookup(data: Any, path: KeyPath) -> Any:
     """The value at `path` in nested mappings and lists; None where nothing is."""
     for part in path:
         if isinstance(data, Mapping):
@@ -77,7 +77,7 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def walk(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     """Every node below and including `node`, with its path, in written order."""
     yield path, node
     if isinstance(node.value, dict):
@@ -88,11 +88,11 @@ def walk(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from walk(child, (*path, index))
 
 
-def marks_of(root: Node) -> Marks:
+def marks_of(root: Node) -> SourceMap:
     """What is written where."""
-    keys: dict[Path, Location] = {}
-    values: dict[Path, Location] = {}
+    keys: dict[KeyPath, Location] = {}
+    values: dict[KeyPath, Location] = {}
     for path, node in walk(root):
         values[path] = node.at
         keys.update({(*path, key): place for key, place in node.keys.items()})
-    return Marks(keys=keys, values=values, data=plain(root))
+    return SourceMap(keys=keys, values=values, data=plain(root))

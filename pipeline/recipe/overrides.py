@@ -15,7 +15,7 @@ from pipeline.recipe.nodes import Node, dotted
 from pipeline.recipe.parse import parse
 from pipeline.utils.text import did_you_mean
 
-TOP_LEVEL = ("name", "seed", "launch", "env", "rehearse")
+TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
 
 
 class _RefusedError(Exception):

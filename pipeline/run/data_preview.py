@@ -20,7 +20,7 @@ from pipeline.errors import UsageError
 from pipeline.run.metrics import Metrics
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, Step
+    from pipeline.plan.plan import Plan, PlannedSlot
 
 
 class Token(NamedTuple):
@@ -75,11 +75,11 @@ def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
         yield Preview(data=data, tokenizer=models[-1].tokenizer(), seed=plan.recipe.seed)
 
 
-def _gives(step: Step, kind: type) -> bool:
+def _gives(step: PlannedSlot, kind: type) -> bool:
     return step.gives is not None and issubclass(step.gives, kind)
 
 
-def _result(plan: Plan, step: Step, ctx: Context, artifacts: dict[str, Any]) -> Any:
+def _result(plan: Plan, step: PlannedSlot, ctx: Context, artifacts: dict[str, Any]) -> Any:
     steps = {each.slot: each for each in plan.steps}
     for slot in step.inputs.values():
         if slot is not None and slot not in artifacts:
@@ -91,12 +91,12 @@ def _result(plan: Plan, step: Step, ctx: Context, artifacts: dict[str, Any]) -> 
 def _context(plan: Plan, scratch: Path, log: logging.Logger) -> Context:
     import torch
 
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
     return Context(
         run_dir=scratch,
         seed=plan.recipe.seed,
-        dist=Dist(device=torch.device("cpu")),
+        dist=DistContext(device=torch.device("cpu")),
         log=log,
         metrics=Metrics(None),
     )

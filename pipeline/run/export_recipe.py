@@ -21,7 +21,7 @@ from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PluginError, UsageError, system_errors_as
 from pipeline.plan.registry import Registry
-from pipeline.plan.wiring import Link, inputs
+from pipeline.plan.wiring import SlotType, inputs
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe.dump import render
 from pipeline.run import rundir
@@ -199,17 +199,17 @@ def _free(name: str, slots: Slots) -> str:
     return name if name not in slots else _free(f"{name}_", slots)
 
 
-def _links(slots: Mapping[str, Any]) -> Iterator[Link]:
+def _links(slots: Mapping[str, Any]) -> Iterator[SlotType]:
     """Stages that cannot be loaded any more may be those that the export does not need."""
     registry = Registry.installed()
     for slot, spec in slots.items():
         kind = None
         with contextlib.suppress(PluginError, KeyError):
             kind = registry.load(spec["use"])
-        yield Link(slot=slot, use=spec["use"], kind=kind)
+        yield SlotType(slot=slot, use=spec["use"], kind=kind)
 
 
-def _gives(link: Link, kinds: Any) -> bool:
+def _gives(link: SlotType, kinds: Any) -> bool:
     return link.gives is not None and issubclass(link.gives, kinds)
 
 

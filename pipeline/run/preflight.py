@@ -1,5 +1,5 @@
 """Between the last preparation and the first training step: look whether there is room for what
-comes afterwards, and rehearse it if the recipe asks for that."""
+comes afterwards, and run_dry it if the recipe asks for that."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.resources import require_room
+from pipeline.contracts.resources import require_resources
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.plan.binding import Results
 from pipeline.run.metrics import Metrics
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context, Room
+    from pipeline.contracts.stage import Context, ResourceNeed
     from pipeline.plan.plan import Plan
 
 Artifacts = Mapping[str, Any]
@@ -27,24 +27,26 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[
     """Ask the stages of `slots` for what they will need. Raises StageError when that is not there;
     rank 0 asks, whose machine also writes the exports."""
     if ctx.dist.is_main:
-        require_room(_rooms(plan, ctx, artifacts, slots))
+        require_resources(_rooms(plan, ctx, artifacts, slots))
 
 
-def _rooms(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> Iterator[Room]:
+def _rooms(
+    plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]
+) -> Iterator[ResourceNeed]:
     known = _in_order(plan, artifacts)
     for step in plan.steps:
-        foresees = step.slot in slots and hasattr(step.stage, "foresee")
-        if foresees and not known.missing(step.stage, "foresee"):
+        foresees = step.slot in slots and hasattr(step.stage, "resource_needs")
+        if foresees and not known.missing(step.stage, "resource_needs"):
             own = dataclasses.replace(ctx, slot=step.slot)
-            yield from known.call(step.stage, "foresee", own)
+            yield from known.call(step.stage, "resource_needs", own)
 
 
-def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
-    """Save the engine as it is, and have every stage that can rehearse work on that checkpoint
+def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
+    """Save the engine as it is, and have every stage that can run_dry work on that checkpoint
     (collective). All that is written is removed again, unless it fails; random states stay as they
     were."""
-    folder = ctx.run_dir / f"{ctx.run_dir.name}.rehearsal"
-    ctx.log.info("rehearsal: saving, consolidating and exporting the untrained model")
+    folder = ctx.run_dir / f"{ctx.run_dir.name}.dry-run"
+    ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
     began = time.monotonic()
     removals: list[Callable[[], object]] = []
     with contextlib.ExitStack() as stack:
@@ -58,12 +60,12 @@ def rehearse(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
             ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
         )
         _play(plan, stage_ctx, dict(artifacts), stack)
-    # After a failure everything stays, to be looked at, until the next rehearsal.
+    # After a failure everything stays, to be looked at, until the next dry run.
     ctx.dist.barrier()
     for remove in reversed(removals):
         remove()
     ctx.dist.barrier()
-    ctx.log.info("rehearsal: passed in %.1f s; all of it is removed", time.monotonic() - began)
+    ctx.log.info("dry run: passed in %.1f s; all of it is removed", time.monotonic() - began)
 
 
 def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack) -> None:
@@ -76,10 +78,10 @@ def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib
             artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
             continue
         known = _in_order(plan, artifacts)
-        if not hasattr(step.stage, "rehearse") or known.missing(step.stage, "rehearse"):
+        if not hasattr(step.stage, "run_dry") or known.missing(step.stage, "run_dry"):
             continue
-        ctx.log.info("rehearsal: %s: %s", step.slot, step.use)
-        made = known.call(step.stage, "rehearse", dataclasses.replace(ctx, slot=step.slot))
+        ctx.log.info("dry run: %s: %s", step.slot, step.use)
+        made = known.call(step.stage, "run_dry", dataclasses.replace(ctx, slot=step.slot))
         artifacts[step.slot] = made
         checkpoints = made if isinstance(made, Checkpoints) else checkpoints
         stack.callback(getattr(made, "close", lambda: None))

@@ -18,11 +18,11 @@ from pipeline.errors import PipeError, in_words
 from pipeline.run.journal import Finished, Journal
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, Step
+    from pipeline.plan.plan import Plan, PlannedSlot
 
 
 @dataclass(frozen=True, kw_only=True)
-class Todo:
+class ResumePlan:
     """Slots to run, and records to restore those finished slots from that they read."""
 
     run: frozenset[str]
@@ -33,15 +33,15 @@ class Todo:
         return json.dumps({"run": sorted(self.run), "restore": self.restore})
 
     @classmethod
-    def load(cls, text: str) -> Todo:
+    def load(cls, text: str) -> ResumePlan:
         """The reverse of `dump`."""
         facts = json.loads(text)
         return cls(run=frozenset(facts["run"]), restore=facts["restore"])
 
 
-def decide(
+def plan_resume(
     plan: Plan, journal: Journal, log: logging.Logger | None = None, *, thorough: bool = True
-) -> Todo:
+) -> ResumePlan:
     """Go through the plan backwards: a slot runs if it has not finished as it now stands, or if a
     slot that runs reads its result and that is on no disk. `log` is told of lost results. Without
     `thorough`, results are not read to see whether they are as they were left."""
@@ -64,7 +64,9 @@ def decide(
         del finished[slot]
 
 
-def _needed(plan: Plan, finished: Mapping[str, Finished], lost: Callable[[str], bool]) -> Todo:
+def _needed(
+    plan: Plan, finished: Mapping[str, Finished], lost: Callable[[str], bool]
+) -> ResumePlan:
     """Slots that have not finished, and those that they read."""
     run: set[str] = set()
     restore: dict[str, Mapping[str, Any]] = {}
@@ -79,10 +81,10 @@ def _needed(plan: Plan, finished: Mapping[str, Finished], lost: Callable[[str], 
                 run.add(step.slot)
             elif wanted:
                 restore[step.slot] = done.record
-    return Todo(run=frozenset(run), restore=restore)
+    return ResumePlan(run=frozenset(run), restore=restore)
 
 
-def _live_again(plan: Plan, todo: Todo) -> str | None:
+def _live_again(plan: Plan, todo: ResumePlan) -> str | None:
     """A finished slot whose work was in memory, where slots behind it that now run may need it: no
     slot reads it and it left nothing on disk. Not if a model had to be built for it alone."""
     durable = {step.slot for step in plan.steps if step.gives and issubclass(step.gives, Durable)}
@@ -101,16 +103,16 @@ def _live_again(plan: Plan, todo: Todo) -> str | None:
     return None
 
 
-def _readers(plan: Plan, step: Step) -> list[str]:
+def _readers(plan: Plan, step: PlannedSlot) -> list[str]:
     return [other.slot for other in plan.steps if step.slot in other.inputs.values()]
 
 
-def _is_kept(step: Step, record: Mapping[str, Any]) -> bool:
+def _is_kept(step: PlannedSlot, record: Mapping[str, Any]) -> bool:
     """Whether the result is what the run is for, and has not been removed on purpose."""
     return step.gives is not None and issubclass(step.gives, ExportedModel) and bool(_place(record))
 
 
-def restored(step: Step, record: Mapping[str, Any]) -> Durable:
+def restored(step: PlannedSlot, record: Mapping[str, Any]) -> Durable:
     """A finished slot's artifact. Raises StageError when it is gone."""
     assert step.gives is not None
     assert issubclass(step.gives, Durable)
@@ -161,11 +163,11 @@ def _finished(plan: Plan, journal: Journal) -> dict[str, Finished]:
     }
 
 
-def _problem(step: Step, record: Mapping[str, Any], *, thorough: bool) -> str:
+def _problem(step: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) -> str:
     """Why the recorded result cannot be had as it was left; empty when it can."""
     try:
         result = restored(step, record)
-        prove = getattr(step.stage, "prove", None)
+        prove = getattr(step.stage, "verify_result", None)
         if thorough and prove is not None:
             prove(result)
     except (PipeError, OSError) as error:

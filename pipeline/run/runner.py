@@ -13,11 +13,11 @@ from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import StageError
 from pipeline.run.journal import Journal
-from pipeline.run.preflight import look_ahead, rehearse
-from pipeline.run.resume import Todo, decide, digests, restored
+from pipeline.run.preflight import look_ahead, run_dry
+from pipeline.run.resume import ResumePlan, digests, plan_resume, restored
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, Step
+    from pipeline.plan.plan import Plan, PlannedSlot
 
 
 class Runner:
@@ -62,20 +62,20 @@ class Runner:
         for slot in reversed(list(self.artifacts)):
             self._drop(slot)
 
-    def _todo(self) -> Todo:
+    def _todo(self) -> ResumePlan:
         """Rank 0's decision: only it may read a journal that is being written."""
         text = None
         if self.ctx.dist.is_main:
-            text = decide(self.plan, self.journal, self.ctx.log).dump()
-        return Todo.load(self.ctx.dist.share(text))
+            text = plan_resume(self.plan, self.journal, self.ctx.log).dump()
+        return ResumePlan.load(self.ctx.dist.broadcast_str(text))
 
-    def _before_training(self, step: Step, todo: Todo) -> None:
+    def _before_training(self, step: PlannedSlot, todo: ResumePlan) -> None:
         self.ctx.slot = step.slot
         look_ahead(self.plan, self.ctx, self.artifacts, todo.run)
-        if self.plan.recipe.rehearse:
-            rehearse(self.plan, self.ctx, self.artifacts)
+        if self.plan.recipe.dry_run:
+            run_dry(self.plan, self.ctx, self.artifacts)
 
-    def _run_step(self, step: Step) -> None:
+    def _run_step(self, step: PlannedSlot) -> None:
         self.ctx.slot = step.slot
         self._note("slot started", step)
         self.ctx.log.info("%s: %s", step.slot, step.use)
@@ -87,7 +87,7 @@ class Runner:
             seconds=round(time.perf_counter() - began, 3),
         )  # fmt: skip
 
-    def _give(self, step: Step) -> dict[str, Any] | None:
+    def _give(self, step: PlannedSlot) -> dict[str, Any] | None:
         """Run the stage and keep what it gives; the record of a durable artifact."""
         inputs = {
             parameter: None if slot is None else self.artifacts[slot]
@@ -102,7 +102,7 @@ class Runner:
             self.artifacts[step.slot] = artifact
         return artifact.record() if isinstance(artifact, Durable) else None
 
-    def _note(self, event: str, step: Step, **facts: Any) -> None:
+    def _note(self, event: str, step: PlannedSlot, **facts: Any) -> None:
         if self.ctx.dist.is_main:
             self.journal.write(event, slot=step.slot, use=step.use, **facts)
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.contracts.signature import init_fields
 from pipeline.errors import PlanDrift, UsageError, in_words
-from pipeline.plan.plan import Plan, Step
+from pipeline.plan.plan import Plan, PlannedSlot
 
 VERSION: Final = 3
 SHOWN = 60
@@ -62,7 +62,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
     written = plan.recipe.public().get("stages") or {}
     folders = [str(file.parent) for file in plan.recipe.source_files]
 
-    def fields(step: Step) -> dict[str, Any]:
+    def fields(step: PlannedSlot) -> dict[str, Any]:
         shown: dict[str, Any] = _public(_plain(step.stage, folders), written[step.slot])
         return {"use": step.use, **shown}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.stage import Context, PlanView
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, Problem
 from pipeline.recipe.fields import build
-from pipeline.recipe.nodes import Marks
+from pipeline.recipe.nodes import SourceMap
 from pipeline.run.metrics import Metrics
 
 
@@ -39,7 +39,7 @@ def problems(
 
 def make(stage: type, fields: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
     """The stage that these fields make, or None and what is wrong with them."""
-    marks = Marks(keys={}, values={(): Location(file="fields")}, data=fields)
+    marks = SourceMap(keys={}, values={(): Location(file="fields")}, data=fields)
     return build(stage, fields, marks=marks, path=())
 
 
@@ -50,7 +50,7 @@ def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
     return list(made.check(plan or plan_view({"slot": made})))
 
 
-def context(run_dir: str | Path, *, seed: int = 0, dist: Dist | None = None) -> Context:
+def context(run_dir: str | Path, *, seed: int = 0, dist: DistContext | None = None) -> Context:
     """The context of one CPU process without a process group, or of `dist`.
 
     `run_dir` is made if need be. Rank 0's metrics go to its `metrics.jsonl`; what is logged goes to
@@ -58,7 +58,7 @@ def context(run_dir: str | Path, *, seed: int = 0, dist: Dist | None = None) -> 
     """
     import torch
 
-    place = dist or Dist(device=torch.device("cpu"))
+    place = dist or DistContext(device=torch.device("cpu"))
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return Context(

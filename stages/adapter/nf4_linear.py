@@ -122,15 +122,15 @@ class QuantisedSource(_FourBitSource):
     @functools.cached_property
     def _rounded(self) -> ModelSource:
         """One, as it finds its layers once."""
-        return RoundedSource(self.base.plain, self.kind)
+        return RoundedSource(self.base.inference_view, self.kind)
 
     @property
-    def plain(self) -> ModelSource:
+    def inference_view(self) -> ModelSource:
         return self._rounded
 
     @property
-    def exported(self) -> ModelSource:
-        return RoundedSource(self.base.exported, self.kind)
+    def export_view(self) -> ModelSource:
+        return RoundedSource(self.base.export_view, self.kind)
 
     @property
     def skeleton(self) -> ModelSource:
@@ -150,11 +150,11 @@ class RoundedSource(_FourBitSource):
     base is a plain one."""
 
     @property
-    def plain(self) -> ModelSource:
+    def inference_view(self) -> ModelSource:
         return self
 
     @property
-    def exported(self) -> ModelSource:
+    def export_view(self) -> ModelSource:
         return self
 
     def weights(self) -> TensorReader:

@@ -69,9 +69,9 @@ class AdaptedSource(AdaptedModel):
                 )
         self.base.tie(model)
 
-    def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
+    def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         within = [model.get_submodule(layer.name) for layer in layers(model) if layer.dora]
-        return [*within, *self.base.reaching(model)]
+        return [*within, *self.base.external_parameter_modules(model)]
 
     @functools.cached_property
     def layers(self) -> Sequence[Layer]:
@@ -128,12 +128,12 @@ class AdaptedSource(AdaptedModel):
         return frozenset(name for name, parameter in named if not parameter.requires_grad)
 
     @property
-    def borrowed(self) -> Collection[str]:
+    def frozen_base(self) -> Collection[str]:
         return self._borrowed
 
     @property
-    def plain(self) -> ModelSource:
-        return AdaptedSource(self.stage, self.base.plain, seed=self._seed)
+    def inference_view(self) -> ModelSource:
+        return AdaptedSource(self.stage, self.base.inference_view, seed=self._seed)
 
     @property
     def skeleton(self) -> ModelSource:
@@ -153,7 +153,7 @@ class AdaptedSource(AdaptedModel):
 
     def _updates(self, base: TensorReader) -> TensorReader:
         if self.stage.start_from is None:
-            return FreshUpdates(self.layers, self.base.plain.weights, seed=self._seed)
+            return FreshUpdates(self.layers, self.base.inference_view.weights, seed=self._seed)
         folder = Path(self.stage.start_from).expanduser()
         return saved_updates(folder, self.outline, self.trained, self.layers, base)
 
@@ -163,6 +163,8 @@ class AdaptedSource(AdaptedModel):
         facts = f"{self.base.fingerprint} lora {settings} {self._seed}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
-    def assemble(self, trained: Weights) -> Weights:
-        merged = MergedWeights(trained, self.base.plain.weights(), self.layers, self.fingerprint)
-        return self.base.assemble(merged)
+    def merge_trained(self, trained: Weights) -> Weights:
+        merged = MergedWeights(
+            trained, self.base.inference_view.weights(), self.layers, self.fingerprint
+        )
+        return self.base.merge_trained(merged)

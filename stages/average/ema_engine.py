@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.contracts.engine import WEIGHT, Admit, Engine, EngineState, Fragment, StepReport
+from pipeline.contracts.engine import WEIGHT, Engine, EngineState, Fragment, StepGuard, StepReport
 
 EMA = "ema"
 """Kind of state in checkpoints."""
@@ -37,15 +37,15 @@ class EmaEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
-        report = self._engine.step(lr_scale=lr_scale, admit=admit)
+    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+        report = self._engine.step(lr_scale=lr_scale, should_step=should_step)
         if report.applied:
             for weight, average in self._pairs(self._engine.fragments()):
                 average.lerp_(weight.to(torch.float32), 1 - self._decay)
         return report
 
-    def facts(self) -> Mapping[str, Any]:
-        return {**self._engine.facts(), "ema_decay": self._decay}
+    def describe(self) -> Mapping[str, Any]:
+        return {**self._engine.describe(), "ema_decay": self._decay}
 
     def state(self) -> EngineState:
         return dataclasses.replace(self._engine.state(), averages=(EMA,))
@@ -58,8 +58,8 @@ class EmaEngine(Engine):
         fragments = self._engine.restore(state)
         return fragments if self._is_stale else self._extended(fragments)
 
-    def refresh(self) -> None:
-        self._engine.refresh()
+    def sync_compute_weights(self) -> None:
+        self._engine.sync_compute_weights()
         if self._is_stale:
             self._averages = self._copies(torch.float32)
             self._is_stale = False
@@ -103,7 +103,7 @@ class EmaEngine(Engine):
         for part in parts:
             if self._is_averaged(part):
                 part.state[WEIGHT].copy_(next(kept))
-        self._engine.refresh()
+        self._engine.sync_compute_weights()
 
     def _is_averaged(self, part: Fragment) -> bool:
         return part.name in self._trained

@@ -17,8 +17,8 @@ from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.layout import Arrangement
-    from pipeline.checkpoint.manager import StateCheckpoints
+    from pipeline.checkpoint.layout import FileLayout
+    from pipeline.checkpoint.manager import CheckpointManager
     from pipeline.checkpoint.retention import Retention
 
 
@@ -58,7 +58,7 @@ class CheckpointSettings(ABC):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from unknown_address("start_from", self.start_from)
 
-    def shortened(self, trial: Trial) -> Self:
+    def for_benchmark(self, trial: Trial) -> Self:
         """Saves at the end only, from a fresh start."""
         return replace(self, every=None, keep=1, keep_every=None, keep_best=0, start_from=None)
 
@@ -66,16 +66,16 @@ class CheckpointSettings(ABC):
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         """The stage itself."""
 
-    def rehearse(
+    def run_dry(
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
-        """Checkpoints beside the run's own, which are gone when the rehearsal ends."""
-        from pipeline.checkpoint.manager import StateCheckpoints
+        """Checkpoints beside the run's own, which are gone when the dry run ends."""
+        from pipeline.checkpoint.manager import CheckpointManager
 
         made = replace(self, start_from=None).run(ctx, engine, model)
-        assert isinstance(made, StateCheckpoints)
+        assert isinstance(made, CheckpointManager)
         if ctx.dist.is_main:
-            made.discard()  # what a rehearsal that failed has left
+            made.discard()  # what a dry run that failed has left
             ctx.on_exit(made.discard)
         ctx.dist.barrier()
         return made
@@ -86,16 +86,16 @@ class CheckpointSettings(ABC):
         engine: Engine,
         model: ModelSource | None,
         *,
-        arrangement: Arrangement,
+        arrangement: FileLayout,
         folder: str | None,
-    ) -> StateCheckpoints:
+    ) -> CheckpointManager:
         """The artifact, in files of that arrangement, below `folder` (null: the run's own)."""
-        from pipeline.checkpoint.manager import StateCheckpoints, address
+        from pipeline.checkpoint.manager import CheckpointManager, address
 
-        return StateCheckpoints(
+        return CheckpointManager(
             ctx,
             engine,
-            borrowed=frozenset(model.borrowed if model else ()),
+            frozen_base=frozenset(model.frozen_base if model else ()),
             address=address(ctx.run_dir, folder),
             arrangement=arrangement,
             every=self.every,

@@ -33,14 +33,14 @@ class ShardedCheckpoint(CheckpointSettings):
         yield from super().check(plan)
         yield from unknown_address("folder", self.folder)
 
-    def shortened(self, trial: Trial) -> Self:
+    def for_benchmark(self, trial: Trial) -> Self:
         """Saves into the run's folder."""
-        return replace(super().shortened(trial), folder=None)
+        return replace(super().for_benchmark(trial), folder=None)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        from pipeline.checkpoint.layout import Sharded
+        from pipeline.checkpoint.layout import ShardedLayout
 
-        return self.checkpoints(ctx, engine, model, arrangement=Sharded(), folder=self.folder)
+        return self.checkpoints(ctx, engine, model, arrangement=ShardedLayout(), folder=self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ class FullCheckpoint(CheckpointSettings):
                 hint="use checkpoint.sharded",
             )
 
-    def shortened(self, trial: Trial) -> Self:
+    def for_benchmark(self, trial: Trial) -> Self:
         """Saves into the run's folder."""
-        return replace(super().shortened(trial), folder=None)
+        return replace(super().for_benchmark(trial), folder=None)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        from pipeline.checkpoint.full_layout import Whole
+        from pipeline.checkpoint.full_layout import FullLayout
 
-        return self.checkpoints(ctx, engine, model, arrangement=Whole(), folder=self.folder)
+        return self.checkpoints(ctx, engine, model, arrangement=FullLayout(), folder=self.folder)

@@ -55,5 +55,5 @@ class ConsolidateStream:
     def _average(self) -> str | None:
         return None if self.weights == "model" else self.weights
 
-    def rehearse(self, ctx: Context, trained: TrainedRun) -> Weights:
+    def run_dry(self, ctx: Context, trained: TrainedRun) -> Weights:
         return self.run(ctx, trained)

@@ -85,11 +85,11 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
     folder builds its own. Raises StageError when that node's key is another.
     """
     key, reused = "", True
-    with ctx.dist.main_first() as main:
+    with ctx.dist.rank0_first() as main:
         if main:
             key = make_key()
             reused = _ensure(folder, key, build)
-    key = ctx.dist.share(key if main else None)
+    key = ctx.dist.broadcast_str(key if main else None)
     if not main and ctx.dist.local_rank == 0:
         reused = _ensure(folder, key, _of_the_same(key, make_key, build))
     ctx.dist.barrier()

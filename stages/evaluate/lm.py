@@ -109,7 +109,7 @@ class EvaluateLm:
 
         return evaluate(self, ctx, exported, model)
 
-    def rehearse(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
+    def run_dry(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
         from stages.evaluate.run import evaluate
 
         return evaluate(self, ctx, exported, model, briefly=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 BRIEF = 2
-"""Windows that a rehearsal scores."""
+"""Windows that a dry run scores."""
 
 
 def evaluate(
@@ -42,7 +42,7 @@ def evaluate(
     text = None
     if ctx.dist.is_main:
         text = json.dumps(_measured(config, ctx, exported, source, briefly=briefly))
-    results = json.loads(ctx.dist.share(text))
+    results = json.loads(ctx.dist.broadcast_str(text))
     found = EvaluatedModel(file=ctx.run_dir / FILE, slot=ctx.slot or "evaluate", results=results)
     if ctx.dist.is_main:
         found.save()
@@ -89,7 +89,7 @@ def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
     """The export as a user loads it, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    declared = outline(source.exported)
+    declared = outline(source.export_view)
     kind: Any = type(declared) if compat.is_remote_code(declared) else AutoModelForCausalLM
     places = {"device_map": "auto"} if on_gpu else {}
     try:

@@ -59,15 +59,15 @@ class ExportAdapter:
         contents = AdapterContents(model, weights, dtype=self.dtype, prompt=self.prompt)
         return export(target_of(self.folder, ctx), ctx, contents, trained)
 
-    def rehearse(
+    def run_dry(
         self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun
     ) -> ExportedModel:
-        from stages.export.target import rehearsed
+        from stages.export.target import dry_run_folder
 
-        elsewhere = rehearsed(self.folder, ctx)
+        elsewhere = dry_run_folder(self.folder, ctx)
         return replace(self, folder=elsewhere).run(ctx, weights, model, trained)
 
-    def prove(self, exported: ExportedModel) -> None:
+    def verify_result(self, exported: ExportedModel) -> None:
         """Every file has the checksum that it was written with. Raises ExportError."""
         from stages.export.verify import prove_whole
 

@@ -59,7 +59,7 @@ class AdapterContents(Contents):
         tensors = [Named(name, *files.spec(name)) for name in files.names()]
         parts = [Shard(file=WEIGHTS, tensors=tensors)]
         return ExportPlan(
-            outline=outline(self.source.exported),
+            outline=outline(self.source.export_view),
             tensors=files,
             files=files,
             parts=parts,
@@ -77,7 +77,7 @@ class AdapterContents(Contents):
         ids = token_ids(self.source, self.prompt)
         values = Rounded(self._trained, torch_dtype(self._dtype))
         expected = trained_logits(self.source, values, ids)
-        base = self.source.exported
+        base = self.source.export_view
         with contextlib.closing(base.weights()) as own:
             found = logits(with_adapter(outline(base), own, folder), ids)
         return Proof(

@@ -64,22 +64,22 @@ class ModelContents(Contents):
         self.source = source
         self.prompt = prompt
         self._trained = trained
-        self._weights = source.assemble(trained)
+        self._weights = source.merge_trained(trained)
         self._dtype = dtype
         self._max_shard_size = max_shard_size
 
     def plan(self, beside: str) -> ExportPlan:
         return make_plan(
-            self.source.exported, self._weights, self._dtype, self._max_shard_size, beside=beside
+            self.source.export_view, self._weights, self._dtype, self._max_shard_size, beside=beside
         )
 
     def save_beside(self, folder: Path, *, dtype: str) -> None:
-        self.source.exported.save_assets(folder, dtype=dtype)
+        self.source.export_view.save_assets(folder, dtype=dtype)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
         if self._weights is not self._trained:
             self._prove_assembled()
-        return prove_model(folder, self.source.exported, plan.tensors, plan.outline, self.prompt)
+        return prove_model(folder, self.source.export_view, plan.tensors, plan.outline, self.prompt)
 
     def close(self) -> None:
         if self._weights is not self._trained:
@@ -89,7 +89,7 @@ class ModelContents(Contents):
         """The exported model computes what the trained one does, both in fp32."""
         ids = token_ids(self.source, self.prompt)
         compare(
-            in_full_precision(self.source.exported, self._weights, ids),
+            in_full_precision(self.source.export_view, self._weights, ids),
             trained_logits(self.source, self._trained, ids),
             MERGED_TOLERANCE,
         )
@@ -98,7 +98,7 @@ class ModelContents(Contents):
 def trained_logits(source: ModelSource, trained: Weights, ids: Tensor) -> Tensor:
     """What the model computes with a checkpoint's values and, where it left any out, the source's;
     in fp32, shape (1, length, vocabulary)."""
-    plain = source.plain
+    plain = source.inference_view
     with_source = Overlaid(trained, plain)
     try:
         return in_full_precision(plain, with_source, ids)

@@ -80,8 +80,10 @@ def reference(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: values[name] for name in tensors.names() if name not in parameters}
     model.load_state_dict(buffers, strict=False, assign=True)
-    reaching = (type(module).__name__ for module in source.reaching(model))
-    return by_blocks(model, values, {*compat.block_classes(model), *reaching})
+    external_parameter_modules = (
+        type(module).__name__ for module in source.external_parameter_modules(model)
+    )
+    return by_blocks(model, values, {*compat.block_classes(model), *external_parameter_modules})
 
 
 def by_blocks(model: nn.Module, values: Mapping[str, Tensor], blocks: Collection[str]) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from pipeline.checkpoint.layout import CODES
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import dtype_name, torch_dtype
-from pipeline.contracts.stage import Context, Room
+from pipeline.contracts.stage import Context, ResourceNeed
 from pipeline.contracts.tensors import TensorReader, Weights
 from pipeline.errors import StageError
 from stages.export.layout import Named, Shard, digest, shards
@@ -148,12 +148,12 @@ BUFFERS = 64 << 20
 """Bytes for what is on its way, and activations of a short prompt."""
 
 
-def room(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> Room:
+def room(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> ResourceNeed:
     """Disk for the weight files; memory for the proof with one block at a time."""
-    model = outline(source.exported)
+    model = outline(source.export_view)
     widest = torch.float32 if stage.dtype == AS_SOURCE else torch_dtype(stage.dtype)
     folder = target_of(stage.folder, ctx)
-    return Room(
+    return ResourceNeed(
         what=f"the export in {folder.name}",
         disk=_size(model, widest),
         folder=folder,

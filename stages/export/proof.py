@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pipeline.contracts.model import ModelSource
     from pipeline.contracts.tensors import TensorReader
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest of them; the same kernels run on the same
@@ -34,7 +34,9 @@ ROOM = 2 << 30
 """Bytes that must stay free beside a model that is loaded whole."""
 
 
-def prove_files(folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: Dist) -> None:
+def prove_files(
+    folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: DistContext
+) -> None:
     """Read every file back (collective): names, shapes, dtypes, and the bytes of each tensor.
 
     Raises ExportError.

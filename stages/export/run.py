@@ -63,8 +63,8 @@ def export(
 def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
     """Raises ExportError when weights that were not trained, which the export takes from the model,
     are not those that were trained on."""
-    then = trained.progress.origin.get("weights")
-    if not model.borrowed or then is None or "weights" in ctx.accept:
+    then = trained.progress.lineage.get("weights")
+    if not model.frozen_base or then is None or "weights" in ctx.accept:
         return
     if model.contents != then:
         raise ExportError(
@@ -81,10 +81,10 @@ def _digest_beside(ctx: Context, contents: Contents) -> str:
         with tempfile.TemporaryDirectory() as scratch:
             contents.save_beside(Path(scratch), dtype="fp32")
             facts: list[Any] = [contents.writer, contents.prompt, checksums(Path(scratch))]
-            if contents.source.borrowed:
+            if contents.source.frozen_base:
                 facts.append(contents.source.contents)
             text = json.dumps(facts, sort_keys=True)
-    return ctx.dist.share(text)
+    return ctx.dist.broadcast_str(text)
 
 
 def _shared(ctx: Context, found: Manifest | None) -> Manifest | None:
@@ -92,7 +92,7 @@ def _shared(ctx: Context, found: Manifest | None) -> Manifest | None:
     text = None
     if ctx.dist.is_main:
         text = found.model_dump_json() if found else ""
-    told = ctx.dist.share(text)
+    told = ctx.dist.broadcast_str(text)
     return Manifest.model_validate_json(told) if told else None
 
 
@@ -145,7 +145,7 @@ def _claimed(
     if ctx.dist.is_main:
         partial, begun = claim(folder, plan.digest, held)
         text = json.dumps([str(partial), begun.model_dump_json()])
-    place, told = json.loads(ctx.dist.share(text))
+    place, told = json.loads(ctx.dist.broadcast_str(text))
     return Path(place), Manifest.model_validate_json(told)
 
 

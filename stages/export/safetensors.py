@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView, Room
+from pipeline.contracts.stage import Context, PlanView, ResourceNeed
 from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import Problem
@@ -66,20 +66,20 @@ class ExportSafetensors:
         )
         return export(target_of(self.folder, ctx), ctx, contents, trained)
 
-    def foresee(self, ctx: Context, model: ModelSource) -> Iterator[Room]:
+    def resource_needs(self, ctx: Context, model: ModelSource) -> Iterator[ResourceNeed]:
         from stages.export.plan import room
 
         yield room(self, ctx, model)
 
-    def rehearse(
+    def run_dry(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> ExportedModel:
-        from stages.export.target import rehearsed
+        from stages.export.target import dry_run_folder
 
-        elsewhere = rehearsed(self.folder, ctx)
+        elsewhere = dry_run_folder(self.folder, ctx)
         return replace(self, folder=elsewhere).run(ctx, weights, model, trained)
 
-    def prove(self, exported: ExportedModel) -> None:
+    def verify_result(self, exported: ExportedModel) -> None:
         """Every file has the checksum that it was written with. Raises ExportError."""
         from stages.export.verify import prove_whole
 

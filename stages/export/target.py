@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 """Ends the name of an export that is not finished; it is removed when its plan changes."""
 MARGIN = 16 << 20
-"""Room for config and tokenizer beside the weights."""
+"""ResourceNeed for config and tokenizer beside the weights."""
 
 
 def foreign(folder: Path) -> str | None:
@@ -59,13 +59,13 @@ def target_of(name: str | None, ctx: Context) -> Path:
     return folder.resolve()
 
 
-def rehearsed(name: str | None, ctx: Context) -> str | None:
-    """A folder beside the one named, which is removed when the rehearsal ends; the run's own is in
+def dry_run_folder(name: str | None, ctx: Context) -> str | None:
+    """A folder beside the one named, which is removed when the dry run ends; the run's own is in
     a folder that is removed anyway."""
     if name is None:
         return None
     target = target_of(name, ctx)
-    elsewhere = target.with_name(f"{target.name}.rehearsal")
+    elsewhere = target.with_name(f"{target.name}.dry-run")
     if ctx.dist.is_main:
         shutil.rmtree(elsewhere, ignore_errors=True)
         ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))

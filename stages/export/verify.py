@@ -11,7 +11,7 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from pipeline.checkpoint.layout import DTYPES
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import ExportError
 from stages.export import manifest
 from stages.export.card import CARD
@@ -52,7 +52,7 @@ def prove_whole(folder: Path, tell: Callable[[str], object], *, alone: bool = Tr
     tell(f"{len(found.others)} files beside the weights are as they were written")
     parts = [_shard(name, entry) for name, entry in found.weights.items()]
     sums = {name: entry.sums for name, entry in found.weights.items()}
-    prove_files(folder, parts, sums, Dist(device=torch.device("cpu")))
+    prove_files(folder, parts, sums, DistContext(device=torch.device("cpu")))
     _prove_index(folder, parts)
     tensors = sum(len(part.tensors) for part in parts)
     tell(f"{tensors} tensors in {len(parts)} file(s) are as they were written")

@@ -16,7 +16,7 @@ from pipeline.utils.files import opened, page_aligned, read_at, write_at
 from stages.export.layout import Block, Shard, share
 
 if TYPE_CHECKING:
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
 Sums = dict[str, list[str]]
 """Tensor -> the checksum (XXH3, 64 bits, hexadecimal) of each of its blocks, in order."""
@@ -27,7 +27,7 @@ for the interpreter after every call), and a process for it no faster than anoth
 
 
 def write(
-    folder: Path, parts: Sequence[Shard], reader: TensorReader, dist: Dist,
+    folder: Path, parts: Sequence[Shard], reader: TensorReader, dist: DistContext,
     advance: Callable[[int], None],
 ) -> dict[str, Sums]:  # fmt: skip
     """Write files from `reader`, each rank its share of all of their blocks (collective). With as
@@ -54,7 +54,7 @@ def write(
     return found
 
 
-def check(file: Path, part: Shard, sums: Sums, dist: Dist) -> list[str]:
+def check(file: Path, part: Shard, sums: Sums, dist: DistContext) -> list[str]:
     """Names of the tensors whose bytes in the file are not those of `sums`, on every rank
     (collective). What one rank wrote another reads."""
     blocks = list(part.blocks())

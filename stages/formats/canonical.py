@@ -32,11 +32,11 @@ class Canonical(StateFormat):
         return step_target(folder, step)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint.layout import Sharded
+        from pipeline.checkpoint.layout import ShardedLayout
         from pipeline.checkpoint.local_store import LocalStore
         from pipeline.checkpoint.offline_writer import write_checkpoint
 
-        write_checkpoint(source, LocalStore(folder.parent), folder.name, Sharded())
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, ShardedLayout())
         return ()
 
 
@@ -50,11 +50,11 @@ class Full(Canonical):
         return (folder / "manifest.json").is_file() and _is_full(folder)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint.full_layout import Whole
+        from pipeline.checkpoint.full_layout import FullLayout
         from pipeline.checkpoint.local_store import LocalStore
         from pipeline.checkpoint.offline_writer import write_checkpoint
 
-        write_checkpoint(source, LocalStore(folder.parent), folder.name, Whole())
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, FullLayout())
         return ()
 
 

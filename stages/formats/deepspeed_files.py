@@ -114,7 +114,7 @@ def own_progress(folder: Path) -> dict[str, Any] | None:
         return None
     record = read_json(folder / PROGRESS)
     try:
-        return vars(Progress(**record["progress"]))
+        return vars(Progress.from_record(record["progress"]))
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / PROGRESS}: of another version: {error}") from error
 

@@ -82,10 +82,10 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
 
 
 def _scaler(scale: Scale) -> Any:
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
     from stages.wrap.zero.compat import point_at_device
 
-    point_at_device(Dist(device=torch.device("cpu")))
+    point_at_device(DistContext(device=torch.device("cpu")))
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     scaler = DynamicLossScaler(

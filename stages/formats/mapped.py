@@ -185,5 +185,5 @@ def fresh_progress(step: int, samples: int, skipped: int = 0) -> dict[str, Any]:
     """Progress of a training that is not ours: whose model and data it was is unknown."""
     return {
         "step": step, "samples": samples, "tokens": 0, "skipped": skipped,
-        "metrics": {}, "origin": {},
+        "metrics": {}, "lineage": {},
     }  # fmt: skip

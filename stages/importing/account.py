@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.importing.translator import Fate
-from pipeline.recipe.nodes import Path as Keys
+from pipeline.importing.translator import KeyOutcome
+from pipeline.recipe.nodes import KeyPath
 from pipeline.utils.text import did_you_mean
 from stages.importing.rules import UNSET, Auto, Table, Verdict, judge
 
@@ -27,12 +27,12 @@ class Entry:
     why: str = ""
     """More than the verdict says."""
 
-    def fate(self) -> Fate:
+    def fate(self) -> KeyOutcome:
         """How it ended."""
         verdict = self.verdict
         if verdict.outcome == "translated" and not self.to:
             verdict = Verdict(outcome="refused", why=LEFT_OVER)
-        return Fate(
+        return KeyOutcome(
             file=self.file,
             key=self.key,
             value=self.value,
@@ -128,7 +128,7 @@ class Account:
         values = [entry.verdict.value for entry in self.of(fact)]
         return next((value for value in values if not isinstance(value, Auto)), None)
 
-    def fates(self) -> list[Fate]:
+    def fates(self) -> list[KeyOutcome]:
         """How every key ended, in the order in which they were read."""
         for entry in self.entries:
             if isinstance(entry.verdict.value, Auto) and entry.to:
@@ -186,7 +186,7 @@ class Draft:
         self.account = account
         self.header: dict[str, Any] = {}
         self.slots: dict[str, dict[str, Any]] = {}
-        self.notes: dict[Keys, str] = {}
+        self.notes: dict[KeyPath, str] = {}
         self.missing: dict[str, str] = {}
 
     def slot(self, name: str, use: str) -> None:
@@ -217,7 +217,7 @@ class Draft:
         """A field that the person has to fill in."""
         slot, _, field = key.partition(".")
         self.missing[key] = what
-        path: Keys = ("stages", slot, "use")
+        path: KeyPath = ("stages", slot, "use")
         before = f"{self.notes[path]}; " if path in self.notes else ""
         self.notes[path] = f"{before}fill in `{field}`: {what}"
 

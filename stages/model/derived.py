@@ -33,11 +33,11 @@ class DerivedSource(ModelSource):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self.base.blocks(model)
 
-    def reaching(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self.base.reaching(model)
+    def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.external_parameter_modules(model)
 
-    def compiled(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self.base.compiled(model)
+    def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.compiled_modules(model)
 
     def tokenizer(self) -> Any:
         return self.base.tokenizer()
@@ -63,20 +63,20 @@ class DerivedSource(ModelSource):
         return self.base.revision
 
     @property
-    def borrowed(self) -> Collection[str]:
-        return self.base.borrowed
+    def frozen_base(self) -> Collection[str]:
+        return self.base.frozen_base
 
     @property
     @abstractmethod
-    def plain(self) -> ModelSource:
+    def inference_view(self) -> ModelSource:
         """The same on top of the plain base."""
 
     @property
-    def exported(self) -> ModelSource:
-        return self.base.exported
+    def export_view(self) -> ModelSource:
+        return self.base.export_view
 
-    def assemble(self, trained: Weights) -> Weights:
-        return self.base.assemble(trained)
+    def merge_trained(self, trained: Weights) -> Weights:
+        return self.base.merge_trained(trained)
 
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         self.base.save_assets(folder, dtype=dtype)

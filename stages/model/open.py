@@ -21,7 +21,7 @@ ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 def open_source(stage: HfModel, ctx: Context) -> HfSource:
     """The declared model. Rank 0 goes first, so that the others find what it downloaded."""
-    with ctx.dist.main_first():
+    with ctx.dist.rank0_first():
         files = None if stage.path is None else _files(stage, stage.path)
         words = files if stage.tokenizer is None else _tokenizer_files(stage.tokenizer)
     for each in (files, words):

@@ -130,7 +130,7 @@ class HfSource(ModelSource):
         return cast("nn.Module", model)
 
     @property
-    def plain(self) -> ModelSource:
+    def inference_view(self) -> ModelSource:
         if self._training == Training():
             return self
         same = copy.copy(self)
@@ -140,7 +140,7 @@ class HfSource(ModelSource):
     @functools.cached_property
     def _outline(self) -> nn.Module:
         """The module with parameters on the meta device (no memory), real buffers, weights tied."""
-        return outline(self.plain)
+        return outline(self.inference_view)
 
     @functools.cached_property
     def _allowed(self) -> Allowed:
@@ -187,7 +187,7 @@ class HfSource(ModelSource):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return [block for blocks in lists for block in blocks if type(block).__name__ in classes]
 
-    def compiled(self, model: nn.Module) -> Sequence[nn.Module]:
+    def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         return () if self._training.compile is None else self.blocks(model)
 
     @functools.cached_property

@@ -97,7 +97,7 @@ class AdamW(OptimizerSettings):
             moments=("exp_avg", "exp_avg_sq"),
             build=functools.partial(_build, hyperparameters=hyperparameters, kernel=self.kernel),
             lr_scale=self.lr_scale,
-            doubts=self.doubts,
+            schedule_warnings=self.schedule_warnings,
             max_grad_norm=self.max_grad_norm,
         )
         return plan if self.algorithm == "adamw" else self._low_bit(plan, ctx.seed)

@@ -47,7 +47,7 @@ class Lion(OptimizerSettings):
             counts_updates=False,
             build=functools.partial(_build, hyperparameters=hyperparameters),
             lr_scale=self.lr_scale,
-            doubts=self.doubts,
+            schedule_warnings=self.schedule_warnings,
             max_grad_norm=self.max_grad_norm,
         )
 

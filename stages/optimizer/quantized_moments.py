@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.contracts.optimizer import Packing
+from pipeline.contracts.optimizer import StateCodec
 from stages.optimizer.codes import AT_A_TIME, Book4, Book8, Code, Fp8
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     state: Mapping[str, Tensor]
 
 
-class MomentPacking(Packing):
+class MomentPacking(StateCodec):
     """A packing that the update can use: moments are decoded, updated, encoded."""
 
     def parts(self, state: Mapping[str, Tensor], count: int) -> Iterator[Part]:

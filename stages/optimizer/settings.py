@@ -99,7 +99,7 @@ class OptimizerSettings:
             power=self.power or 2.0,
         )
 
-    def doubts(self, total: int) -> Iterator[str]:
+    def schedule_warnings(self, total: int) -> Iterator[str]:
         """What is hardly meant of learning rates over `total` steps, and what to set instead."""
         warmup = self._warmup(total)
         key = "warmup_steps" if self.warmup_steps else "warmup_ratio"

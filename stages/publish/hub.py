@@ -72,7 +72,7 @@ class PublishHub:
 
         return publish(self, ctx, model)
 
-    def rehearse(self, ctx: Context, model: ExportedModel) -> PublishedModel:
+    def run_dry(self, ctx: Context, model: ExportedModel) -> PublishedModel:
         return replace(self, dry_run=True).run(ctx, model)
 
 

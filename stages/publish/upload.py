@@ -30,7 +30,7 @@ def publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> PublishedM
     record = None
     if ctx.dist.is_main:
         record = json.dumps(_publish(stage, ctx, model).record())
-    return PublishedModel.restore(json.loads(ctx.dist.share(record)))
+    return PublishedModel.restore(json.loads(ctx.dist.broadcast_str(record)))
 
 
 def _publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> PublishedModel:

@@ -8,14 +8,14 @@ import statistics
 import torch.distributed
 from torch import Tensor
 
-from pipeline.contracts.engine import Admit, StepReport
+from pipeline.contracts.engine import StepGuard, StepReport
 from pipeline.contracts.training import Progress
 from stages.train.policies import Action, Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"
 
 
-class Watch:
+class AnomalyMonitor:
     """Looks at the steps of one training, one after another."""
 
     def __init__(self, policy: Anomalies, ranks: int) -> None:
@@ -37,7 +37,7 @@ class Watch:
             self._spikes = is_spike(self.loss, progress.recent_losses, self._policy)
 
     @property
-    def admit(self) -> Admit | None:
+    def should_step(self) -> StepGuard | None:
         """What the engine is to ask before the update; None where the answer is always yes."""
         if self._policy.spike is None and self._policy.non_finite == "stop":
             return None

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from pipeline.contracts.data import NO_TARGET, Sample
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 
 
-def rank_share(count: int, shard: DataShard) -> tuple[int, int]:
+def rank_share(count: int, shard: DataAxis) -> tuple[int, int]:
     """Start and end of this rank's share of `count` samples; shares differ by at most one."""
     base, extra = divmod(count, shard.count)
     start = shard.index * base + min(shard.index, extra)
     return start, start + base + (shard.index < extra)
 
 
-def microbatches(count: int, shard: DataShard, micro_batch_size: int) -> list[tuple[int, int]]:
+def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
     """Ranges of this rank's micro-batches within a batch of `count` samples.
 
     Every rank gets the same number of ranges, as collectives demand; ranges may be empty.

@@ -13,8 +13,8 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.stage import Context, PlanView, Room, Trial
-from pipeline.contracts.training import Checkpoints, Length, TrainedRun
+from pipeline.contracts.stage import Context, PlanView, ResourceNeed, Trial
+from pipeline.contracts.training import Checkpoints, TrainedRun, TrainingLength
 from pipeline.errors import Problem
 from stages.train.policies import GIVE_SAMPLES, NO_SAMPLES, Anomalies, Count, EarlyStopping
 
@@ -127,7 +127,7 @@ class TrainCausalLm:
         asked |= {"early_stopping": self.early_stopping, "result": best}
         return [name for name, value in asked.items() if value]
 
-    def shortened(self, trial: Trial) -> TrainCausalLm:
+    def for_benchmark(self, trial: Trial) -> TrainCausalLm:
         """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays, or
         is what it would be on the trial's `procs`; accumulation follows from it."""
         return replace(
@@ -152,21 +152,23 @@ class TrainCausalLm:
             return self.micro_batch_size
         return -(-self.global_batch_size // (ranks * (self.accumulation or 1)))
 
-    def length(self, samples: int | None = None) -> Length:
+    def length(self, samples: int | None = None) -> TrainingLength:
         """Of the training; epochs have steps where the number of `samples` is known."""
         steps = self.steps
         if self.epochs is not None and samples is not None:
             steps = -(-round(self.epochs * samples) // self.global_batch_size)
-        return Length(
+        return TrainingLength(
             steps=steps,
             eval_every=self.eval_every,
             eval_first=self.eval_first,
             saves_first=self.anomalies.rolls_back,
         )
 
-    def foresee(self, ctx: Context, data: Data, checkpoints: Checkpoints) -> Iterator[Room]:
+    def resource_needs(
+        self, ctx: Context, data: Data, checkpoints: Checkpoints
+    ) -> Iterator[ResourceNeed]:
         samples = None if self.epochs is None else len(data.train)
-        return checkpoints.room(self.length(samples))
+        return checkpoints.resource_needs(self.length(samples))
 
     def run(
         self,
@@ -177,13 +179,13 @@ class TrainCausalLm:
         checkpoints: Checkpoints,
         model: ModelSource,
     ) -> TrainedRun:
-        from stages.train.lineage import origin
+        from stages.train.lineage import lineage
         from stages.train.loop import train
 
-        began = origin(self, ctx, data, model)
+        began = lineage(self, ctx, data, model)
         return train(self, ctx, engine, data, optimizer, checkpoints, began)
 
-    def prove(self, trained: TrainedRun) -> None:
+    def verify_result(self, trained: TrainedRun) -> None:
         """A canonical checkpoint has all its files, each of its size; its tensors are verified when
         they are read, and so is all of what is not on this machine. Raises CheckpointError."""
         from pipeline.checkpoint.formats import Formats, Reading

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from pipeline.contracts.data import Data, Samples
-from pipeline.contracts.engine import DataShard, Engine
+from pipeline.contracts.engine import DataAxis, Engine
 from pipeline.contracts.training import Progress
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
@@ -31,7 +31,7 @@ def mean_loss(
     loss: SummedLoss,
     data: Data,
     samples: Samples,
-    shard: DataShard,
+    shard: DataAxis,
     device: torch.device,
     micro_batch_size: int,
 ) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pipeline.contracts.data import Data, Sample
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import ENDLESS, Order
 from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
@@ -36,7 +36,7 @@ class Feed:
         config: TrainCausalLm,
         data: Data,
         seed: int,
-        shard: DataShard,
+        shard: DataAxis,
         device: torch.device,
     ) -> None:
         self._data = data
@@ -52,7 +52,7 @@ class Feed:
                 f"{config.epochs} epochs of {len(data.train)} samples are less than one sample"
             )
         self._steps = config.steps
-        self.taken = Taken()
+        self.taken = BatchStats()
 
     def total_steps(self, progress: Progress) -> int:
         """Steps of the whole training. Epochs end at a sample: after fewer steps where anomalous
@@ -85,7 +85,7 @@ class Feed:
         parts = self._parts(position)
         following = functools.partial(self._parts, position + self.count(position))
         batches = self._ahead.take(parts, following)
-        self.taken = taken = Taken()
+        self.taken = taken = BatchStats()
         for part in parts:
             began = time.perf_counter()
             prepared = next(batches)
@@ -116,7 +116,7 @@ class Feed:
 
 
 @dataclass
-class Taken:
+class BatchStats:
     """What a step's micro-batches were on this rank, and how long they were waited for."""
 
     tokens: int = 0

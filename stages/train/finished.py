@@ -41,7 +41,7 @@ class FinishedTraining:
             open_state(address, Reading(weights_only=True, verify=False))
         ) as state:
             try:
-                progress = Progress(**state.progress)
+                progress = Progress.from_record(state.progress)
             except TypeError as error:
                 raise CheckpointError(f"{address}: written by another version: {error}") from error
         return TrainedRun(checkpoint=address, progress=progress)

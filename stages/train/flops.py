@@ -58,7 +58,7 @@ class Utilisation:
 def utilisation(engine: Engine) -> Utilisation | None:
     """Of the engine's model on its device; None where either's numbers are not known: without a
     GPU, on an unknown one, in fp32, for a model whose tokens do not go through all parameters."""
-    if engine.device.type != "cuda" or engine.facts().get("compute") not in NARROW:
+    if engine.device.type != "cuda" or engine.describe().get("compute") not in NARROW:
         return None
     peak = known_peak(torch.cuda.get_device_name(engine.device))
     cost = known_cost(engine)

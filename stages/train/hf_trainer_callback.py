@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from pipeline.contracts.data import Data
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
@@ -32,7 +32,7 @@ def whole_checkpoints(root: Path) -> list[Path]:
 
 def read_progress(checkpoint: Path) -> Progress:
     """Raises CheckpointError when it is damaged."""
-    return Progress(**read_json(checkpoint / PROGRESS))
+    return Progress.from_record(read_json(checkpoint / PROGRESS))
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -121,7 +121,7 @@ class MicroBatches:
     """
 
     def __init__(
-        self, feed: Feed, data: Data, shard: DataShard, accumulation: int, progress: Progress
+        self, feed: Feed, data: Data, shard: DataAxis, accumulation: int, progress: Progress
     ) -> None:
         self.dataset = data.train
         self._feed = feed

@@ -16,7 +16,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from pipeline.contracts.data import Data
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision, torch_dtype
@@ -32,15 +32,15 @@ from stages.train.hf_trainer_callback import (
     read_progress,
     whole_checkpoints,
 )
-from stages.train.lineage import origin, require_same_origin
+from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.wrap.accelerate_compat import forget
 from stages.wrap.compute_cast import cast_on_use
-from stages.wrap.load_weights import fill
+from stages.wrap.load_weights import load_weights
 from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
-    materialise,
+    materialize,
     named_parameters,
     stored_tensors,
 )
@@ -61,11 +61,11 @@ def train(
     """Train to the last step from wherever the newest whole checkpoint left off (collective)."""
     root = ctx.run_dir / "checkpoints"
     batches = config.batches()
-    shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
-    began = origin(batches, ctx, data, model)
+    shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
+    began = lineage(batches, ctx, data, model)
     newest, progress = _newest(root, ctx)
-    require_same_origin(began, ctx.accept, progress)
-    progress.origin = began
+    require_same_lineage(began, ctx.accept, progress)
+    progress.lineage = began
     feed = Feed(batches, data, ctx.seed, shard, ctx.dist.device)
     ctx.on_exit(feed.close)
     steps = feed.total_steps(progress)
@@ -81,7 +81,7 @@ def train(
         train_dataset=data.train,
         loader=MicroBatches(feed, data, shard, accumulation, progress),
         plan=plan,
-        borrowed=frozenset(model.borrowed),
+        frozen_base=frozenset(model.frozen_base),
     )
     ctx.on_exit(forget)
     trainer.remove_callback(PrinterCallback)
@@ -105,7 +105,9 @@ def train(
 def _newest(root: Path, ctx: Context) -> tuple[Path | None, Progress]:
     """Rank 0's choice, on every rank."""
     found = whole_checkpoints(root)[-1:] if ctx.dist.is_main else []
-    name = ctx.dist.share("".join(path.name for path in found) if ctx.dist.is_main else None)
+    name = ctx.dist.broadcast_str(
+        "".join(path.name for path in found) if ctx.dist.is_main else None
+    )
     if not name:
         return None, Progress()
     return root / name, read_progress(root / name)
@@ -115,9 +117,9 @@ def _model(model: ModelSource, precision: Precision, ctx: Context) -> nn.Module:
     """The whole model on this rank's device, computing as the precision slot says."""
     with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
         module = build_empty(model, precision)
-        materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
+        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
         world = torch.distributed.group.WORLD if ctx.dist.world_size > 1 else None
-        fill(local_parts(module), reader, ctx, world)
+        load_weights(local_parts(module), reader, ctx, world)
     cast_buffers(module, precision)
     if precision.compute != precision.master:
         cast_on_use(module, torch_dtype(precision.compute))
@@ -158,7 +160,7 @@ def _evaluation(
     ctx: Context,
     data: Data,
     trainer: _RecipeTrainer,
-    shard: DataShard,
+    shard: DataAxis,
     last: int,
     step: int,
 ) -> float | None:
@@ -181,20 +183,20 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
     lr_scheduler: Any
 
     def __init__(
-        self, *, loader: MicroBatches, plan: OptimizerPlan, borrowed: Set[str], **rest: Any
+        self, *, loader: MicroBatches, plan: OptimizerPlan, frozen_base: Set[str], **rest: Any
     ) -> None:
         super().__init__(**rest)
         self._loader = loader
         self._plan = plan
-        self._borrowed = borrowed
-        if borrowed:  # which it would miss when it resumes
-            self.model._keys_to_ignore_on_save = borrowed
+        self._borrowed = frozen_base
+        if frozen_base:  # which it would miss when it resumes
+            self.model._keys_to_ignore_on_save = frozen_base
 
     def get_train_dataloader(self) -> MicroBatches:
         return self._loader
 
     def _save(self, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Leave out what is borrowed, and then also the description of the whole model."""
+        """Leave out what is frozen_base, and then also the description of the whole model."""
         if not self._borrowed:
             super()._save(output_dir, state_dict)
         elif self.args.should_save:

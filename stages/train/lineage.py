@@ -18,10 +18,10 @@ SHOWN = 12
 """Characters of a digest that a message shows."""
 
 
-def origin(config: TrainCausalLm, ctx: Context, data: Data, model: ModelSource) -> dict[str, Any]:
+def lineage(config: TrainCausalLm, ctx: Context, data: Data, model: ModelSource) -> dict[str, Any]:
     """Part -> what it is, JSON (collective). The parts are what `pipe resume --accept` can name."""
     identity = dict(data.identity)
-    lends = bool(model.borrowed)  # otherwise checkpoints have all that was read from the model
+    lends = bool(model.frozen_base)  # otherwise checkpoints have all that was read from the model
     # of each machine one process reads, and ranks of a machine follow one another
     read = ctx.dist.gather(model.contents if lends and ctx.dist.local_rank == 0 else None)
     return {
@@ -35,22 +35,22 @@ def origin(config: TrainCausalLm, ctx: Context, data: Data, model: ModelSource) 
     }
 
 
-def require_same_origin(
+def require_same_lineage(
     now: Mapping[str, Any], accept: Collection[str], progress: Progress
 ) -> None:
     """Raises ResumeRefused that tells what is another than when the checkpoint was saved, unless
     every difference is in an accepted part. Checkpoints of a foreign format have no origin, and
     those of earlier versions not all parts of one."""
     changed = [
-        part for part in now if part in progress.origin and progress.origin[part] != now[part]
+        part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
     ]
     # The contents of tokenised data follow from the tokenizer.
-    if "tokenizer" in changed and "tokenizer" in accept and _only_contents(progress.origin, now):
+    if "tokenizer" in changed and "tokenizer" in accept and _only_contents(progress.lineage, now):
         changed = [part for part in changed if part != "data"]
     refused = [part for part in changed if part not in accept]
     if not refused:
         return
-    told = [text for part in refused for text in _differences(part, progress.origin, now)]
+    told = [text for part in refused for text in _differences(part, progress.lineage, now)]
     raise ResumeRefused(
         f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(told),
         hint="start a new run, or if that is intended: pipe resume RUN "

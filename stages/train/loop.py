@@ -15,19 +15,19 @@ from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.errors import StageError
-from stages.train.anomalies import Watch
+from stages.train.anomalies import AnomalyMonitor
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, note, reason_to_stop
 from stages.train.feed import Feed
 from stages.train.flops import utilisation
-from stages.train.lineage import require_same_origin
+from stages.train.lineage import require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.policies import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.profiling import Profile, Profiler
 from stages.train.recovery import Recovery
 from stages.train.report import Reporter
 from stages.train.self_checks import prove_head, prove_packing
-from stages.train.step import Done, train_step
+from stages.train.step import StepResult, train_step
 
 
 def train(
@@ -42,14 +42,14 @@ def train(
     """Train to the last step from wherever the newest checkpoint left off (collective). `began` is
     what positions in this training mean something for."""
     rng_state.start(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
-    admit = functools.partial(require_same_origin, began, ctx.accept)
-    restored = checkpoints.restore(admit)
+    validate = functools.partial(require_same_lineage, began, ctx.accept)
+    restored = checkpoints.restore(validate)
     ctx.metrics.rewind(-1 if restored is None else restored.step)
     progress = restored or Progress()
-    progress.origin = dict(began)
+    progress.lineage = dict(began)
     feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
     ctx.on_exit(feed.close)
-    recovery = Recovery(config.anomalies, checkpoints, admit)
+    recovery = Recovery(config.anomalies, checkpoints, validate)
     last = Training(config, ctx, engine, data, plan, checkpoints, feed, progress).run(recovery)
     if config.result == "best":
         return checkpoints.best()
@@ -89,7 +89,7 @@ class Training:
         self._feed = feed
         self._progress = progress
         self._loss = SummedLoss(engine.model, config.loss_chunk_size)
-        self._watch = Watch(config.anomalies, engine.shard.count)
+        self._watch = AnomalyMonitor(config.anomalies, engine.shard.count)
         self._evaluated = "eval_loss" in progress.metrics
         self._profiler = Profiler(config.profile_steps, ctx.run_dir, engine)
         self._start = progress.step
@@ -124,7 +124,7 @@ class Training:
         self._save()
         return self._finish()
 
-    def _step(self) -> tuple[tuple[Done, str], Profile | None]:
+    def _step(self) -> tuple[tuple[StepResult, str], Profile | None]:
         take = functools.partial(
             train_step,
             self._engine, self._loss, self._feed, self._plan, self._progress, self._watch,
@@ -144,7 +144,7 @@ class Training:
     def _begin(self) -> None:
         progress, heldout = self._progress, self._data.heldout
         total = self._feed.total_steps(progress)
-        for doubt in self._plan.doubts(total) if progress.step < total else ():
+        for doubt in self._plan.schedule_warnings(total) if progress.step < total else ():
             self._ctx.log.warning("%s", doubt)
         if progress.step >= total:
             self._ctx.log.info("nothing left to train: step %d of %d", progress.step, total)
@@ -200,7 +200,7 @@ class Training:
             self._reporter.saved(stalled=self._saving.stalled, seconds=seconds)
         return last
 
-    def _recover(self, recovery: Recovery, anomaly: str, done: Done) -> None:
+    def _recover(self, recovery: Recovery, anomaly: str, done: StepResult) -> None:
         """Get behind a step that no update is to come of."""
         self._reporter.show()
         progress = self._progress

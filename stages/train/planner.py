@@ -67,7 +67,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
                         engine.backward(summed * (topology.ranks / step.tokens))
                     del summed
                 extent.phase(strategy.UPDATE)
-                engine.step(lr_scale=1.0, admit=lambda norm: True)
+                engine.step(lr_scale=1.0, should_step=lambda norm: True)
         for phase in (strategy.SAVE, strategy.RESUME):  # which hold what there is between two steps
             extent.phase(phase)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pipeline.contracts.training import Checkpoints, Progress
 from pipeline.errors import StageError
-from stages.train.anomalies import SPIKE, Watch, leave_out
+from stages.train.anomalies import SPIKE, AnomalyMonitor, leave_out
 from stages.train.policies import Anomalies
-from stages.train.step import Done
+from stages.train.step import StepResult
 
 HINT = (
     "lower the learning rate, or look for broken samples; the last checkpoint is from before this "
@@ -19,17 +19,22 @@ HINT = (
 
 
 class Recovery:
-    """Does what the recipe says about anomalous steps; `admit` is what a restore asks."""
+    """Does what the recipe says about anomalous steps; `validate` is what a restore asks."""
 
     def __init__(
-        self, policy: Anomalies, checkpoints: Checkpoints, admit: Callable[[Progress], None]
+        self, policy: Anomalies, checkpoints: Checkpoints, validate: Callable[[Progress], None]
     ) -> None:
         self._policy = policy
         self._checkpoints = checkpoints
-        self._admit = admit
+        self._admit = validate
 
     def recover(
-        self, anomaly: str, done: Done, watch: Watch, progress: Progress, samples: int
+        self,
+        anomaly: str,
+        done: StepResult,
+        watch: AnomalyMonitor,
+        progress: Progress,
+        samples: int,
     ) -> dict[str, Any]:
         """Move `progress` behind the next `samples` samples, of which no update came (collective).
         Returns what is to be told of it. Raises StageError when the run has to stop."""
@@ -53,7 +58,7 @@ class Recovery:
         return {**facts, "samples_from": start, "samples_to": stop}
 
     def _described(
-        self, anomaly: str, done: Done, watch: Watch, progress: Progress, stop: int
+        self, anomaly: str, done: StepResult, watch: AnomalyMonitor, progress: Progress, stop: int
     ) -> str:
         step = f"step {progress.step + 1}"
         where = f"(samples {progress.samples} to {stop - 1} of the order)"
@@ -89,7 +94,7 @@ class Recovery:
             {
                 **vars(restored),
                 "samples": stop,
-                "origin": before.origin,
+                "lineage": before.lineage,
                 "left_out": before.left_out,
                 "rollbacks": before.rollbacks + 1,
             }

@@ -18,7 +18,7 @@ from pipeline.hardware import host
 from stages.train.evaluation import perplexity
 from stages.train.flops import Utilisation
 from stages.train.profiling import Profile
-from stages.train.step import Done
+from stages.train.step import StepResult
 
 SLOW_DATA = 0.05
 """Share of a step's time that is waited for data from which on the line says so."""
@@ -47,7 +47,7 @@ class Reporter:
         self._since = time.perf_counter()
         self._tokens, self._samples = progress.tokens, progress.samples
 
-    def add(self, done: Done, profile: Profile | None = None) -> None:
+    def add(self, done: StepResult, profile: Profile | None = None) -> None:
         """Report a step, once the progress has moved on (collective). One with a `profile` took the
         time that that says. The host has waited for the step's gradient norm already, so to read
         the loss costs a small sum over ranks and no more waiting."""
@@ -200,7 +200,7 @@ class Sums(NamedTuple):
     """Seconds that ranks waited for data."""
 
 
-def summed(step: Done, ranks: int) -> Sums:
+def summed(step: StepResult, ranks: int) -> Sums:
     """A step's numbers over all ranks (collective)."""
     taken = step.taken
     sums = torch.tensor(

@@ -118,7 +118,7 @@ def _measuring(engine: Engine) -> Iterator[None]:
 
 
 def _tolerance(engine: Engine) -> float:
-    computed_in = engine.facts().get("compute", ["fp32"])
+    computed_in = engine.describe().get("compute", ["fp32"])
     return max(TOLERANCE.get(name, 0.0) for name in computed_in) or TOLERANCE["fp32"]
 
 

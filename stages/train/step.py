@@ -11,13 +11,13 @@ from pipeline.contracts.engine import Engine, StepReport
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
-from stages.train.anomalies import Watch
-from stages.train.feed import Feed, Taken
+from stages.train.anomalies import AnomalyMonitor
+from stages.train.feed import BatchStats, Feed
 from stages.train.loss import SummedLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class StepResult:
     """A step that this rank took part in."""
 
     loss: Tensor
@@ -25,7 +25,7 @@ class Done:
     report: StepReport
     lr: float | None
     """Learning rate of the step, before what groups of parameters add to it."""
-    taken: Taken
+    taken: BatchStats
 
 
 def train_step(
@@ -34,8 +34,8 @@ def train_step(
     feed: Feed,
     plan: OptimizerPlan,
     progress: Progress,
-    watch: Watch,
-) -> tuple[Done, str]:
+    watch: AnomalyMonitor,
+) -> tuple[StepResult, str]:
     """One optimizer step: accumulate, clip and apply, advance. Returns what was done and what was
     anomalous about it; if anything was, progress is where it was. Raises StageError for a batch
     without targets."""
@@ -45,9 +45,9 @@ def train_step(
     mean = _forward_backward(engine, loss, feed, progress.samples, targets)
     watch.look(mean, progress)
     scale = plan.lr_scale(progress.step, feed.total_steps(progress))
-    report = engine.step(lr_scale=scale, admit=watch.admit)
+    report = engine.step(lr_scale=scale, should_step=watch.should_step)
     rate = plan.hyperparameters.get("lr")
-    done = Done(
+    done = StepResult(
         loss=mean, report=report, lr=None if rate is None else rate * scale, taken=feed.taken
     )
     anomaly = watch.anomaly(report)

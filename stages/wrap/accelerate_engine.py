@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
@@ -20,18 +20,18 @@ from pipeline.contracts.stage import Context
 from pipeline.importing.files import read_config
 from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
-from stages.wrap.load_weights import fill
+from stages.wrap.load_weights import load_weights
 from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
     expected_buffers,
-    materialise,
+    materialize,
     named_parameters,
 )
 from stages.wrap.optimizer_step import make_optimizer, make_scaler
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.verify_engine import attest
+from stages.wrap.verify_engine import verify_engine
 
 if TYPE_CHECKING:
     from stages.wrap.accelerate import Accelerate
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 def build(
     config: Accelerate, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
-    """Build and fill the whole model, and let accelerate wrap it together with its optimizer."""
+    """Build the model, load its weights, and let accelerate wrap it with its optimizer."""
     path = Path(config.config).expanduser()
     sharded = is_sharded(read_config(path).content)
     # Sharding moves each rank's part to the device; a replica lives there from the start.
     home = torch.device("cpu") if sharded else ctx.dist.device
     with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
         module = build_empty(model, precision)
-        materialise(module, home, buffer_device=ctx.dist.device)
-        fill(local_parts(module), reader, ctx)
+        materialize(module, home, buffer_device=ctx.dist.device)
+        load_weights(local_parts(module), reader, ctx)
     cast_buffers(module, precision)
     optimizer = make_optimizer(plan, plan.groups(named_parameters(module)))
     with compat.launched(path, ctx.dist.world_size):
@@ -56,7 +56,7 @@ def build(
         ctx.on_exit(compat.forget)
         wrapped, prepared = accelerator.prepare(module, optimizer)
     engine = AcceleratedEngine(accelerator, wrapped, prepared.optimizer, ctx, precision, plan)
-    attest(ctx, engine, _expected(ctx, precision, sharded=sharded))
+    verify_engine(ctx, engine, _expected(ctx, precision, sharded=sharded))
     return engine
 
 
@@ -87,7 +87,7 @@ class AcceleratedEngine(TorchEngine):
     ) -> None:
         self.model = model
         self.device = ctx.dist.device
-        self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
         self.optimizer = optimizer
         self.scaler = make_scaler(precision, next(model.parameters()).device)
         self.plan = plan
@@ -104,11 +104,11 @@ class AcceleratedEngine(TorchEngine):
         with waiting:
             yield
 
-    def settle(self) -> None:
+    def to_sharded(self) -> None:
         reshard(self.model)
 
-    def facts(self) -> Mapping[str, Any]:
-        self.settle()
+    def describe(self) -> Mapping[str, Any]:
+        self.to_sharded()
         common = self.common_facts()
         master = common["master"]
         return {

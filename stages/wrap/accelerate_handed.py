@@ -15,10 +15,10 @@ from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import PlanView
 from pipeline.errors import Location, Problem
 from pipeline.importing.files import read_config
-from pipeline.importing.translator import Fate, Request, choose, installed_translators
+from pipeline.importing.translator import KeyOutcome, Request, choose, installed_translators
 from pipeline.plan.registry import Registry
 from pipeline.recipe.fields import build
-from pipeline.recipe.nodes import Marks
+from pipeline.recipe.nodes import SourceMap
 
 SHARED = {"optimizer": OptimizerPlan, "precision": Precision}
 """Slots of the recipe that such a file has opinions on, too."""
@@ -38,7 +38,7 @@ class HandedOn:
             fields = dict(translation.recipe["stages"]["wrap"])
             self.use = str(fields.pop("use"))
             kind = Registry.installed().load(self.use)
-            marks = Marks(keys={}, values={(): Location(file=file.path.name)}, data=fields)
+            marks = SourceMap(keys={}, values={(): Location(file=file.path.name)}, data=fields)
             self.stage, self._wrong = build(kind, fields, marks=marks, path=())
 
     def problems(self, plan: PlanView) -> Iterator[Problem]:
@@ -52,7 +52,7 @@ class HandedOn:
         for problem in (*self._wrong, *checked):
             yield self._problem(f"as {self.use}, {problem.key}: {problem.message}", problem.hint)
 
-    def _contradictions(self, fate: Fate, plan: PlanView) -> Iterator[Problem]:
+    def _contradictions(self, fate: KeyOutcome, plan: PlanView) -> Iterator[Problem]:
         for name, value in fate.to.items() if fate.value != "auto" else ():
             slot, _, field = name.partition(".")
             for other in plan.giving(SHARED[slot]) if slot in SHARED else ():

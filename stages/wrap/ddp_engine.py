@@ -15,24 +15,24 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision, dtype_name, torch_dtype
 from pipeline.contracts.stage import Context
 from stages.wrap.compute_cast import cast_on_use, installed_casts
-from stages.wrap.load_weights import fill
+from stages.wrap.load_weights import load_weights
 from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
     expected_buffers,
-    materialise,
+    materialize,
     named_parameters,
 )
 from stages.wrap.optimizer_step import make_optimizer, make_scaler
 from stages.wrap.torch_compat import hook_states, keeps_gradients, no_buffer_sync, settle_buckets
 from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.verify_engine import attest
+from stages.wrap.verify_engine import verify_engine
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 def build(
     config: Ddp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
-    """Build, fill, cast, replicate; the optimizer last."""
+    """Build, load_weights, cast, replicate; the optimizer last."""
     with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
         module = build_empty(model, precision)
-        materialise(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        fill(local_parts(module), reader, ctx, torch.distributed.group.WORLD)
+        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
+        load_weights(local_parts(module), reader, ctx, torch.distributed.group.WORLD)
     cast_buffers(module, precision)
     if precision.compute != precision.master:
         cast_on_use(module, torch_dtype(precision.compute))
     engine = DdpEngine(_replicate(config, module, ctx, precision), ctx, precision, plan)
-    attest(ctx, engine, _expected(ctx, precision))
+    verify_engine(ctx, engine, _expected(ctx, precision))
     return engine
 
 
@@ -65,7 +65,7 @@ def _replicate(
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
         find_unused_parameters=config.find_unused_parameters,
-        init_sync=False,  # fill() has sent every rank the same values
+        init_sync=False,  # load_weights() has sent every rank the same values
         **no_buffer_sync(),
     )
     if precision.reduce != precision.master:
@@ -102,7 +102,7 @@ class DdpEngine(TorchEngine):
     ) -> None:
         self.model = model
         self.device = ctx.dist.device
-        self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
         self.optimizer = make_optimizer(plan, plan.groups(named_parameters(model.module)))
         self.scaler = make_scaler(precision, self.device)
         self.plan = plan
@@ -120,7 +120,7 @@ class DdpEngine(TorchEngine):
         reduce, self._to_record = last or self._to_record, False
         return contextlib.nullcontext() if reduce else self.model.no_sync()
 
-    def facts(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, Any]:
         module = self.model.module
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
         casts = {dtype_name(cast.dtype) for cast in installed_casts(module)}

@@ -39,7 +39,7 @@ class Replicated(TorchMemory):
         self._is_cast = sizes.master != sizes.compute
 
         def cast(weight: Weight) -> int:
-            same = weight.borrowed or weight.packed or not self._is_cast
+            same = weight.frozen_base or weight.packed or not self._is_cast
             return 0 if same else weight.bytes(sizes.compute)
 
         self._cast = UnitAmounts(model, cast)

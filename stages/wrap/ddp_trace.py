@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision, torch_dtype
@@ -22,7 +22,7 @@ from stages.wrap.ddp import Ddp
 from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
-    materialise,
+    materialize,
     named_parameters,
     trained,
 )
@@ -40,11 +40,11 @@ class TracedReplica(TorchEngine):
     ) -> None:
         self.device, self.plan = ctx.dist.device, plan
         self.model = build_empty(model, precision)
-        materialise(self.model, self.device, buffer_device=self.device)
+        materialize(self.model, self.device, buffer_device=self.device)
         cast_buffers(self.model, precision)
         if precision.compute != precision.master:
             cast_on_use(self.model, torch_dtype(precision.compute))
-        self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
         self.optimizer = make_optimizer(plan, plan.groups(named_parameters(self.model)))
         self.scaler = make_scaler(precision, self.device)
         views, changes = ddp.gradient_as_bucket_view, ddp.find_unused_parameters
@@ -77,5 +77,5 @@ class TracedReplica(TorchEngine):
         self._reduces = last
         yield
 
-    def facts(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, Any]:
         return self.common_facts()

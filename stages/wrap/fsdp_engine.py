@@ -18,25 +18,25 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import with_values
-from stages.wrap.load_weights import fill
+from stages.wrap.load_weights import load_weights
 from stages.wrap.materialize import (
     build_empty,
     cast_buffers,
     expected_buffers,
-    materialise,
+    materialize,
     named_parameters,
 )
 from stages.wrap.optimizer_step import make_optimizer, make_scaler
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.verify_engine import attest
+from stages.wrap.verify_engine import verify_engine
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def build(
     config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
-    """Declare on meta, shard units then the root, materialise the shards, fill them."""
+    """Declare on meta, shard units then the root, materialize the shards, load_weights them."""
     with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
         module = build_empty(model, precision)
         with with_values():
@@ -54,13 +54,13 @@ def build(
         _shard(config, module, units, mesh, precision)
         device = ctx.dist.device
         home = torch.device("cpu") if config.cpu_offload else device
-        materialise(module, home, buffer_device=device)
+        materialize(module, home, buffer_device=device)
         replicas = mesh["replicate"].get_group() if mesh.ndim == 2 else None
-        fill(local_parts(module), reader, ctx, replicas)
+        load_weights(local_parts(module), reader, ctx, replicas)
     cast_buffers(module, precision)
     _prefetch(config, units)
     engine = FsdpEngine(module, mesh, config, ctx, precision, plan)
-    attest(ctx, engine, _expected(config, ctx, mesh, units, precision))
+    verify_engine(ctx, engine, _expected(config, ctx, mesh, units, precision))
     return engine
 
 
@@ -142,7 +142,7 @@ class FsdpEngine(TorchEngine):
     ) -> None:
         self.model = module
         self.device = ctx.dist.device
-        self.shard = DataShard(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
         parameters = named_parameters(module, shard=mesh.get_local_rank("shard"))
         self.optimizer = make_optimizer(plan, plan.groups(parameters))
         home = torch.device("cpu") if config.cpu_offload else self.device
@@ -164,11 +164,11 @@ class FsdpEngine(TorchEngine):
         self.model.set_is_last_backward(reduces)
         yield
 
-    def settle(self) -> None:
+    def to_sharded(self) -> None:
         reshard(self.model)
 
-    def facts(self) -> Mapping[str, Any]:
-        self.settle()
+    def describe(self) -> Mapping[str, Any]:
+        self.to_sharded()
         return {
             "engine": "fully_shard" if isinstance(self.model, FSDPModule) else "none",
             **self.common_facts(),

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     target: Tensor
 
 
-def fill(
+def load_weights(
     parts: Iterable[Part], reader: TensorReader, ctx: Context, replicas: ProcessGroup | None = None
 ) -> None:
     """Overwrite every part with the reader's values, cast to its dtype.

@@ -16,7 +16,7 @@ from stages.model.declared import outline, stands_for
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
-    """The model with parameters on the meta device in the master dtype, those that are borrowed in
+    """The model with parameters on the meta device in the master dtype, those of the frozen base in
     the compute dtype, and real buffers.
 
     Bytes are held as if they were of that dtype, so that engines, which send and gather tensors of
@@ -25,9 +25,9 @@ def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
     with with_values():
         module = outline(model)
         model_begins()  # importing its code is no part of it
-        borrowed = set(model.borrowed)
+        frozen_base = set(model.frozen_base)
         for name, parameter in module.named_parameters():
-            dtype = torch_dtype(precision.compute if name in borrowed else precision.master)
+            dtype = torch_dtype(precision.compute if name in frozen_base else precision.master)
             bits = parameter.dtype == torch.uint8
             parameter.data = parameter.data.view(dtype) if bits else parameter.data.to(dtype)
     module.train()
@@ -75,7 +75,7 @@ def named_parameters(module: nn.Module, *, shard: int = 0) -> Iterator[NamedPara
         yield NamedParameter(name, parameter, tuple(parameter.shape), shard)
 
 
-def materialise(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
+def materialize(module: nn.Module, device: torch.device, *, buffer_device: torch.device) -> None:
     """Give every meta parameter real, uninitialised storage on `device`, keeping ties; move
     buffers.
 

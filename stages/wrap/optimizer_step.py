@@ -8,7 +8,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pipeline.contracts.engine import Admit, StepReport
+from pipeline.contracts.engine import StepGuard, StepReport
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
 
@@ -41,11 +41,11 @@ def apply_step(
     *,
     lr_scale: float,
     max_grad_norm: float | None,
-    admit: Admit | None = None,
+    should_step: StepGuard | None = None,
     keep_gradients: bool = False,
 ) -> StepReport:
     """One optimizer step over accumulated gradients (collective where they are sharded), left out
-    where `admit` says no to their norm.
+    where `should_step` says no to their norm.
 
     With `keep_gradients` they are zeroed where they are. An overflow (non-finite gradient under
     loss scaling) skips the step and halves the scale.
@@ -57,7 +57,7 @@ def apply_step(
         scaler.unscale_(optimizer)
     norm = clip(parameters, max_grad_norm)
     # Without anyone to ask, the host does not wait for the norm before it starts the update.
-    applied, scale = admit is None or admit(float(norm)), 1.0
+    applied, scale = should_step is None or should_step(float(norm)), 1.0
     if scaler is None:
         if applied:
             optimizer.step()

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from pipeline.contracts.engine import (
     WEIGHT,
-    Admit,
     Engine,
     EngineState,
     Fragment,
     LossScale,
     ParameterGroup,
+    StepGuard,
     StepReport,
 )
 from pipeline.contracts.optimizer import OptimizerPlan
@@ -94,13 +94,13 @@ class TorchEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         report = apply_step(
             self.optimizer,
             self.scaler,
             lr_scale=lr_scale,
             max_grad_norm=self.plan.max_grad_norm,
-            admit=admit,
+            should_step=should_step,
             keep_gradients=self.keeps_gradients,
         )
         self._applied += report.applied
@@ -127,17 +127,17 @@ class TorchEngine(Engine):
             _set_loss_scale(self.scaler, state.loss_scale)
         yield from self._fragments(write=True)
 
-    def refresh(self) -> None:
+    def sync_compute_weights(self) -> None:
         """Masters are the parameters themselves."""
 
-    def settle(self) -> None:
+    def to_sharded(self) -> None:
         """Bring parameters into the form in which they are read and written, if they can be in
         another."""
 
     @functools.cached_property
     def _layout(self) -> _Layout:
         """Found once: parameters stay the same objects, though not always in the same memory."""
-        self.settle()
+        self.to_sharded()
         start_state(self.optimizer, self.plan)
         tensors = dict(stored_tensors(self.module))
         trained = dict(self._trained())
@@ -158,7 +158,7 @@ class TorchEngine(Engine):
         return _Layout(state, trained, parts)
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
-        self.settle()
+        self.to_sharded()
         for part in self._layout.parts:
             weight, moments = flat(part.tensor), {}
             if part.kept is not None:

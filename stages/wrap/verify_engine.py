@@ -13,13 +13,13 @@ from pipeline.run import rundir
 from pipeline.utils.files import replace_text
 
 
-def attest(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> None:
+def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> None:
     """Write the engine's facts to `engine.json`, show them, and compare them with `expected`.
 
-    `engine.facts()` is read off the live objects; `expected` follows from the recipe alone. Raises
-    EngineMismatch on every rank where they differ, naming each difference.
+    `engine.describe()` is read off the live objects; `expected` follows from the recipe alone.
+    Raises EngineMismatch on every rank where they differ, naming each difference.
     """
-    facts = dict(engine.facts())
+    facts = dict(engine.describe())
     differences = [
         f"{key}: asked for {value!r}, found {facts.get(key)!r}"
         for key, value in expected.items()

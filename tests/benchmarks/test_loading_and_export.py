@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import locate
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
@@ -66,7 +66,7 @@ def test_exports_are_measured_and_agree(tmp_path: Path) -> None:
     assert [len(row["processes"]) for row in found] == [1, 2]
 
 
-def save(dist: Dist, folder: str, config: dict[str, Any]) -> None:
+def save(dist: DistContext, folder: str, config: dict[str, Any]) -> None:
     """A real checkpoint under each strategy."""
     for name, wrap in WRAPS.items():
         ctx = context(dist, Path(folder, name))

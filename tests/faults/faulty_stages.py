@@ -80,7 +80,7 @@ def note(ctx: Context, text: str) -> None:
 def make(ctx: Context, kind: type[Made], text: str) -> Any:
     """A durable artifact that holds `text`."""
     file = ctx.run_dir / f"{ctx.slot}.txt"
-    with ctx.dist.main_first() as main:
+    with ctx.dist.rank0_first() as main:
         if main:
             file.write_text(text)
     return kind(file=file)
@@ -113,7 +113,7 @@ class Train:
         note(ctx, ctx.slot)
         print(f"raw output of rank {ctx.dist.rank}")
         if self.fault == "main_first":
-            with ctx.dist.main_first() as main:
+            with ctx.dist.rank0_first() as main:
                 if main:
                     raise ValueError("rank 0 is first")
         if ctx.dist.rank == self.rank:

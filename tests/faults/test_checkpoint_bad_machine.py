@@ -11,7 +11,7 @@ import torch
 
 from pipeline.checkpoint import local_store
 from pipeline.checkpoint.restore import Restoration, _Problem
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -22,7 +22,7 @@ ENGINE: Any = None
 """Never asked."""
 
 
-def restore_with_bad_memory(dist: Dist, folder: str) -> str:
+def restore_with_bad_memory(dist: DistContext, folder: str) -> str:
     if dist.rank == 1:
         read = local_store._LocalSource.read
 
@@ -51,7 +51,9 @@ def test_what_rank_0_cannot_read_now_is_not_confirmed(
 ) -> None:
     store = local_store.LocalStore(tmp_path)
     assert write(Tiny(str(tmp_path)), 1).problem == ""
-    restoration = Restoration(context(Dist(device=torch.device("cpu")), tmp_path), ENGINE, store)
+    restoration = Restoration(
+        context(DistContext(device=torch.device("cpu")), tmp_path), ENGINE, store
+    )
 
     def unreachable(*_: object) -> None:
         raise OSError(errno.ETIMEDOUT, "timed out")

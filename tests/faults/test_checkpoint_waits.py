@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed
 
-from pipeline.checkpoint.manager import StateCheckpoints
+from pipeline.checkpoint.manager import CheckpointManager
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, make_engine
@@ -25,14 +25,14 @@ SLOW = 3.0
 NAMES = [f"step-{step:08d}" for step in (1, 2)]
 
 
-def stop_writer(checkpoints: StateCheckpoints) -> None:
+def stop_writer(checkpoints: CheckpointManager) -> None:
     """It goes on after SLOW seconds."""
     pid = checkpoints._writer._process.pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
 
 
-def save_slowly(dist: Dist, folder: str, asynchronous: bool) -> list[str]:
+def save_slowly(dist: DistContext, folder: str, asynchronous: bool) -> list[str]:
     """Two saves whose commits take long, each followed by what a training step does next."""
     ctx = context(dist, folder)
     impatient = torch.distributed.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
@@ -53,7 +53,7 @@ def test_a_slow_commit_trips_no_collective(asynchronous: bool, tmp_path: Path) -
     assert run_ranks(save_slowly, 2, str(tmp_path), asynchronous) == [NAMES, NAMES]
 
 
-def close_at_once(dist: Dist, folder: str) -> bool:
+def close_at_once(dist: DistContext, folder: str) -> bool:
     """As after a failure in the step that follows a save; whether the checkpoint was there then."""
     ctx = context(dist, folder)
     setting = Setting(wrap="ddp")

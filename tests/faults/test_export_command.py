@@ -1,4 +1,4 @@
-"""`pipe export` and `pipe verify`, and a run that rehearses, in real processes."""
+"""`pipe export` and `pipe verify`, and a run with a dry run, in real processes."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A finished run of two processes that has rehearsed; it is not to be changed."""
+    """A finished run of two processes that began with a dry run; it is not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
     pipe = Pipe(plugin, folder)
     stages = training(checkpoint={"every": 2}, train={"steps": STEPS}, wrap="wrap.fsdp") | EXPORT
     recipe = folder / "recipe.yaml"
     launch = {"procs": 2, "device": "cpu"}
-    content = {"name": "tiny", "rehearse": True, "launch": launch, "stages": stages}
+    content = {"name": "tiny", "run_dry": True, "launch": launch, "stages": stages}
     recipe.write_text(json.dumps(content))
     outcome = pipe.run(recipe)
     assert outcome.code == 0, outcome.stderr
     return Trained(pipe, pipe.run_dir, outcome)
 
 
-def test_the_rehearsal_leaves_nothing_and_changes_nothing(trained: Trained, tmp_path: Path) -> None:
+def test_the_dry_run_leaves_nothing_and_changes_nothing(trained: Trained, tmp_path: Path) -> None:
     said = trained.outcome.stdout + trained.outcome.stderr
-    assert "rehearsal: passed" in said
-    assert said.index("rehearsal: passed") < said.index("train: train.causal_lm")
-    assert not list(trained.run.rglob("*rehearsal*"))
+    assert "dry run: passed" in said
+    assert said.index("dry run: passed") < said.index("train: train.causal_lm")
+    assert not list(trained.run.rglob("*dry-run*"))
     assert sorted(path.name for path in (trained.run / "checkpoints").iterdir()) == [
         "step-00000002",
         "step-00000004",
     ]
     recipe = json.loads((trained.run.parent / "recipe.yaml").read_text())
     plain = trained.run.parent / "plain.yaml"
-    plain.write_text(json.dumps(recipe | {"rehearse": False}))
+    plain.write_text(json.dumps(recipe | {"run_dry": False}))
     other = trained.pipe("run", str(plain), "--run-dir", str(tmp_path / "plain"))
     assert other.code == 0, other.stderr
     one, two = (run / "export/model.safetensors" for run in (trained.run, tmp_path / "plain"))
@@ -81,19 +81,19 @@ def test_a_copied_run_makes_its_own_damaged_export_again(trained: Trained, tmp_p
     assert again.stdout.startswith("nothing to do: every stage has finished\n")
 
 
-def test_a_rehearsal_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: Path) -> None:
+def test_a_dry_run_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: Path) -> None:
     pipe = Pipe(plugin, tmp_path)
     stages = training(checkpoint={}, train={"steps": 1}) | EXPORT
     stages["export"] = {**stages["export"], "folder": str(tmp_path / "model")}
-    (tmp_path / "model.rehearsal").write_text("in the way")
+    (tmp_path / "model.dry-run").write_text("in the way")
     launch = {"procs": 2, "device": "cpu"}
     recipe = tmp_path / "recipe.yaml"
-    content = {"name": "tiny", "rehearse": True, "launch": launch, "stages": stages}
+    content = {"name": "tiny", "run_dry": True, "launch": launch, "stages": stages}
     recipe.write_text(json.dumps(content))
     outcome = pipe.run(recipe)
     assert outcome.code == 1
     assert "rank 0 failed in slot `train`" in outcome.stderr
-    assert f"{tmp_path / 'model.rehearsal'} is not a folder" in outcome.stderr
+    assert f"{tmp_path / 'model.dry-run'} is not a folder" in outcome.stderr
     assert not (pipe.run_dir / "metrics.jsonl").exists()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
@@ -36,7 +36,7 @@ def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any
     return source if lora is None else Lora(**lora).run(ctx, source)
 
 
-def wrap_fields(given: dict[str, Any], folder: str, dist: Dist) -> dict[str, Any]:
+def wrap_fields(given: dict[str, Any], folder: str, dist: DistContext) -> dict[str, Any]:
     """Of the wrap slot. `accelerate` is the text of a configuration file.
 
     accelerate shards on GPUs only, so it is told that these processes are those of GPUs.
@@ -56,7 +56,7 @@ def wrap_fields(given: dict[str, Any], folder: str, dist: Dist) -> dict[str, Any
     return {"config": str(path)}
 
 
-def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
+def train_case(dist: DistContext, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """Train as `case` says; returns what rank 0 logged. Weights go to
     `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
@@ -74,7 +74,7 @@ def train_case(dist: Dist, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     data = packed_data() if case.get("packed") else toy_data()
     trained = loop.run(ctx, engine, data, plan, checkpoints, source)
-    facts = dict(engine.facts())
+    facts = dict(engine.describe())
     checkpoints.close()
     engine.close()
     if dist.is_main:

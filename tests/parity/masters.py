@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import torch_dtype
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from tests.parity.body import SEED, stage, tiny_source
@@ -72,7 +72,7 @@ def train(ctx: Any, case: Mapping[str, Any], rule: AdamW, steps: int) -> Engine:
     return engine
 
 
-def compare(dist: Dist, folder: str, cases: Mapping[str, Any]) -> dict[str, Any]:
+def compare(dist: DistContext, folder: str, cases: Mapping[str, Any]) -> dict[str, Any]:
     """Of each case: elements of this rank, those whose bits differ from the plain loop's, and the
     largest difference."""
     ctx = context(dist, folder, SEED)
@@ -95,7 +95,7 @@ def compare(dist: Dist, folder: str, cases: Mapping[str, Any]) -> dict[str, Any]
     return results
 
 
-def round_once(dist: Dist, folder: str, cases: Mapping[str, Any]) -> dict[str, Any]:
+def round_once(dist: DistContext, folder: str, cases: Mapping[str, Any]) -> dict[str, Any]:
     """Of each case, after one update with stochastic rounding: how weights lie to the values that
     they were rounded from, which the plain loop gives in fp32, and a digest of the bits."""
     ctx = context(dist, folder, SEED)

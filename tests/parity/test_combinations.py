@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.combinations import (
     CONTAINED,
@@ -63,7 +63,7 @@ def test_the_documented_table_is_what_check_says() -> None:
     assert page.read_text("utf-8") == table(), "python -m tests.parity.combinations"
 
 
-def train_all(dist: Dist, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+def train_all(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
     """One training after another in the same processes."""
     results = {}
     for number, (name, one) in enumerate(cases.items()):
@@ -97,9 +97,9 @@ def plain_loop(adapter: str, packed: bool, rounded: str) -> Any:
     lora = FEATURES[adapter].adapter if adapter else None
     fields = model_fields(FEATURES[rounded]) if rounded else None
     with tempfile.TemporaryDirectory() as folder:
-        ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
+        ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
         source = tiny_source(ctx, lora, fields, **SIZES)
-        source = source if rounded else source.plain
+        source = source if rounded else source.inference_view
         data = packed_data() if packed else toy_data()
         together = CUT if rounded else None
         return reference(source, data, seed=SEED, steps=STEPS, batch=BATCH, together=together)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.combinations import LORA, RANKS, STRATEGIES
 from tests.parity.reference import reference
@@ -23,7 +23,7 @@ QLORA = {**LORA, "quantize": "nf4"}
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[float], list[float]]:
     with tempfile.TemporaryDirectory() as folder:
-        ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
+        ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
         source = tiny_source(ctx, QLORA).plain
         found = reference(
             source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, compute=torch.bfloat16
@@ -34,7 +34,7 @@ def expected() -> tuple[list[float], list[float]]:
 def elements() -> int:
     """Of all weights, with none in 4 bits."""
     with tempfile.TemporaryDirectory() as folder:
-        ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
+        ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
         module = tiny_source(ctx, LORA).build()
     return sum(parameter.numel() for parameter in module.parameters())
 

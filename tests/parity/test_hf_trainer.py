@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW
@@ -29,7 +29,7 @@ from tests.support.runs import context, toy_data
 
 
 def trained(
-    dist: Dist, folder: str, fields: dict[str, Any], compute: str, lora: Any = None
+    dist: DistContext, folder: str, fields: dict[str, Any], compute: str, lora: Any = None
 ) -> dict[str, Any]:
     """Train with the stage; weights go to `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
@@ -87,9 +87,11 @@ def test_bf16_is_the_policy_and_no_autocast(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_an_adapter_is_trained_and_saved_alone(quantize: str | None, tmp_path: Path) -> None:
     lora = {**LORA, "quantize": quantize}
-    source = tiny_source(context(Dist(device=torch.device("cpu")), str(tmp_path), SEED), lora)
+    source = tiny_source(
+        context(DistContext(device=torch.device("cpu")), str(tmp_path), SEED), lora
+    )
     expected, norms, weights, _ = reference(
-        source.plain, toy_data(), seed=SEED, steps=STEPS, batch=BATCH
+        source.inference_view, toy_data(), seed=SEED, steps=STEPS, batch=BATCH
     )
     result = run_ranks(trained, 2, str(tmp_path), {"micro_batch_size": 2}, "fp32", lora)[0]
     assert losses(result) == pytest.approx(expected, rel=1e-5)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, os, sys
 import torch, torch.distributed
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from tests.parity.body import train_case
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -20,7 +20,7 @@ torch.distributed.init_process_group(
 for wrap in ("wrap.ddp", "wrap.fsdp"):
     case = {"wrap": wrap, "fields": {}, "batching": {}}
     os.mkdir(wrap)
-    train_case(Dist(device=torch.device("cpu")), wrap, case)
+    train_case(DistContext(device=torch.device("cpu")), wrap, case)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 

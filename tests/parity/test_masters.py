@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.wrap.zero.stage import OptimizerOffload
 from tests.parity.masters import compare, round_once
 from tests.support.processes import run_ranks
@@ -54,7 +54,7 @@ CASES = [(ranks, name) for ranks, cases in MASTERS.items() for name in cases]
 ROUNDED = [(ranks, name) for ranks, cases in ROUNDINGS.items() for name in cases]
 
 
-def both(dist: Dist, folder: str, ranks: int) -> list[Any]:
+def both(dist: DistContext, folder: str, ranks: int) -> list[Any]:
     """Everything that is compared on so many ranks, in one process group."""
     return [compare(dist, folder, MASTERS[ranks]), round_once(dist, folder, ROUNDINGS[ranks])]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.optimizer.groups import GroupSettings
 from stages.optimizer.lion import Lion
 from tests.parity.body import ADAMW, BATCH, SEED, STEPS, tiny_source, train_case
@@ -47,7 +47,7 @@ WRAPS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def train_cases(dist: Dist, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+def train_cases(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
     """Each in a folder of its own, in one process group."""
     results = {}
     for name, case in cases.items():
@@ -59,7 +59,7 @@ def train_cases(dist: Dist, folder: str, cases: dict[str, Any]) -> dict[str, Any
 @functools.cache
 def plain_loop(name: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        ctx = context(Dist(device=torch.device("cpu")), folder, SEED)
+        ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
         source, plan = tiny_source(ctx, **MODEL), OPTIMIZERS[name][0].run(ctx)
     return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, plan=plan)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.contracts.precision import torch_dtype
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.wrap.zero.stage import OptimizerOffload
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.reference import reference
@@ -101,7 +101,7 @@ CASES = [
 @functools.cache
 def plain_loop(compute: torch.dtype = torch.float32) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        source = tiny_source(context(Dist(device=torch.device("cpu")), folder, SEED))
+        source = tiny_source(context(DistContext(device=torch.device("cpu")), folder, SEED))
     return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, compute=compute)
 
 

@@ -13,7 +13,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.stage import Context, PlanView, Preset, Presets, Room, Trial
+from pipeline.contracts.stage import Context, PlanView, Preset, Presets, ResourceNeed, Trial
 from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import Problem
 from pipeline.planning.planner import Planner
@@ -150,7 +150,7 @@ class Train:
     shuffle: bool = True
     """In another order every epoch."""
 
-    def shortened(self, trial: Trial) -> Train:
+    def for_benchmark(self, trial: Trial) -> Train:
         return replace(self, steps=trial.steps)
 
     def run(
@@ -211,7 +211,7 @@ class ForeseesUntyped:
 
     def run(self, ctx: Context) -> None: ...
 
-    def foresee(self, ctx: Context, thing) -> Iterator[Room]: ...  # type: ignore[no-untyped-def]
+    def resource_needs(self, ctx: Context, thing) -> Iterator[ResourceNeed]: ...  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class RehearsesUntyped:
 
     def run(self, ctx: Context) -> None: ...
 
-    def rehearse(self, ctx: Context, thing) -> None: ...  # type: ignore[no-untyped-def]
+    def run_dry(self, ctx: Context, thing) -> None: ...  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, kw_only=True)

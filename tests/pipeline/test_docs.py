@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contracts.stage import Context, PlanView
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -25,7 +25,7 @@ def members(kind: type) -> set[str]:
     return {name for name in fields | own if not name.startswith("_")} - {"store"}
 
 
-@pytest.mark.parametrize("kind", [Context, Dist, PlanView])
+@pytest.mark.parametrize("kind", [Context, DistContext, PlanView])
 def test_the_guide_names_all_that_a_stage_is_given(kind: type) -> None:
     named = set(re.findall(r"`(?:with |metrics\.)?(\w+)", GUIDE))
     assert members(kind) - named == set()

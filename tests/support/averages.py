@@ -8,7 +8,7 @@ import torch
 
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.training import Progress, TrainedRun
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.average.ema import EmaAverage
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
@@ -37,7 +37,7 @@ def furthest_from_plain(engine: Engine, first: int, last: int) -> float:
     return max(float((a - b).abs().max()) for a, b in both)
 
 
-def average_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+def average_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:
     """Train with an average, look at it in every way, save, train on."""
     ctx = context(dist, folder)
     engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
@@ -81,7 +81,7 @@ def average_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
     }
 
 
-def continued_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+def continued_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:
     """Restore, tell, train on."""
     ctx = context(dist, folder)
     engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
@@ -95,7 +95,7 @@ def continued_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
     return {"state": state, "after": after}
 
 
-def begun_run(dist: Dist, folder: str, setting: Setting) -> bool:
+def begun_run(dist: DistContext, folder: str, setting: Setting) -> bool:
     """Restore what was saved without an average: whether it begins with the weights."""
     ctx = context(dist, folder)
     engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import ShardedCheckpoint
 from tests.support.injection import SITECUSTOMIZE, VARIABLE, Fault
 from tests.support.runs import context
@@ -28,7 +28,7 @@ class Victim:
 
 
 def save_twice(
-    dist: Dist, folder: str, setting: Setting, victim: Victim | None = None
+    dist: DistContext, folder: str, setting: Setting, victim: Victim | None = None
 ) -> list[dict[str, str]]:
     """Train, save, train, save; the states that were saved."""
     if victim is not None and dist.rank == victim.rank:
@@ -42,14 +42,14 @@ def save_twice(
         states.append(digest(engine, dist))
         if dist.is_main:
             Path(folder, f"state-{end}.json").write_text(json.dumps(states[-1]))
-        checkpoints.save(Progress(step=end, samples=12 * end, origin={"seed": 7}))
+        checkpoints.save(Progress(step=end, samples=12 * end, lineage={"seed": 7}))
     checkpoints.finish()
     checkpoints.close()
     engine.close()
     return states
 
 
-def resume(dist: Dist, folders: list[str], setting: Setting) -> dict[str, Any]:
+def resume(dist: DistContext, folders: list[str], setting: Setting) -> dict[str, Any]:
     """Restore from the rank's own folder, tell the state, train a step, save."""
     ctx = context(dist, folders[dist.rank % len(folders)])
     engine = make_engine(ctx, setting)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.engine import LossScale
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from tests.support.runs import context
 from tests.support.state import Setting, digest, make_engine, train
 
@@ -53,7 +53,7 @@ def digest_of(source: StateSource) -> dict[str, str]:
 
 
 def save_deepspeed(
-    dist: Dist, folder: str, settings: dict[str, Setting]
+    dist: DistContext, folder: str, settings: dict[str, Setting]
 ) -> dict[str, dict[str, str]]:
     """Train one engine after another and save with DeepSpeed's own `save_checkpoint`; the live
     states. On three ranks the model has a buffer."""
@@ -71,7 +71,7 @@ def save_deepspeed(
     return found
 
 
-def load_universal(dist: Dist, folder: str, wraps: list[str]) -> list[dict[str, Any]]:
+def load_universal(dist: DistContext, folder: str, wraps: list[str]) -> list[dict[str, Any]]:
     """DeepSpeed's own `load_checkpoint` of a universal checkpoint, by one engine after another:
     what came of the state, of the groups' weight decays, and of the next step."""
     found = []
@@ -96,7 +96,7 @@ def _next_step(engine: Any) -> str:
     return "goes on"
 
 
-def save_dcp(dist: Dist, folder: str, setting: Setting) -> dict[str, str]:
+def save_dcp(dist: DistContext, folder: str, setting: Setting) -> dict[str, str]:
     """Train and save as torchtitan does (`flat`) and as accelerate does (`nested`)."""
     engine: Any = make_engine(context(dist, folder), setting)
     train(engine, 0, 3)
@@ -115,7 +115,7 @@ def save_dcp(dist: Dist, folder: str, setting: Setting) -> dict[str, str]:
     return told
 
 
-def load_dcp(dist: Dist, folder: str, wraps: list[str]) -> list[dict[str, str]]:
+def load_dcp(dist: DistContext, folder: str, wraps: list[str]) -> list[dict[str, str]]:
     """`torch.distributed.checkpoint.load` into fresh engines."""
     found = []
     for wrap in wraps:

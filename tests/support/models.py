@@ -14,7 +14,7 @@ from torch import nn
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.tensors import TensorReader
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import Metrics
 from stages.model.hf import HfModel
 
@@ -75,7 +75,7 @@ def context(run_dir: Path, *, seed: int = 0) -> Context:
     return Context(
         run_dir=run_dir,
         seed=seed,
-        dist=Dist(device=torch.device("cpu")),
+        dist=DistContext(device=torch.device("cpu")),
         log=logging.getLogger("test"),
         metrics=Metrics(None),
     )

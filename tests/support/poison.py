@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.contracts.data import Data, Sample
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
@@ -73,7 +73,7 @@ class PoisonedLoss(SummedLoss):
         return loss
 
 
-def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
+def train(dist: DistContext, folder: str, case: Poisoned) -> dict[str, Any]:
     """Train; digests of the final state, what was recorded, and the progress."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
@@ -98,6 +98,8 @@ def train(dist: Dist, folder: str, case: Poisoned) -> dict[str, Any]:
     return {"state": state, "lines": lines, **trained.record()}
 
 
-def train_both(dist: Dist, folder: str, left: Poisoned, right: Poisoned) -> list[dict[str, Any]]:
+def train_both(
+    dist: DistContext, folder: str, left: Poisoned, right: Poisoned
+) -> list[dict[str, Any]]:
     """One training after the other, in one process group."""
     return [train(dist, f"{folder}/left", left), train(dist, f"{folder}/right", right)]

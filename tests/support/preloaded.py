@@ -57,10 +57,10 @@ def load_operators() -> None:
     """Load DeepSpeed's operators, compiled first where they are not yet."""
     import torch
 
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
     from stages.wrap.zero.compat import point_at_device
 
-    point_at_device(Dist(device=torch.device("cpu")))
+    point_at_device(DistContext(device=torch.device("cpu")))
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
 

@@ -90,14 +90,14 @@ def _rank(
     import torch
     import torch.distributed
 
-    from pipeline.distributed.process_group import Dist
+    from pipeline.distributed.process_group import DistContext
 
     torch.set_num_threads(1)
     _allow_fp16()
     try:
         store = torch.distributed.FileStore(f"{folder}/store", world_size)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        dist = Dist(
+        dist = DistContext(
             rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size,
             device=torch.device("cpu"),
             store=torch.distributed.distributed_c10d._get_default_store(),

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.plan.plan import plan_file
 from pipeline.run.journal import Journal
 from pipeline.run.runner import Runner
 from tests.support.runs import context
 
 
-def run_recipe(dist: Dist, recipe: str, folder: str, overrides: Sequence[str] = ()) -> None:
+def run_recipe(dist: DistContext, recipe: str, folder: str, overrides: Sequence[str] = ()) -> None:
     """All stages of the recipe on this rank; `folder` is the run's."""
     plan = plan_file(recipe, list(overrides), procs=dist.world_size)
     ctx = context(dist, folder, plan.recipe.seed)

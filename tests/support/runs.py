@@ -16,7 +16,7 @@ from pipeline import testing
 from pipeline.contracts.data import Data, Sample, Samples
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel
 
 TINY = {
@@ -46,7 +46,7 @@ def tiny_model(
     return made
 
 
-def context(dist: Dist, run_dir: str | Path, seed: int = 7) -> Context:
+def context(dist: DistContext, run_dir: str | Path, seed: int = 7) -> Context:
     """A context whose log goes nowhere; metrics are written by rank 0."""
     log = logging.getLogger("pipe.test")
     log.setLevel(logging.CRITICAL)

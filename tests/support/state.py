@@ -16,7 +16,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.wrap.ddp import Ddp
@@ -115,7 +115,7 @@ def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[floa
     return losses
 
 
-def digest(engine: Engine, dist: Dist) -> dict[str, str]:
+def digest(engine: Engine, dist: DistContext) -> dict[str, str]:
     """Digests of every logical tensor and of everything else, gathered without a checkpoint."""
     own = [
         [f"{kind}/{part.name}", part.start, _text(tensor)]
@@ -154,7 +154,7 @@ def _digest(parts: dict[int, str]) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def relay_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
+def relay_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:
     """Restore what is there, train on, save: the state before and after, and the progress."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
@@ -171,13 +171,13 @@ def relay_run(dist: Dist, folder: str, setting: Setting) -> dict[str, Any]:
     return {"before": before, "after": after, "progress": vars(progress)}
 
 
-def save_run(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
+def save_run(dist: DistContext, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
     """Train, save, tell the state."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
     train(engine, 0, steps)
-    progress = Progress(step=steps, samples=12 * steps, tokens=100, origin={"seed": 7})
+    progress = Progress(step=steps, samples=12 * steps, tokens=100, lineage={"seed": 7})
     checkpoints.save(progress)
     checkpoints.finish()
     told = digest(engine, dist)
@@ -186,7 +186,7 @@ def save_run(dist: Dist, folder: str, setting: Setting, steps: int = 3) -> dict[
     return told
 
 
-def load_run(dist: Dist, folder: str, setting: Setting, *accept: str) -> dict[str, Any]:
+def load_run(dist: DistContext, folder: str, setting: Setting, *accept: str) -> dict[str, Any]:
     """Restore into a fresh engine, tell the state and the progress."""
     ctx = replace(context(dist, folder), accept=frozenset(accept))
     engine = make_engine(ctx, setting)
@@ -198,6 +198,6 @@ def load_run(dist: Dist, folder: str, setting: Setting, *accept: str) -> dict[st
     return {"state": told, "progress": None if progress is None else vars(progress)}
 
 
-def load_runs(dist: Dist, folder: str, settings: list[Setting]) -> list[dict[str, Any]]:
+def load_runs(dist: DistContext, folder: str, settings: list[Setting]) -> list[dict[str, Any]]:
     """`load_run` under one setting after another, in one process group."""
     return [load_run(dist, folder, setting) for setting in settings]

@@ -16,7 +16,13 @@ from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage
 from pipeline.checkpoint.store import Store, step_name
-from pipeline.checkpoint.writer_main import Job, Outcome, Setup, Skeleton, carry_out
+from pipeline.checkpoint.writer_main import (
+    ManifestTemplate,
+    SaveRequest,
+    SaveResult,
+    Setup,
+    carry_out,
+)
 
 TENSORS = [
     TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),
@@ -40,10 +46,10 @@ def setups(
     address: str, arrangement: str = "sharded", retention: Retention | None = None
 ) -> tuple[list[Setup], list[Staging]]:
     """For each rank its Setup, and what goes where in its arena."""
-    from pipeline.checkpoint.full_layout import Whole
-    from pipeline.checkpoint.layout import Sharded, spans_of
+    from pipeline.checkpoint.full_layout import FullLayout
+    from pipeline.checkpoint.layout import ShardedLayout, spans_of
 
-    made = Sharded() if arrangement == "sharded" else Whole()
+    made = ShardedLayout() if arrangement == "sharded" else FullLayout()
     runs = {tensor.key: own for tensor, own in zip(TENSORS, RUNS, strict=True)}
     ordered = made.in_order(TENSORS)
     own = [runs[tensor.key] for tensor in ordered]
@@ -52,7 +58,7 @@ def setups(
     stagings = [stage(layout, tensors, lambda key: False) for layout in layouts]
     files = [file for layout in layouts for file in layout.described]
     sums = [f"rank-{rank:05d}.sums" for rank in range(2)]
-    skeleton = Skeleton(
+    skeleton = ManifestTemplate(
         tensors=ordered, runs=own, files=files, sums=sums, retention=retention or Retention()
     )
     return [
@@ -90,7 +96,7 @@ def content(key: str, step: int) -> bytes:
     return random.Random(f"{key}@{step}").randbytes(tensor.numel * tensor.itemsize)
 
 
-def job(step: int, identity: str, *, loss: float | None = None) -> Job:
+def job(step: int, identity: str, *, loss: float | None = None) -> SaveRequest:
     """What rank 0 is told at a step; the other takes no notice of the facts."""
     state = {
         "aliases": {"head": "a"},
@@ -107,7 +113,7 @@ def job(step: int, identity: str, *, loss: float | None = None) -> Job:
         "progress": {"step": step, "metrics": {} if loss is None else {"eval_loss": loss}},
         "state": state,
     }
-    return Job(name=step_name(step), identity=identity, facts=facts)
+    return SaveRequest(name=step_name(step), identity=identity, facts=facts)
 
 
 def digests(step: int) -> dict[str, str]:
@@ -125,7 +131,7 @@ def read_digests(store: Store, name: str) -> dict[str, str]:
         reader.close()
 
 
-def write(tiny: Tiny, step: int, *, identity: str = "", loss: float | None = None) -> Outcome:
+def write(tiny: Tiny, step: int, *, identity: str = "", loss: float | None = None) -> SaveResult:
     """Save in this process; the outcome of rank 0."""
     work = job(step, identity or f"attempt{step}", loss=loss)
     other = threading.Thread(target=carry_out, args=(tiny.setups[1], work, tiny.arena(1, step)))

@@ -10,7 +10,7 @@ import torch.distributed
 from torch import Tensor
 
 from pipeline.contracts.precision import Precision
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from tests.support.runs import context, tiny_model
 from tests.support.state import ADAMW, train
 
@@ -19,7 +19,11 @@ LITTLE = 64
 
 
 def counted(
-    dist: Dist, folder: str, wraps: Iterable[Any], model: Mapping[str, Any], microbatches: int
+    dist: DistContext,
+    folder: str,
+    wraps: Iterable[Any],
+    model: Mapping[str, Any],
+    microbatches: int,
 ) -> list[dict[str, int]]:
     """Collective -> bytes of whole tensors, in the fourth step of each wrap stage: in bf16, reduced
     in fp32, but in bf16 where `DistributedDataParallel` would otherwise reduce by itself."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import LossScaling, Precision
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.wrap.materialize import named_parameters
 from stages.wrap.zero import Zero
@@ -80,7 +80,7 @@ def plan(ctx: Any, case: Case) -> Any:
     return stage.run(ctx)
 
 
-def run_case(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
+def run_case(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
     """Train; returns what every step reported and the engine's facts. Full fp32 masters go to
     `folder`/masters.safetensors."""
     ctx = context(dist, folder)
@@ -90,7 +90,7 @@ def run_case(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
     steps = [one_step(engine, step, case) for step in range(case.last)]
     if case.save:
         engine.deepspeed.save_checkpoint(f"{folder}/saved")
-    facts = dict(engine.facts())
+    facts = dict(engine.describe())
     save_masters(engine, Path(folder) / "masters.safetensors", write=dist.is_main)
     for call in reversed(finals):
         call()
@@ -131,7 +131,7 @@ def save_masters(engine: Any, file: Path, *, write: bool) -> None:
 
 def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The same without any engine: losses, gradient norms, final weights."""
-    ctx = context(Dist(device=torch.device("cpu")), folder)
+    ctx = context(DistContext(device=torch.device("cpu")), folder)
     made = source(ctx, case)
     model = made.build()
     reader = made.weights()

@@ -1,8 +1,8 @@
-"""Machine -> findings. A rule that is not told something finds nothing."""
+"""MachineReport -> findings. A rule that is not told something finds nothing."""
 
 from __future__ import annotations
 
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import MachineReport
 from pipeline.doctor.rules import environment, gpus, host, measured, software, storage
 from pipeline.doctor.rules.finding import SEVERITIES, Finding, Rule
 
@@ -16,7 +16,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def findings(machine: Machine) -> list[Finding]:
+def findings(machine: MachineReport) -> list[Finding]:
     """All that will hurt, the worst first."""
     found = [finding for rule in RULES for finding in rule(machine)]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 
 from pipeline.distributed.environment import LOOPBACK
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import MachineReport
 from pipeline.doctor.rules.finding import Finding
 
 OFF = ("", "0")
@@ -18,7 +18,7 @@ SLOW = {
 }
 
 
-def slow_switches(machine: Machine) -> Iterator[Finding]:
+def slow_switches(machine: MachineReport) -> Iterator[Finding]:
     """Set while a fault was looked for, and forgotten."""
     effects = dict(SLOW)
     if not machine.network.rdma:
@@ -40,7 +40,7 @@ def slow_switches(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def no_such_interface(machine: Machine) -> Iterator[Finding]:
+def no_such_interface(machine: MachineReport) -> Iterator[Finding]:
     """NCCL uses what remains of a choice, gloo all that it names."""
     if not machine.network.interfaces:
         return
@@ -78,7 +78,7 @@ def _no_interface(variable: str, choice: str, reason: str, up: Sequence[str]) ->
     )
 
 
-def public_address(machine: Machine) -> Iterator[Finding]:
+def public_address(machine: MachineReport) -> Iterator[Finding]:
     """What processes meet at asks nobody who he is."""
     text = machine.environment.get("MASTER_ADDR", "")
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import MachineReport
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -24,5 +24,5 @@ class Finding:
     do: str
 
 
-Rule = Callable[[Machine], Iterator[Finding]]
+Rule = Callable[[MachineReport], Iterator[Finding]]
 """Says what it finds in a machine, which it does not look at itself."""

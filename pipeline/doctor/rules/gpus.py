@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.doctor.gpu_topology import is_nvlink
-from pipeline.doctor.report import Link, Machine
+from pipeline.doctor.report import Link, MachineReport
 from pipeline.doctor.rules.finding import Finding
 from pipeline.utils.text import human
 
@@ -22,7 +22,7 @@ PATHS = {
 }
 
 
-def no_bf16(machine: Machine) -> Iterator[Finding]:
+def no_bf16(machine: MachineReport) -> Iterator[Finding]:
     """bf16 came with compute capability 8.0."""
     old = [
         device
@@ -39,7 +39,7 @@ def no_bf16(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def unlike(machine: Machine) -> Iterator[Finding]:
+def unlike(machine: MachineReport) -> Iterator[Finding]:
     """All ranks wait for the slowest, and have room for what the smallest has."""
     kinds = {device.name for device in machine.devices}
     if len(kinds) > 1:
@@ -52,7 +52,7 @@ def unlike(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def in_use(machine: Machine) -> Iterator[Finding]:
+def in_use(machine: MachineReport) -> Iterator[Finding]:
     """Another process computes there, or did and still holds memory."""
     for name, device in machine.gpus.items():
         free = device.memory_free_bytes
@@ -66,7 +66,7 @@ def in_use(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def slow_links(machine: Machine) -> Iterator[Finding]:
+def slow_links(machine: MachineReport) -> Iterator[Finding]:
     """Pairs without NVLink, the slowest kind in a finding of its own."""
     links = machine.topology.links
     across = [link for link in links if link.kind == "SYS"]

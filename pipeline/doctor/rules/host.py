@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import MachineReport
 from pipeline.doctor.rules.finding import Finding
 from pipeline.utils.text import human
 
@@ -16,7 +16,7 @@ LOW = 0.1
 NEVER_OVERCOMMIT = 2
 
 
-def little_shared_memory(machine: Machine) -> Iterator[Finding]:
+def little_shared_memory(machine: MachineReport) -> Iterator[Finding]:
     """Containers have 64 MiB of it unless told otherwise."""
     free, total = machine.kernel.shared_memory_free_bytes, machine.kernel.shared_memory_bytes
     if machine.procs > 1 and free is not None and total is not None and free < SHARED:
@@ -31,7 +31,7 @@ def little_shared_memory(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def little_locked_memory(machine: Machine) -> Iterator[Finding]:
+def little_locked_memory(machine: MachineReport) -> Iterator[Finding]:
     """DeepSpeed's page-locked buffers and RDMA are counted against the limit; CUDA's are not."""
     limit = machine.kernel.limits.get("locked_memory")
     if limit is None or limit.soft is None or machine.kernel.locks_freely is not False:
@@ -49,7 +49,7 @@ def little_locked_memory(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def swapping(machine: Machine) -> Iterator[Finding]:
+def swapping(machine: MachineReport) -> Iterator[Finding]:
     """Something is kept on disk that was in memory."""
     used = machine.host.swap_used_bytes
     if used is not None and used > SWAP_IN_USE:
@@ -62,7 +62,7 @@ def swapping(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def little_memory(machine: Machine) -> Iterator[Finding]:
+def little_memory(machine: MachineReport) -> Iterator[Finding]:
     """Of what the machine has, or its control group."""
     free, total = machine.host.memory_free_bytes, machine.host_memory_bytes
     if free is not None and total is not None and free < LOW * total:
@@ -76,7 +76,7 @@ def little_memory(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def strict_overcommit(machine: Machine) -> Iterator[Finding]:
+def strict_overcommit(machine: MachineReport) -> Iterator[Finding]:
     """Memory that is only reserved is counted then."""
     if machine.kernel.overcommit_memory == NEVER_OVERCOMMIT:
         yield Finding(
@@ -92,7 +92,7 @@ OPEN_FILES = 4096
 PROCESSES = 4096
 
 
-def few_cores(machine: Machine) -> Iterator[Finding]:
+def few_cores(machine: MachineReport) -> Iterator[Finding]:
     """A rank is a process that is always busy, even beside a GPU."""
     cores = machine.host.cores
     if cores is not None and cores < machine.procs:
@@ -106,7 +106,7 @@ def few_cores(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def too_many_threads(machine: Machine) -> Iterator[Finding]:
+def too_many_threads(machine: MachineReport) -> Iterator[Finding]:
     """The environment's number overrules the share that a run would give its ranks."""
     text = machine.environment.get("OMP_NUM_THREADS", "")
     cores = machine.host.cores
@@ -122,7 +122,7 @@ def too_many_threads(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def few_files(machine: Machine) -> Iterator[Finding]:
+def few_files(machine: MachineReport) -> Iterator[Finding]:
     """Connections and mapped shards are open files."""
     limit = machine.kernel.limits.get("open_files")
     if limit is not None and limit.soft is not None and limit.soft < OPEN_FILES:
@@ -136,7 +136,7 @@ def few_files(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def few_processes(machine: Machine) -> Iterator[Finding]:
+def few_processes(machine: MachineReport) -> Iterator[Finding]:
     """Threads count too. The user's limit and that of a control group hold both."""
     limit = machine.kernel.limits.get("processes")
     group = machine.kernel.processes_in_group
@@ -157,7 +157,7 @@ def _processes(limit: int, of: str, do: str) -> Finding:
     )
 
 
-def core_dumps(machine: Machine) -> Iterator[Finding]:
+def core_dumps(machine: MachineReport) -> Iterator[Finding]:
     """A dump holds all memory of its process."""
     limit = machine.kernel.limits.get("core")
     if limit is not None and limit.soft is None:

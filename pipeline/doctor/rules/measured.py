@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.doctor.gpu_topology import is_nvlink
-from pipeline.doctor.report import Failure, Machine
+from pipeline.doctor.report import Failure, MachineReport
 from pipeline.doctor.rules.finding import Finding
 from pipeline.utils.text import human
 
@@ -28,7 +28,7 @@ FATAL = {
 }
 
 
-def failed(machine: Machine) -> Iterator[Finding]:
+def failed(machine: MachineReport) -> Iterator[Finding]:
     """A measurement that gave no result."""
     for failure in machine.failures:
         if _is_slow_import(failure):
@@ -46,7 +46,7 @@ def failed(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def slow_import(machine: Machine) -> Iterator[Finding]:
+def slow_import(machine: MachineReport) -> Iterator[Finding]:
     """What takes long is no fault of the driver's, and of GPUs nothing is known then."""
     for failure in filter(_is_slow_import, machine.failures):
         gpus = "; GPUs were not looked at, and what was measured is the processor"
@@ -64,7 +64,7 @@ def _is_slow_import(failure: Failure) -> bool:
     return failure.measurement == "torch" and failure.late
 
 
-def nvlink_unused(machine: Machine) -> Iterator[Finding]:
+def nvlink_unused(machine: MachineReport) -> Iterator[Finding]:
     """All pairs have NVLink, but the exchange is as slow as over PCIe."""
     links = machine.topology.links
     large = [each.busbw for each in machine.allreduce if each.bytes >= LARGE]
@@ -82,7 +82,7 @@ def nvlink_unused(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def slow_disk(machine: Machine) -> Iterator[Finding]:
+def slow_disk(machine: MachineReport) -> Iterator[Finding]:
     """In the time of a checkpoint of a usual model."""
     rate = machine.disk_write_bytes_per_s
     if rate is None or rate >= SLOW_DISK:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import MachineReport
 from pipeline.doctor.rules.finding import Finding
 
 
-def torch_cannot_use_gpus(machine: Machine) -> Iterator[Finding]:
+def torch_cannot_use_gpus(machine: MachineReport) -> Iterator[Finding]:
     """The driver has GPUs that torch has not: it has no CUDA, or one newer than the driver."""
     software = machine.software
     gpus, usable = software.gpus or 0, len(machine.devices)
@@ -35,7 +35,7 @@ def torch_cannot_use_gpus(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def no_driver(machine: Machine) -> Iterator[Finding]:
+def no_driver(machine: MachineReport) -> Iterator[Finding]:
     """A torch for CUDA on a machine without one."""
     software = machine.software
     if software.torch_cuda is None or software.gpus != 0 or machine.devices:
@@ -50,7 +50,7 @@ def no_driver(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def torch_is_broken(machine: Machine) -> Iterator[Finding]:
+def torch_is_broken(machine: MachineReport) -> Iterator[Finding]:
     """It is not there, or cannot be imported."""
     software = machine.software
     problem = software.torch_problem or ""
@@ -67,7 +67,7 @@ def torch_is_broken(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def companion_of_another_build(machine: Machine) -> Iterator[Finding]:
+def companion_of_another_build(machine: MachineReport) -> Iterator[Finding]:
     """torchvision's and torchaudio's compiled code fits one torch only."""
     software = machine.software
     torch = software.packages.get("torch")
@@ -93,7 +93,7 @@ def _build(version: str) -> str:
     return version.partition("+")[2]
 
 
-def no_compiler(machine: Machine) -> Iterator[Finding]:
+def no_compiler(machine: MachineReport) -> Iterator[Finding]:
     """DeepSpeed compiles its operators where they are first used."""
     tools = machine.operators
     if not tools.known:
@@ -118,7 +118,7 @@ def no_compiler(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def no_libaio(machine: Machine) -> Iterator[Finding]:
+def no_libaio(machine: MachineReport) -> Iterator[Finding]:
     """Only NVMe offload needs it."""
     if machine.operators.known and not machine.operators.libaio:
         yield Finding(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import MachineReport
 from pipeline.doctor.rules.finding import Finding
 from pipeline.utils.text import human
 
@@ -17,7 +17,7 @@ SLOW_NETWORK = 10e9
 """Bits per second."""
 
 
-def not_writable(machine: Machine) -> Iterator[Finding]:
+def not_writable(machine: MachineReport) -> Iterator[Finding]:
     """Nor could a run be."""
     for folder in machine.folders:
         runs = folder.use == "runs"
@@ -31,7 +31,7 @@ def not_writable(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def nearly_full(machine: Machine) -> Iterator[Finding]:
+def nearly_full(machine: MachineReport) -> Iterator[Finding]:
     """For runs; temporary files are small."""
     for folder in machine.folders:
         free = folder.free_bytes
@@ -45,7 +45,7 @@ def nearly_full(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def kind_of_filesystem(machine: Machine) -> Iterator[Finding]:
+def kind_of_filesystem(machine: MachineReport) -> Iterator[Finding]:
     """One that is slow, or forgets."""
     for folder in machine.folders:
         kind = folder.filesystem or ""
@@ -77,7 +77,7 @@ def kind_of_filesystem(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def slow_network(machine: Machine) -> Iterator[Finding]:
+def slow_network(machine: MachineReport) -> Iterator[Finding]:
     """Only where every interface tells its speed."""
     speeds = [interface.bits_per_s for interface in machine.network.interfaces]
     known = [speed for speed in speeds if speed is not None]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.contracts.engine import Admit, DataShard, Engine, StepReport
+from pipeline.contracts.engine import DataAxis, Engine, StepGuard, StepReport
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
@@ -43,7 +43,7 @@ class BareEngine(Engine):
                 _cast(model.buffers(), torch_dtype(precision.buffer))
         self.model = model.to_empty(device="cpu").train()
         self.device = torch.device("cpu")
-        self.shard = DataShard(index=0, count=topology.ranks)
+        self.shard = DataAxis(index=0, count=topology.ranks)
 
         def enter(module: nn.Module, inputs: Any, named: Any) -> Any:
             return cast_in((inputs, named), compute)
@@ -67,14 +67,14 @@ class BareEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         return StepReport(grad_norm=1.0, applied=False)
 
     def _absent(self, *given: Any) -> Any:
         """There are no masters and no state, and nobody asks for them."""
         raise NotImplementedError
 
-    facts = state = fragments = restore = refresh = _absent  # type: ignore[assignment]
+    describe = state = fragments = restore = sync_compute_weights = _absent  # type: ignore[assignment]
 
 
 def _cast(tensors: Any, dtype: torch.dtype) -> None:

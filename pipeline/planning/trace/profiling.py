@@ -43,7 +43,7 @@ def profile(job: Job) -> Profile:
     parts, built = _Parts(runs), runs[0].built
     # Nothing is added to a model that is trained as a whole.
     bare = source.skeleton is not source or all(weight.trained for weight in whole.weights)
-    plain = whole if bare else structure(source.exported)
+    plain = whole if bare else structure(source.export_view)
     found = [(f"{event} {unit}", parts.part(phase, where)) for event, unit, phase, where in ROOT]
     for kind, place in enumerate(first):
         found.append((f"forward {kind}", parts.part(FORWARD, place)))

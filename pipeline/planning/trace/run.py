@@ -18,7 +18,7 @@ from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.plan.binding import Results
 from pipeline.planning.planner import Extent, Job
@@ -109,7 +109,7 @@ def _context(job: Job) -> Iterator[Context]:
     log = logging.getLogger("pipe.planning")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    place = Dist(
+    place = DistContext(
         rank=0,
         world_size=job.topology.ranks,
         local_rank=0,

@@ -38,7 +38,7 @@ def structure(source: ModelSource) -> Structure:
     with torch.device("meta"):
         model = source.build()
     source.tie(model)
-    borrowed = set(source.borrowed)
+    frozen_base = set(source.frozen_base)
     names = {parameter: name for name, parameter in model.named_parameters()}
     modules = {module: name for name, module in model.named_modules()}
     blocks = source.blocks(model)
@@ -47,7 +47,7 @@ def structure(source: ModelSource) -> Structure:
             name=name,
             shape=tuple(parameter.shape),
             trained=parameter.requires_grad,
-            borrowed=name in borrowed,
+            frozen_base=name in frozen_base,
             packed=not parameter.is_floating_point(),
         )
         for parameter, name in names.items()

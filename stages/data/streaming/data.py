@@ -126,7 +126,7 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
 def _listed(stage: StreamData, ctx: Context) -> list[Shard]:
     """The shards that rank 0 sees (collective)."""
     text = json.dumps(shards.dump(shards.listed(stage.shards))) if ctx.dist.is_main else None
-    return [Shard(**each) for each in json.loads(ctx.dist.share(text))]
+    return [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
 
 
 def _store(
@@ -135,7 +135,7 @@ def _store(
     """What this process reads shards through (collective)."""
     main = ctx.dist.is_main
     file = ctx.run_dir / LEDGER
-    known = ctx.dist.share(Ledger.read(file, documents.making) if main else None)
+    known = ctx.dist.broadcast_str(Ledger.read(file, documents.making) if main else None)
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
     return ShardStore(
         corpus,

@@ -17,12 +17,12 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.utils.files import replace_text
-from stages.wrap.load_weights import fill
-from stages.wrap.materialize import build_empty, cast_buffers, expected_buffers, materialise
-from stages.wrap.verify_engine import attest
+from stages.wrap.load_weights import load_weights
+from stages.wrap.materialize import build_empty, cast_buffers, expected_buffers, materialize
+from stages.wrap.verify_engine import verify_engine
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
@@ -60,9 +60,9 @@ def build(
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
         # Masters, not parameters: those that DeepSpeed makes of parameters lack what the compute
         # dtype rounds off.
-        fill(engine.weights(), reader, ctx)
-        engine.refresh()
-    attest(ctx, engine, _expected(stage, ctx, precision, plan))
+        load_weights(engine.weights(), reader, ctx)
+        engine.sync_compute_weights()
+    verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine
 
 
@@ -109,15 +109,15 @@ def _expected(
     }
 
 
-def replicated(model: ModelSource, precision: Precision, dist: Dist) -> nn.Module:
+def replicated(model: ModelSource, precision: Precision, dist: DistContext) -> nn.Module:
     """Stages 1 and 2: every rank has memory for all parameters, not yet filled."""
     module = build_empty(model, precision)
-    materialise(module, dist.device, buffer_device=dist.device)
+    materialize(module, dist.device, buffer_device=dist.device)
     return module
 
 
 def partitioned(
-    model: ModelSource, precision: Precision, dist: Dist, config: Mapping[str, Any]
+    model: ModelSource, precision: Precision, dist: DistContext, config: Mapping[str, Any]
 ) -> nn.Module:
     """Stage 3: each parameter is partitioned as soon as it exists, not yet filled.
 
@@ -129,10 +129,10 @@ def partitioned(
     with deepspeed.zero.Init(config_dict_or_path=dict(config)):
         module = model.build()
     model.tie(module)
-    for owner in model.reaching(module):
+    for owner in model.external_parameter_modules(module):
         for parameter in owner.parameters():
             deepspeed.zero.register_external_parameter(owner, parameter)
-    for block in model.compiled(module):
+    for block in model.compiled_modules(module):
         # Gathered as a whole, without hooks within, which would break its graph. Frozen parameters
         # are not there in backward then: with an adapter the hooks stay.
         if all(parameter.requires_grad for parameter in block.parameters()):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.wrap.zero.operators_compat import keep_operators
 
 
-def point_at_device(dist: Dist) -> None:
+def point_at_device(dist: DistContext) -> None:
     """Tell DeepSpeed which device this run uses, and keep its operators; call before the process
     first imports it."""
     # Read at import; unset, DeepSpeed guesses from what is installed.
@@ -30,7 +30,7 @@ def point_at_device(dist: Dist) -> None:
     keep_operators()
 
 
-def start(dist: Dist, log: logging.Logger) -> None:
+def start(dist: DistContext, log: logging.Logger) -> None:
     """Point DeepSpeed at this run's device, its logger at the run's, and its communication at
     torch's running process group."""
     point_at_device(dist)

@@ -13,10 +13,10 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.contracts.engine import Admit, DataShard, Engine, EngineState, Fragment, StepReport
+from pipeline.contracts.engine import DataAxis, Engine, EngineState, Fragment, StepGuard, StepReport
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.wrap.load_weights import Part
 from stages.wrap.materialize import dtype_names, parameter_count, trained
 from stages.wrap.zero import compat
@@ -27,11 +27,13 @@ class ZeroEngine(Engine):
     """DeepSpeed's engine behind the common port. Accumulation is unmanaged: gradients are summed
     over micro-batches and applied by one `step`."""
 
-    def __init__(self, live: Any, dist: Dist, precision: Precision, plan: OptimizerPlan) -> None:
+    def __init__(
+        self, live: Any, dist: DistContext, precision: Precision, plan: OptimizerPlan
+    ) -> None:
         self.deepspeed = live
         self.model = live
         self.device = dist.device
-        self.shard = DataShard(index=dist.rank, count=dist.world_size)
+        self.shard = DataAxis(index=dist.rank, count=dist.world_size)
         self._scaling = precision.loss_scaling
         self._max_grad_norm = plan.max_grad_norm
         # Groups are renewed when a checkpoint is loaded, base rates are not.
@@ -46,13 +48,13 @@ class ZeroEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
-    def step(self, *, lr_scale: float, admit: Admit | None = None) -> StepReport:
+    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         live = self.deepspeed
         for group, base in zip(compat.update_groups(live), self._base_rates, strict=True):
             group["lr"] = base * lr_scale
         scaler = compat.loss_scaler(live)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
-        with self._admission.asking(admit, lambda: compat.global_grad_norm(live)) as answer:
+        with self._admission.asking(should_step, lambda: compat.global_grad_norm(live)) as answer:
             live.step()
         finite = bool(live.was_step_applied())
         if finite:
@@ -79,14 +81,14 @@ class ZeroEngine(Engine):
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         return self._state.restore(state)
 
-    def refresh(self) -> None:
-        self._state.refresh()
+    def sync_compute_weights(self) -> None:
+        self._state.sync_compute_weights()
 
     def weights(self) -> Iterator[Part]:
         """See ZeroState."""
         return self._state.weights()
 
-    def facts(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, Any]:
         return facts(self.deepspeed)
 
     def close(self) -> None:
@@ -107,7 +109,7 @@ class Answer:
 class _Question:
     """To be asked once in a step, however many optimizers and groups take part in it."""
 
-    admit: Admit
+    should_step: StepGuard
     norm: Callable[[], float]
     answer: Answer
     asked: bool = False
@@ -115,7 +117,7 @@ class _Question:
 
     def refused(self) -> bool:
         if not self.asked:
-            self.asked, self.answer.refused = True, not self.admit(self.norm())
+            self.asked, self.answer.refused = True, not self.should_step(self.norm())
         return self.answer.refused
 
 
@@ -129,11 +131,11 @@ class Admission:
             optimizer.register_step_post_hook(self._after)
 
     @contextlib.contextmanager
-    def asking(self, admit: Admit | None, norm: Callable[[], float]) -> Iterator[Answer]:
-        """Let steps in the body depend on what `admit` says to `norm()`, which is called when an
-        optimizer is about to step; without `admit`, on nothing."""
+    def asking(self, should_step: StepGuard | None, norm: Callable[[], float]) -> Iterator[Answer]:
+        """Let steps in the body depend on what `should_step` says to `norm()`, which is called when
+        an optimizer is about to step; without `should_step`, on nothing."""
         answer = Answer()
-        self._question = None if admit is None else _Question(admit, norm, answer)
+        self._question = None if should_step is None else _Question(should_step, norm, answer)
         try:
             yield answer
         finally:

@@ -97,7 +97,7 @@ class ZeroState:
         compat.restore_bias_correction(self._live)
         self._set_loss_scale(state.loss_scale)
 
-    def refresh(self) -> None:
+    def sync_compute_weights(self) -> None:
         """See Engine."""
         self._partitions.gather()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.bench.results import Measured, Memory, Row, Speed
+from pipeline.bench.results import Memory, Row, RunMeasurement, Speed
 
 
 def speed(median: float, spread: float = 0.0, steps: int = 3) -> Speed:
@@ -20,5 +20,7 @@ def row(
         "samples_per_step": 8, "memory": Memory(kind="device", measured=3 << 29, predicted=1 << 30),
         "steps_left_out": 0,
     } | facts  # fmt: skip
-    one = Measured(tokens_per_second=speed(tokens, spread, steps), step_seconds=speed(0.5), **told)
+    one = RunMeasurement(
+        tokens_per_second=speed(tokens, spread, steps), step_seconds=speed(0.5), **told
+    )
     return Row(strategy=strategy, use=f"wrap.{strategy}", procs=procs, measured=one)

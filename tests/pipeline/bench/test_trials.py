@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pipeline import cli
 from pipeline.bench import trials
-from pipeline.bench.trials import Length
+from pipeline.bench.trials import BenchLength
 from pipeline.contracts.stage import Trial
 from pipeline.errors import UsageError
 from pipeline.plan.plan import make_plan, plan_file
@@ -25,7 +25,7 @@ from pipeline.recipe import load_recipe
 def write(strategy: str, procs: int, **length: Any) -> dict[str, Any]:
     registry = Registry.installed()
     plan = make_plan(load_recipe("r.yaml"), registry=registry)
-    how = Length(**{"steps": 6, "warmup": 2, "weak": False} | length)
+    how = BenchLength(**{"steps": 6, "warmup": 2, "weak": False} | length)
     (written,) = trials.write(plan, chosen([strategy], registry), [procs], how, registry=registry)
     Path("trial.yaml").write_text(written.text)
     plan_file("trial.yaml", registry=registry)
@@ -77,7 +77,7 @@ def test_a_micro_batch_that_follows_from_the_processes_is_the_same_on_any_number
     Path("r.yaml").write_text(json.dumps(real))
     registry = Registry.installed()
     plan = make_plan(load_recipe("r.yaml"), registry=registry)
-    length = Length(steps=6, warmup=2, weak=weak)
+    length = BenchLength(steps=6, warmup=2, weak=weak)
     written = trials.write(plan, chosen(["ddp"], registry), [1, 4], length, registry=registry)
     trains = [yaml.safe_load(each.text)["stages"]["train"] for each in written]
     assert [(t["global_batch_size"], t["micro_batch_size"]) for t in trains] == expected
@@ -88,8 +88,8 @@ def test_a_strategy_that_can_be_shortened_is(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blue = registry.load("wrap.blue")
-    shortened = lambda self, trial: replace(self, bucket=float(trial.steps))  # noqa: E731
-    monkeypatch.setattr(blue, "shortened", shortened, raising=False)
+    for_benchmark = lambda self, trial: replace(self, bucket=float(trial.steps))  # noqa: E731
+    monkeypatch.setattr(blue, "for_benchmark", for_benchmark, raising=False)
     trial = Trial(steps=7)
     assert trials.another({"use": "wrap.blue"}, trial, registry) == {
         "use": "wrap.blue", "bucket": 7.0,

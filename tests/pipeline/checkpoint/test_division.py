@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import Misfit, require_cover
+from pipeline.checkpoint.division import CoverageError, require_cover
 
 
 @st.composite
@@ -25,11 +25,11 @@ def test_a_cover_is_accepted_and_without_any_range_it_is_not(
     ranges, total = cover
     require_cover(ranges, total)
     for place in range(len(ranges)):
-        with pytest.raises(Misfit):
+        with pytest.raises(CoverageError):
             require_cover(ranges[:place] + ranges[place + 1 :], total)
-        with pytest.raises(Misfit, match="are there twice"):
+        with pytest.raises(CoverageError, match="are there twice"):
             require_cover([*ranges, ranges[place]], total)
-    with pytest.raises(Misfit, match="ends at element"):
+    with pytest.raises(CoverageError, match="ends at element"):
         require_cover(ranges, total + 1)
 
 
@@ -41,7 +41,7 @@ def test_whatever_is_accepted_has_each_element_once(
     elements = sorted(element for start, stop in ranges for element in range(start, stop))
     try:
         require_cover(ranges, total)
-    except Misfit:
+    except CoverageError:
         assert elements != list(range(total))
     else:
         assert elements == list(range(total))

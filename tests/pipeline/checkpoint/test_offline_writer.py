@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.division import Span
-from pipeline.checkpoint.full_layout import Whole
-from pipeline.checkpoint.layout import Arrangement, Sharded
+from pipeline.checkpoint.full_layout import FullLayout
+from pipeline.checkpoint.layout import FileLayout, ShardedLayout
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import Group, State, TensorEntry
 from pipeline.checkpoint.offline_writer import (
@@ -72,8 +72,8 @@ def content(key: str, start: int, stop: int) -> bytes:
     return ((seed[turn:] + seed[:turn]) * ((stop - start) // len(seed) + 1))[: stop - start]
 
 
-@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
-def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: Arrangement) -> None:
+@pytest.mark.parametrize("arrangement", [ShardedLayout(), FullLayout()], ids=lambda one: one.name)
+def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLayout) -> None:
     """Odd numbers of items of all sizes, in files that follow each other."""
     kinds = {"weight/a": "BF16", "weight/b": "U8", "exp_avg/a": "F32", "random/0": "I64"}
     entries = arrangement.in_order(
@@ -90,8 +90,8 @@ def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: Arrange
     assert taken[-1][1] <= staging.size
 
 
-@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
-def test_everything_is_written(arrangement: Arrangement, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arrangement", [ShardedLayout(), FullLayout()], ids=lambda one: one.name)
+def test_everything_is_written(arrangement: FileLayout, tmp_path: Path) -> None:
     source = Made()
     write_checkpoint(source, LocalStore(tmp_path), STEP, arrangement)
     reader = CheckpointReader(LocalStore(tmp_path), STEP)
@@ -104,8 +104,8 @@ def test_everything_is_written(arrangement: Arrangement, tmp_path: Path) -> None
     assert LocalStore(tmp_path).names() == [STEP]
 
 
-@pytest.mark.parametrize("arrangement", [Sharded(), Whole()], ids=lambda one: one.name)
-def test_a_failure_leaves_nothing(arrangement: Arrangement, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arrangement", [ShardedLayout(), FullLayout()], ids=lambda one: one.name)
+def test_a_failure_leaves_nothing(arrangement: FileLayout, tmp_path: Path) -> None:
     source = Made()
     source.missing = 1
     with pytest.raises(CheckpointError, match=r"has \d+ bytes instead of"):
@@ -118,7 +118,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
     for elements in (1 << 22, 1 << 24):
         source = Made({"weight/a": ("F32", (elements,))})
         tracemalloc.start()
-        write_checkpoint(source, LocalStore(tmp_path / str(elements)), STEP, Sharded())
+        write_checkpoint(source, LocalStore(tmp_path / str(elements)), STEP, ShardedLayout())
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     # 64 MiB pass through; the checksums of 16 KiB blocks are what grows.

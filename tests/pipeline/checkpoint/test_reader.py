@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import reader, safetensors_format
 from pipeline.checkpoint.division import Run, Span, require_cover
-from pipeline.checkpoint.layout import Sharded, spans_of
+from pipeline.checkpoint.layout import ShardedLayout, spans_of
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
@@ -50,7 +50,7 @@ def content(tensor: TensorEntry) -> bytes:
 
 def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
     """A checkpoint by hand, without the writer."""
-    ordered = Sharded().in_order(tensors)
+    ordered = ShardedLayout().in_order(tensors)
     table = {tensor.key: tensor for tensor in ordered}
     runs = [
         sorted(
@@ -64,7 +64,7 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
     attempt = LocalStore(root).attempt(NAME, "x")
     files, parts = [], []
     for rank in range(len(shares)):
-        layout = Sharded().lay_out(rank, spans_of(rank, ordered, runs), table)
+        layout = ShardedLayout().lay_out(rank, spans_of(rank, ordered, runs), table)
         memory, sums = bytearray(layout.heads[0]), []
         for span, _, offset in layout.pieces:
             assert offset == len(memory)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import Division, Misfit, Pieces, Run, require_cover
+from pipeline.checkpoint.division import CoverageError, Division, Pieces, Run, require_cover
 from pipeline.checkpoint.sharing import WHOLE, share_writing
 
 SIZES = st.one_of(st.integers(1, 50), st.integers(WHOLE - 2, 6 * WHOLE))
@@ -126,5 +126,5 @@ def test_what_does_not_make_up_a_tensor(change: Callable[[Held], None], problem:
     held: Held = [[(0, 0, 50)], [(0, 50, 100)]]
     assert share_writing(pieces(held), [100]) == [[Run(0, 100, 50, 0, 1)]]
     change(held)
-    with pytest.raises(Misfit, match=problem):
+    with pytest.raises(CoverageError, match=problem):
         share_writing(pieces(held), [100])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.division import Span
-from pipeline.checkpoint.layout import Layout, Sharded
+from pipeline.checkpoint.layout import Layout, ShardedLayout
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, stage
 
@@ -20,13 +20,13 @@ BLOCK = safetensors_format.BLOCK
 
 
 def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layout]:
-    entries = Sharded().in_order(
+    entries = ShardedLayout().in_order(
         TensorEntry(key=f"weight/{number}", dtype=dtype, shape=(count,))
         for number, (dtype, count) in enumerate(sizes)
     )
     tensors = {entry.key: entry for entry in entries}
     spans = [Span(entry.key, 0, entry.numel) for entry in entries]
-    return tensors, Sharded().lay_out(0, spans, tensors)
+    return tensors, ShardedLayout().lay_out(0, spans, tensors)
 
 
 @settings(max_examples=60)

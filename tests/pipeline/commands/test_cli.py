@@ -91,7 +91,7 @@ launch:
   device: auto
   threads: null
 env: [PIPE_SECRET]
-rehearse: false
+run_dry: false
 stages:
   model:
     use: model.fake

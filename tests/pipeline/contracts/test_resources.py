@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.contracts import resources
-from pipeline.contracts.resources import require_room
-from pipeline.contracts.stage import Room
+from pipeline.contracts.resources import require_resources
+from pipeline.contracts.stage import ResourceNeed
 from pipeline.errors import StageError
 from pipeline.hardware import host
 
@@ -26,10 +26,12 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("little")
 def test_enough(tmp_path: Path) -> None:
-    require_room(
+    require_resources(
         [
-            Room(what="checkpoints", disk=6 * GB, folder=tmp_path),
-            Room(what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=4 * GB),
+            ResourceNeed(what="checkpoints", disk=6 * GB, folder=tmp_path),
+            ResourceNeed(
+                what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=4 * GB
+            ),
         ]
     )
 
@@ -37,10 +39,12 @@ def test_enough(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("little")
 def test_needs_of_one_file_system_add_up(tmp_path: Path) -> None:
     with pytest.raises(StageError) as error:
-        require_room(
+        require_resources(
             [
-                Room(what="3 checkpoints", disk=7 * GB, folder=tmp_path),
-                Room(what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=5 * GB),
+                ResourceNeed(what="3 checkpoints", disk=7 * GB, folder=tmp_path),
+                ResourceNeed(
+                    what="the export", disk=4 * GB, folder=tmp_path / "not/yet", memory=5 * GB
+                ),
             ]
         )
     assert str(error.value) == (

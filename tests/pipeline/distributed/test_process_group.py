@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.environment import is_worker, worker_rank, worker_world_size
-from pipeline.distributed.process_group import PIECE, Dist
+from pipeline.distributed.process_group import PIECE, DistContext
 from tests.support.processes import run_ranks
 
 
-def _exchange(dist: Dist, folder: str) -> dict[str, Any]:
+def _exchange(dist: DistContext, folder: str) -> dict[str, Any]:
     store = dist.store
     assert store is not None
     shared, keys = [], []
     for number in range(20):
-        shared.append(dist.share(f"text {number}" if dist.is_main else None))
-        with dist.main_first() as main:
+        shared.append(dist.broadcast_str(f"text {number}" if dist.is_main else None))
+        with dist.rank0_first() as main:
             file = Path(folder, str(number))
             if main:
                 file.touch()
@@ -36,8 +36,8 @@ def test_calls_agree_and_leave_no_keys(tmp_path: Path) -> None:
         assert max(rank["keys"]) - min(rank["keys"]) <= 8
 
 
-def _long(dist: Dist) -> int:
-    return len(dist.share("x" * (2 * PIECE + 7) if dist.is_main else None))
+def _long(dist: DistContext) -> int:
+    return len(dist.broadcast_str("x" * (2 * PIECE + 7) if dist.is_main else None))
 
 
 def test_long_texts_are_shared_in_pieces() -> None:
@@ -45,10 +45,10 @@ def test_long_texts_are_shared_in_pieces() -> None:
 
 
 def test_one_process_waits_for_nobody() -> None:
-    dist = Dist(device=None)  # type: ignore[arg-type]
+    dist = DistContext(device=None)  # type: ignore[arg-type]
     dist.barrier()
-    assert dist.share("text") == "text"
-    with dist.main_first() as main:
+    assert dist.broadcast_str("text") == "text"
+    with dist.rank0_first() as main:
         assert main
 
 

@@ -5,20 +5,29 @@ from __future__ import annotations
 import pytest
 
 from pipeline.doctor import collectives
-from pipeline.doctor.report import Folder, Host, Kernel, Limit, Machine, Matmul, Operators, Software
+from pipeline.doctor.report import (
+    Folder,
+    Host,
+    Kernel,
+    Limit,
+    MachineReport,
+    Matmul,
+    Operators,
+    Software,
+)
 
 GB = 10**9
 
 
 @pytest.fixture
-def healthy() -> Machine:
+def healthy() -> MachineReport:
     limits = {
         "open_files": Limit(soft=65536, hard=65536),
         "locked_memory": Limit(soft=None, hard=None),
         "processes": Limit(soft=65536, hard=65536),
         "core": Limit(soft=0, hard=None),
     }
-    return Machine(
+    return MachineReport(
         devices=(),
         procs=2,
         host_memory_bytes=64 * GB,

@@ -21,7 +21,7 @@ from pipeline.doctor import examine as module
 from pipeline.doctor import session
 from pipeline.doctor.inventory import folders
 from pipeline.doctor.ranks import Told
-from pipeline.doctor.report import Machine, read_machine
+from pipeline.doctor.report import MachineReport, read_machine
 from pipeline.doctor.session import QUICK
 
 ROOT = Path(__file__).parents[3]
@@ -73,10 +73,10 @@ def test_a_whole_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def found(healthy: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
+def found(healthy: MachineReport, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has an examination find a machine."""
 
-    def find(machine: Machine = healthy) -> None:
+    def find(machine: MachineReport = healthy) -> None:
         monkeypatch.setattr(module, "examine", lambda *_, **__: machine)
 
     return find
@@ -89,7 +89,7 @@ def test_a_machine_that_nothing_hurts_on(found: Any) -> None:
     assert result.stdout.endswith("what will hurt\n  nothing\n")
 
 
-def test_warnings_are_allowed(found: Any, healthy: Machine) -> None:
+def test_warnings_are_allowed(found: Any, healthy: MachineReport) -> None:
     found(healthy.model_copy(update={"procs": 16}))
     result = doctor()
     assert result.exit_code == 0
@@ -105,7 +105,7 @@ what will hurt
     )
 
 
-def test_errors_have_an_exit_code(found: Any, healthy: Machine) -> None:
+def test_errors_have_an_exit_code(found: Any, healthy: MachineReport) -> None:
     software = healthy.software.model_copy(update={"gpus": 8})
     found(healthy.model_copy(update={"software": software, "procs": 16}))
     result = doctor("--json")

@@ -23,8 +23,8 @@ def rates(settings, tell):
     tell({"rank": int(os.environ["RANK"]), "threads": threads, "size": settings["size"]})
 
 def meet(settings, tell):
-    from pipeline.doctor.probes import Together
-    rank, together = int(os.environ["RANK"]), Together(settings)
+    from pipeline.doctor.probes import Rendezvous
+    rank, together = int(os.environ["RANK"]), Rendezvous(settings)
     for late in (0, 1):
         time.sleep(0.5 * (rank == late))
         tell({"slowest": together.slowest(rank + 2.0 * late), "left": time.monotonic()})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.doctor import collectives
-from pipeline.doctor.report import Machine, read_machine
+from pipeline.doctor.report import MachineReport, read_machine
 from pipeline.errors import UsageError
 
 KEYS = {
@@ -26,7 +26,7 @@ KEYS = {
 }
 
 
-def test_round_trip(healthy: Machine, tmp_path: Path) -> None:
+def test_round_trip(healthy: MachineReport, tmp_path: Path) -> None:
     told = healthy.model_dump(mode="json") | {"findings": [], "of a later version": 1}
     assert {key: told[key] for key in KEYS} == KEYS
     file = tmp_path / "machine.json"
@@ -67,7 +67,7 @@ def without(key: str, told: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_bad_files(healthy: Machine, tmp_path: Path, make: Any, message: str) -> None:
+def test_bad_files(healthy: MachineReport, tmp_path: Path, make: Any, message: str) -> None:
     file = tmp_path / "machine.json"
     file.write_text(make(healthy.model_dump(mode="json")))
     with pytest.raises(UsageError) as error:

@@ -15,7 +15,7 @@ from pipeline.doctor.report import (
     Folder,
     Interface,
     Limit,
-    Machine,
+    MachineReport,
     Network,
     Record,
 )
@@ -30,48 +30,48 @@ H100 = Device(name="H100", memory_bytes=80 * GB, compute_capability="9.0")
 V100 = Device(name="V100", memory_bytes=16 * GB, compute_capability="7.0")
 
 
-def changed(machine: Machine, section: str | None = None, **values: Any) -> Machine:
+def changed(machine: MachineReport, section: str | None = None, **values: Any) -> MachineReport:
     if section is None:
         return machine.model_copy(update=values)
     part: Record = getattr(machine, section)
     return machine.model_copy(update={section: part.model_copy(update=values)})
 
 
-def limited(machine: Machine, name: str, soft: int | None) -> Machine:
+def limited(machine: MachineReport, name: str, soft: int | None) -> MachineReport:
     limits = machine.kernel.limits | {name: Limit(soft=soft, hard=soft)}
     return changed(machine, "kernel", limits=limits)
 
 
-def folder(machine: Machine, **values: Any) -> Machine:
+def folder(machine: MachineReport, **values: Any) -> MachineReport:
     return machine.model_copy(update={"folders": (machine.folders[0].model_copy(update=values),)})
 
 
-def only(machine: Machine) -> Finding:
+def only(machine: MachineReport) -> Finding:
     (finding,) = findings(machine)
     return finding
 
 
-def told(machine: Machine) -> tuple[str, str, str]:
+def told(machine: MachineReport) -> tuple[str, str, str]:
     finding = only(machine)
     return finding.severity, finding.name, finding.seen
 
 
-def topology(machine: Machine, name: str) -> Machine:
+def topology(machine: MachineReport, name: str) -> MachineReport:
     table = parse_topology((RECORDED / f"{name}.txt").read_text())
     return machine.model_copy(update={"topology": table})
 
 
-def test_nothing_hurts(healthy: Machine) -> None:
+def test_nothing_hurts(healthy: MachineReport) -> None:
     assert findings(healthy) == []
 
 
-def test_a_rule_that_is_not_told_something_is_silent(healthy: Machine) -> None:
+def test_a_rule_that_is_not_told_something_is_silent(healthy: MachineReport) -> None:
     """As with a file that a person wrote, for a machine that is elsewhere."""
-    needed = {name for name, field in Machine.model_fields.items() if field.is_required()}
-    assert findings(Machine.model_validate(healthy.model_dump(include=needed))) == []
+    needed = {name for name, field in MachineReport.model_fields.items() if field.is_required()}
+    assert findings(MachineReport.model_validate(healthy.model_dump(include=needed))) == []
 
 
-def test_gpus_and_a_torch_for_processors(healthy: Machine) -> None:
+def test_gpus_and_a_torch_for_processors(healthy: MachineReport) -> None:
     assert told(changed(healthy, "software", gpus=8)) == (
         "error",
         "driver",
@@ -79,12 +79,12 @@ def test_gpus_and_a_torch_for_processors(healthy: Machine) -> None:
     )
 
 
-def test_some_gpus_cannot_be_used(gpus: Machine) -> None:
+def test_some_gpus_cannot_be_used(gpus: MachineReport) -> None:
     machine = changed(gpus, "software", gpus=8, torch_cuda="13.0")
     assert told(machine) == ("error", "driver", "8 GPUs, but torch 2.13.0+cpu can use 4 only")
 
 
-def test_torch_is_newer_than_the_driver(healthy: Machine) -> None:
+def test_torch_is_newer_than_the_driver(healthy: MachineReport) -> None:
     problem = "The NVIDIA driver on your system is too old (found version 11040)."
     machine = changed(
         healthy,
@@ -102,13 +102,13 @@ def test_torch_is_newer_than_the_driver(healthy: Machine) -> None:
     )
 
 
-def test_torch_for_cuda_without_a_driver(healthy: Machine) -> None:
+def test_torch_for_cuda_without_a_driver(healthy: MachineReport) -> None:
     severity, name, seen = told(changed(healthy, "software", torch_cuda="13.0"))
     assert (severity, name) == ("warning", "no-driver")
     assert seen == "torch is built for CUDA 13.0, but there is no GPU with a driver"
 
 
-def test_torch_is_missing_or_broken(healthy: Machine) -> None:
+def test_torch_is_missing_or_broken(healthy: MachineReport) -> None:
     assert told(changed(healthy, "software", packages={})) == (
         "error",
         "torch",
@@ -129,7 +129,7 @@ def test_torch_is_missing_or_broken(healthy: Machine) -> None:
     ],
 )
 def test_torchvision_of_another_build(
-    healthy: Machine, torch: str, own: str, needed: str, fits: bool
+    healthy: MachineReport, torch: str, own: str, needed: str, fits: bool
 ) -> None:
     packages = {"torch": torch, "torchvision": own}
     machine = changed(healthy, "software", packages=packages, needs_torch={"torchvision": needed})
@@ -139,7 +139,7 @@ def test_torchvision_of_another_build(
     assert [(finding.severity, finding.name, finding.seen) for finding in found] == expected
 
 
-def test_operators(healthy: Machine) -> None:
+def test_operators(healthy: MachineReport) -> None:
     assert told(changed(healthy, "operators", compiler=None)) == (
         "warning",
         "compiler",
@@ -152,16 +152,16 @@ def test_operators(healthy: Machine) -> None:
 
 
 @pytest.fixture
-def gpus(healthy: Machine) -> Machine:
+def gpus(healthy: MachineReport) -> MachineReport:
     machine = changed(healthy, device="cuda", devices=(H100,) * 4)
     return changed(machine, "operators", cuda_home="/usr/local/cuda")
 
 
-def test_nvlink_everywhere(gpus: Machine) -> None:
+def test_nvlink_everywhere(gpus: MachineReport) -> None:
     assert findings(topology(gpus, "nvswitch")) == []
 
 
-def test_pairs_across_memory_nodes_are_named(gpus: Machine) -> None:
+def test_pairs_across_memory_nodes_are_named(gpus: MachineReport) -> None:
     assert told(topology(gpus, "nvlink_pairs")) == (
         "warning",
         "across-numa",
@@ -169,7 +169,7 @@ def test_pairs_across_memory_nodes_are_named(gpus: Machine) -> None:
     )
 
 
-def test_no_nvlink(gpus: Machine) -> None:
+def test_no_nvlink(gpus: MachineReport) -> None:
     assert told(topology(gpus, "pcie")) == (
         "warning",
         "no-nvlink",
@@ -179,7 +179,7 @@ def test_no_nvlink(gpus: Machine) -> None:
     )
 
 
-def test_nvlink_that_is_not_used(gpus: Machine) -> None:
+def test_nvlink_that_is_not_used(gpus: MachineReport) -> None:
     machine = topology(gpus, "nvswitch")
     slow = (collectives.allreduce(256 << 20, 0.05, 2),)
     assert told(changed(machine, allreduce=slow)) == (
@@ -192,7 +192,7 @@ def test_nvlink_that_is_not_used(gpus: Machine) -> None:
     assert findings(changed(machine, allreduce=fast)) == []
 
 
-def test_old_unlike_and_busy_gpus(gpus: Machine) -> None:
+def test_old_unlike_and_busy_gpus(gpus: MachineReport) -> None:
     found = findings(changed(gpus, devices=(H100, V100)))
     assert [(finding.name, finding.seen) for finding in found] == [
         ("bf16", "V100 has compute capability 7.0, below 8.0"),
@@ -220,13 +220,15 @@ def test_old_unlike_and_busy_gpus(gpus: Machine) -> None:
         ("disk", False, "warning"),
     ],
 )
-def test_failed_measurements(healthy: Machine, measurement: str, late: bool, severity: str) -> None:
+def test_failed_measurements(
+    healthy: MachineReport, measurement: str, late: bool, severity: str
+) -> None:
     failures = (Failure(measurement=measurement, reason="why", late=late),)
     expected = (severity, "failed", f"{measurement}: why")
     assert told(changed(healthy, failures=failures)) == expected
 
 
-def test_a_torch_that_told_nothing_is_one_finding(healthy: Machine) -> None:
+def test_a_torch_that_told_nothing_is_one_finding(healthy: MachineReport) -> None:
     machine = changed(healthy, "software", gpus=8)
     late = Failure(measurement="torch", reason="given up after 80 s", late=True)
     assert told(changed(machine, failures=(late,))) == (
@@ -238,7 +240,7 @@ def test_a_torch_that_told_nothing_is_one_finding(healthy: Machine) -> None:
     assert told(changed(machine, failures=(killed,)))[:2] == ("error", "failed")
 
 
-def test_a_slow_disk_in_minutes(healthy: Machine) -> None:
+def test_a_slow_disk_in_minutes(healthy: MachineReport) -> None:
     finding = only(changed(healthy, disk_write_bytes_per_s=50e6))
     assert (finding.severity, finding.name) == ("warning", "slow-disk")
     assert finding.seen == "50.0 MB/s are written"
@@ -246,7 +248,7 @@ def test_a_slow_disk_in_minutes(healthy: Machine) -> None:
     assert finding.why == "the checkpoint of a 7B model with its AdamW, 84.0 GB, takes 28 min"
 
 
-def test_shared_memory(healthy: Machine) -> None:
+def test_shared_memory(healthy: MachineReport) -> None:
     docker = {"shared_memory_bytes": 64 << 20, "shared_memory_free_bytes": 64 << 20}
     machine = changed(healthy, "kernel", **docker)
     assert told(machine) == (
@@ -257,7 +259,7 @@ def test_shared_memory(healthy: Machine) -> None:
     assert findings(changed(machine, procs=1)) == []
 
 
-def test_locked_memory(healthy: Machine) -> None:
+def test_locked_memory(healthy: MachineReport) -> None:
     machine = limited(healthy, "locked_memory", 8 << 20)
     assert told(machine) == (
         "warning",
@@ -269,7 +271,7 @@ def test_locked_memory(healthy: Machine) -> None:
     assert only(fast).why.endswith("and mlx5_0 cannot register memory")
 
 
-def test_memory(healthy: Machine) -> None:
+def test_memory(healthy: MachineReport) -> None:
     assert told(changed(healthy, "host", swap_used_bytes=GB)) == (
         "warning",
         "swap",
@@ -283,7 +285,7 @@ def test_memory(healthy: Machine) -> None:
     assert told(changed(healthy, "kernel", overcommit_memory=2))[:2] == ("warning", "overcommit")
 
 
-def test_processes(healthy: Machine) -> None:
+def test_processes(healthy: MachineReport) -> None:
     assert told(changed(healthy, procs=16)) == ("warning", "cores", "16 processes share 8 cores")
     assert told(limited(healthy, "open_files", 1024)) == (
         "warning",
@@ -304,7 +306,7 @@ def test_processes(healthy: Machine) -> None:
 
 
 @pytest.mark.parametrize(("threads", "hurts"), [("4", False), ("5", True), ("1", False)])
-def test_threads(healthy: Machine, threads: str, hurts: bool) -> None:
+def test_threads(healthy: MachineReport, threads: str, hurts: bool) -> None:
     machine = changed(healthy, environment={"OMP_NUM_THREADS": threads})
     assert [finding.name for finding in findings(machine)] == ["threads"] * hurts
 
@@ -338,7 +340,9 @@ def test_threads(healthy: Machine, threads: str, hurts: bool) -> None:
         ("MASTER_ADDR", "node-0", None),
     ],
 )
-def test_environment(healthy: Machine, variable: str, value: str, expected: str | None) -> None:
+def test_environment(
+    healthy: MachineReport, variable: str, value: str, expected: str | None
+) -> None:
     network = Network(interfaces=(Interface(name="eth0", bits_per_s=None),))
     machine = changed(healthy, environment={variable: value}, network=network)
     assert [finding.name for finding in findings(machine)] == ([expected] if expected else [])
@@ -346,7 +350,7 @@ def test_environment(healthy: Machine, variable: str, value: str, expected: str 
         assert only(machine).seen.startswith(f"{variable}={value}")
 
 
-def test_interfaces_are_named(healthy: Machine) -> None:
+def test_interfaces_are_named(healthy: MachineReport) -> None:
     network = Network(interfaces=(Interface(name="eth0", bits_per_s=None),))
     set_so = {"NCCL_SOCKET_IFNAME": "=eth", "GLOO_SOCKET_IFNAME": "eth0,ib0"}
     found = findings(changed(healthy, environment=set_so, network=network))
@@ -356,7 +360,7 @@ def test_interfaces_are_named(healthy: Machine) -> None:
     ]
 
 
-def test_infiniband_that_is_switched_off(healthy: Machine) -> None:
+def test_infiniband_that_is_switched_off(healthy: MachineReport) -> None:
     network = Network(rdma=("mlx5_0",))
     machine = changed(healthy, environment={"NCCL_IB_DISABLE": "1"}, network=network)
     assert told(machine) == ("warning", "slow-switch", "NCCL_IB_DISABLE=1")
@@ -378,19 +382,19 @@ def test_infiniband_that_is_switched_off(healthy: Machine) -> None:
     ],
 )
 def test_folders(
-    healthy: Machine, values: dict[str, Any], severity: str, name: str, seen: str
+    healthy: MachineReport, values: dict[str, Any], severity: str, name: str, seen: str
 ) -> None:
     assert told(folder(healthy, **values)) == (severity, name, seen)
 
 
-def test_temporary_files(healthy: Machine) -> None:
+def test_temporary_files(healthy: MachineReport) -> None:
     place = Folder(
         use="temporary files", path="/tmp", filesystem="tmpfs", free_bytes=GB, writable=True
     )
     assert findings(changed(healthy, folders=(place,))) == []
 
 
-def test_a_slow_network(healthy: Machine) -> None:
+def test_a_slow_network(healthy: MachineReport) -> None:
     slow, unknown = (Interface(name="eth0", bits_per_s=speed) for speed in (1e9, None))
     machine = changed(healthy, network=Network(interfaces=(slow,)))
     assert told(machine) == (
@@ -402,7 +406,7 @@ def test_a_slow_network(healthy: Machine) -> None:
         assert findings(changed(healthy, network=Network(interfaces=interfaces))) == []
 
 
-def test_the_worst_comes_first(healthy: Machine) -> None:
+def test_the_worst_comes_first(healthy: MachineReport) -> None:
     machine = folder(healthy, writable=False, filesystem="overlay", free_bytes=GB)
     assert [finding.severity for finding in findings(machine)] == ["error", "warning", "note"]
 

@@ -13,7 +13,7 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.plan import plan as plan_module
-from pipeline.plan.plan import Plan, Step, make_plan
+from pipeline.plan.plan import Plan, PlannedSlot, make_plan
 from pipeline.plan.registry import Registry
 from pipeline.recipe import load_recipe
 
@@ -101,7 +101,7 @@ def test_who_reads_what_an_artifact_was_made_into_reads_it_too(
     """The stage around an engine may hold it, so it is not closed when that stage has run."""
     plan = planned()
     *before, checkpoint, train = plan.steps
-    around = Step(
+    around = PlannedSlot(
         slot="around", use="wrap.around", stage=Around(), inputs={"engine": "wrap"}, gives=Engine
     )
     train = replace(train, inputs={**train.inputs, "engine": "around"})

@@ -69,7 +69,7 @@ def test_what_a_class_lacks(fake_entry: Callable[..., Entry], attribute: str, fa
 
 @pytest.mark.parametrize(
     ("attribute", "method"),
-    [("Untyped", "run"), ("ForeseesUntyped", "foresee"), ("RehearsesUntyped", "rehearse")],
+    [("Untyped", "run"), ("ForeseesUntyped", "resource_needs"), ("RehearsesUntyped", "run_dry")],
 )
 def test_a_method_without_types(
     fake_entry: Callable[..., Entry], attribute: str, method: str

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main
 from pipeline.commands.hardware_options import link
-from pipeline.doctor.report import Machine
+from pipeline.doctor.report import MachineReport
 from pipeline.errors import UsageError
 from pipeline.planning.hardware import Asked, Rate, hardware_of, site_of
 from pipeline.planning.planner import Topology
@@ -28,9 +28,9 @@ MACHINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def machine(name: str = "NVIDIA H100 80GB HBM3", **changed: Any) -> Machine:
+def machine(name: str = "NVIDIA H100 80GB HBM3", **changed: Any) -> MachineReport:
     devices = [{"name": name, "memory_bytes": 78 * GIB, "compute_capability": "9.0"}]
-    return Machine.model_validate_json(json.dumps(MACHINE | {"devices": devices} | changed))
+    return MachineReport.model_validate_json(json.dumps(MACHINE | {"devices": devices} | changed))
 
 
 def pipe(*arguments: str | Path) -> Result:

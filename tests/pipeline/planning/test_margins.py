@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
 from pipeline.planning.hardware import Hardware, Margins, margins_for
 from pipeline.planning.memory_plan import shortages
@@ -80,9 +80,11 @@ def test_a_training_on_gpus_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in gpu.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     fuller = RECORD | {"reserved_bytes": 67 * GIB}
-    ctx = context(Dist(device=torch.device("cuda"), world_size=3), tmp_path)
+    ctx = context(DistContext(device=torch.device("cuda"), world_size=3), tmp_path)
     for others, reserved in (([fuller, None], 67 * GIB), ([None], 66 * GIB)):
-        monkeypatch.setattr(Dist, "gather", lambda self, mine, others=others: [mine, *others])
+        monkeypatch.setattr(
+            DistContext, "gather", lambda self, mine, others=others: [mine, *others]
+        )
         record_memory(None, ctx)  # type: ignore[arg-type]
         assert read_record(tmp_path).reserved_bytes == reserved
     found = json.loads((tmp_path / "memory.json").read_bytes())

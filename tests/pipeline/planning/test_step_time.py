@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contracts.training import Length
+from pipeline.contracts.training import TrainingLength
 from pipeline.planning.estimate import Work
 from pipeline.planning.hardware import MEASURED, Hardware, Rate
 from pipeline.planning.planner import Topology
@@ -23,7 +23,7 @@ COPIES = Copies(up=40, down=30, disk=6)
 def estimate(
     *traffic: Traffic, work: Work = WORK, copies: Copies = COPIES, steps: int | None = None
 ) -> Any:
-    step = SimpleNamespace(tokens=80, length=Length(steps=steps))
+    step = SimpleNamespace(tokens=80, length=TrainingLength(steps=steps))
     return SimpleNamespace(traffic=traffic, copies=copies, step=step, work=work)
 
 

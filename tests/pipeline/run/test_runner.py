@@ -16,12 +16,12 @@ import pytest
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.plan.plan import Plan, Step
+from pipeline.plan.plan import Plan, PlannedSlot
 from pipeline.run.journal import Journal
 from pipeline.run.metrics import Metrics
-from pipeline.run.resume import Todo, decide, digests, results
+from pipeline.run.resume import ResumePlan, digests, plan_resume, results
 from pipeline.run.runner import Runner
 
 CALLS: list[str] = []
@@ -89,7 +89,7 @@ class Copy:
         path.write_text(file.path.read_text())
         return File(path=path)
 
-    def prove(self, copy: File) -> None:
+    def verify_result(self, copy: File) -> None:
         if copy.path.read_text() != "abc":
             raise StageError(f"{copy.path} is another")
 
@@ -130,12 +130,12 @@ class Liar:
         return "text"  # type: ignore[return-value]
 
 
-def step(slot: str, stage: Any, **inputs: str | None) -> Step:
+def step(slot: str, stage: Any, **inputs: str | None) -> PlannedSlot:
     use = f"test.{type(stage).__name__.lower()}"
-    return Step(slot=slot, use=use, stage=stage, inputs=inputs, gives=gives(type(stage)))
+    return PlannedSlot(slot=slot, use=use, stage=stage, inputs=inputs, gives=gives(type(stage)))
 
 
-def plan(*steps: Step, seed: int = 0) -> Plan:
+def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
     return Plan(recipe=SimpleNamespace(seed=seed), view=None, steps=steps)  # type: ignore[arg-type]
 
 
@@ -160,7 +160,7 @@ def run(plan: Plan, journal: Journal) -> list[str]:
     """Run what is not done; returns what happened."""
     CALLS.clear()
     ctx = Context(
-        run_dir=journal.path.parent, seed=0, dist=Dist(device=None),  # type: ignore[arg-type]
+        run_dir=journal.path.parent, seed=0, dist=DistContext(device=None),  # type: ignore[arg-type]
         log=logging.getLogger("test"), metrics=Metrics(None),
     )  # fmt: skip
     runner = Runner(plan, ctx, journal)
@@ -196,9 +196,9 @@ def test_a_wrong_artifact_is_refused(journal: Journal) -> None:
 
 def test_a_changed_slot_runs_again_with_all_that_depends_on_it(journal: Journal) -> None:
     run(chain(), journal)
-    todo = decide(chain(size=2), journal)
-    assert todo == Todo(run=frozenset({"live", "file", "copy"}), restore={})
-    assert Todo.load(todo.dump()) == todo
+    todo = plan_resume(chain(size=2), journal)
+    assert todo == ResumePlan(run=frozenset({"live", "file", "copy"}), restore={})
+    assert ResumePlan.load(todo.dump()) == todo
 
 
 def test_a_lost_end_is_made_again_from_what_is_there(journal: Journal) -> None:
@@ -213,7 +213,7 @@ def test_a_result_that_is_not_as_it_was_left_is_made_again(
     run(chain(), journal)
     copy = journal.path.parent / "copy"
     copy.write_text("abd")
-    assert decide(chain(), journal, thorough=False).run == set()
+    assert plan_resume(chain(), journal, thorough=False).run == set()
     assert run(chain(), journal) == ["copy of file"]
     assert caplog.messages == [f"slot `copy` runs again: {copy} is another"]
     assert run(chain(), journal) == []
@@ -222,7 +222,7 @@ def test_a_result_that_is_not_as_it_was_left_is_made_again(
 def test_a_record_of_another_version_is_a_lost_result(journal: Journal) -> None:
     run(chain(), journal)
     journal.write("slot finished", slot="end", digest=digests(chain())["end"], record={"file": 1})
-    assert decide(chain(), journal).run == {"end"}
+    assert plan_resume(chain(), journal).run == {"end"}
 
 
 def test_a_damaged_export_is_made_again_though_its_readers_have_finished(journal: Journal) -> None:
@@ -287,7 +287,7 @@ def test_a_lost_intermediate_that_nobody_needs_stays_lost(journal: Journal) -> N
 def test_a_lost_result_is_told(journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
     run(chain(), journal)
     (journal.path.parent / "end").unlink()
-    decide(chain(), journal, logging.getLogger("test"))
+    plan_resume(chain(), journal, logging.getLogger("test"))
     assert caplog.messages == [f"slot `end` runs again: {journal.path.parent}/end is gone"]
 
 

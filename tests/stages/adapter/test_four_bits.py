@@ -136,7 +136,7 @@ def test_all_linear_layers_but_the_head_are_packed_and_lent(tmp_path: Path) -> N
     assert all(name.endswith(".packed") for name in packed)
     assert "model.layers.0.self_attn.q_proj.base_layer.packed" in packed
     assert "lm_head.weight" in names
-    assert packed <= set(source.borrowed)
+    assert packed <= set(source.frozen_base)
     assert all("lora_" in name for name in source.trained)
 
 
@@ -198,7 +198,7 @@ def test_how_much_is_in_four_bits_is_told(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_fresh_adapter_of_packed_weights_changes_nothing(tmp_path: Path) -> None:
     source = adapted(tmp_path, UNTIED, rank=2, dora=True, quantize="nf4")
-    rounded = logits(module_with(source.base.plain, MemoryWeights({})))
+    rounded = logits(module_with(source.base.inference_view, MemoryWeights({})))
     torch.testing.assert_close(
         logits(module_with(source, MemoryWeights({}))), rounded, rtol=0, atol=2e-6
     )

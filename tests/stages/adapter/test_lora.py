@@ -27,7 +27,7 @@ from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import ActivationCheckpointing, Fp8, HfModel
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.lineage import origin, require_same_origin
+from stages.train.lineage import lineage, require_same_lineage
 from tests.support.models import context
 from tests.support.runs import TINY
 from tests.support.weights import MemoryWeights
@@ -141,7 +141,7 @@ def test_what_training_does_to_the_module_is_no_part_of_the_proof(
     weights = trained(source)
     done = stage.run(context(tmp_path), weights, source)
     assert done.total_bytes
-    rounded, exact = module_with(source, weights), module_with(source.plain, weights)
+    rounded, exact = module_with(source, weights), module_with(source.inference_view, weights)
     assert (logits(rounded) - logits(exact)).abs().max() > 1e-3
 
 
@@ -150,7 +150,7 @@ def test_the_merge_is_peft_s_own(tmp_path: Path) -> None:
     weights = trained(source)
     done = ExportAdapter().run(context(tmp_path), weights, source)
     merged = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder).merge_and_unload()
-    ours = source.assemble(weights)
+    ours = source.merge_trained(weights)
     for name, tensor in merged.state_dict().items():
         torch.testing.assert_close(ours.read(name), tensor, rtol=0, atol=1e-6, msg=name)
 
@@ -160,7 +160,7 @@ def test_a_range_of_a_merged_weight_is_that_of_the_whole(
 ) -> None:
     monkeypatch.setattr("stages.adapter.merging.CHUNK", 7 * 4 * 24)  # seven rows
     source = adapted(tmp_path, UNTIED, rank=3, dora=True)
-    merged = source.assemble(trained(source))
+    merged = source.merge_trained(trained(source))
     name = "model.layers.1.mlp.up_proj.weight"
     whole = merged.read(name).view(-1)
     for start, stop in ((0, 1), (13, 14), (5, 400), (167, 169), (860, 888), (0, 888)):
@@ -277,9 +277,9 @@ def test_an_adapter_of_another_head_is_no_start(tmp_path: Path) -> None:
 def test_what_is_borrowed_is_all_that_is_not_trained(tmp_path: Path) -> None:
     source = adapted(tmp_path, UNTIED, rank=2, train_also=("*norm.weight",))
     names = {name for name, _ in source.outline.named_parameters()}
-    assert set(source.borrowed) | set(source.trained) == names
+    assert set(source.frozen_base) | set(source.trained) == names
     assert "model.norm.weight" in source.trained
-    assert "model.layers.0.self_attn.q_proj.base_layer.weight" in source.borrowed
+    assert "model.layers.0.self_attn.q_proj.base_layer.weight" in source.frozen_base
 
 
 def test_the_file_is_as_peft_would_write_it(tmp_path: Path) -> None:
@@ -301,8 +301,8 @@ def test_the_file_is_as_peft_would_write_it(tmp_path: Path) -> None:
 def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> None:
     """One bit in the middle of its only file, of the same size and with the same times."""
     source = adapted(tmp_path, UNTIED, rank=2)
-    began = origin_of(source, tmp_path)
-    weights, done = trained(source), TrainedRun(checkpoint="", progress=Progress(origin=began))
+    began = lineage_of(source, tmp_path)
+    weights, done = trained(source), TrainedRun(checkpoint="", progress=Progress(lineage=began))
     stage, file = ExportSafetensors(dtype="fp32"), tmp_path / "base/model.safetensors"
     assert stage.run(context(tmp_path), weights, source, done).total_bytes
     times, content = file.stat(), bytearray(file.read_bytes())
@@ -313,17 +313,17 @@ def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> N
         context(tmp_path), HfModel(path=str(tmp_path / "base")).run(context(tmp_path))
     )
     with pytest.raises(ResumeRefused, match=r"weights was \w+, is \w+ .*--accept weights"):
-        require_same_origin(origin_of(again, tmp_path), (), done.progress)
+        require_same_lineage(lineage_of(again, tmp_path), (), done.progress)
     with pytest.raises(StageError, match="are not those that were trained on"):
         stage.run(context(tmp_path), weights, again, done)
     accepted = dataclasses.replace(context(tmp_path), accept=frozenset({"weights"}))
     assert stage.run(accepted, weights, again, done).total_bytes
-    assert origin_of(again.base, tmp_path)["weights"] is None  # a checkpoint has all of it
+    assert lineage_of(again.base, tmp_path)["weights"] is None  # a checkpoint has all of it
 
 
-def origin_of(source: Any, folder: Path) -> dict[str, Any]:
+def lineage_of(source: Any, folder: Path) -> dict[str, Any]:
     data = Data(train=[], heldout=None, pad_id=0, packed=False, identity={})  # type: ignore[arg-type]
-    return origin(TrainCausalLm(steps=1, global_batch_size=1), context(folder), data, source)
+    return lineage(TrainCausalLm(steps=1, global_batch_size=1), context(folder), data, source)
 
 
 MISTAKES = {

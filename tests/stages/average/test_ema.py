@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contracts.training import Progress, TrainedRun
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
 from pipeline.testing import plan_view
 from stages.average.ema import EmaAverage
@@ -71,7 +71,7 @@ def test_it_begins_with_the_weights_of_a_checkpoint_without_one(tmp_path: Path) 
         ConsolidateStream(weights="ema").run(context(tmp_path), run)
 
 
-def leave(dist: Dist, folder: str) -> bool:
+def leave(dist: DistContext, folder: str) -> bool:
     """Go on without the average that a checkpoint holds."""
     average_run(dist, folder, Setting(wrap="ddp"))
     state = load_run(dist, folder, Setting(wrap="ddp"))["state"]

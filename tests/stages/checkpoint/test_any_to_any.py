@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from pipeline.checkpoint.formats import Reading
 from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.deepspeed import DeepSpeed
@@ -95,7 +95,7 @@ def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(tmp_path: Path
     assert loaded["progress"]["samples"] == 36
 
 
-def restore_where_it_ran(dist: Dist, folder: str, setting: Setting) -> list[list[float]]:
+def restore_where_it_ran(dist: DistContext, folder: str, setting: Setting) -> list[list[float]]:
     """Steps 2 and 3, and once more after going back to step 2 in the same engine."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)

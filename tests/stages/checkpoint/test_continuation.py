@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.contracts.precision import LossScaling
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
@@ -31,7 +31,7 @@ DROPOUT = {"attention_dropout": 0.1}
 
 
 def train(
-    dist: Dist, folder: str, setting: Setting, micro: int, checkpoint: dict[str, Any]
+    dist: DistContext, folder: str, setting: Setting, micro: int, checkpoint: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Train to the last step, saving half way, from wherever the folder's newest checkpoint is.
 
@@ -53,7 +53,7 @@ def train(
 
 
 def train_each(
-    dist: Dist, to: str, runs: list[tuple[str, Setting]], checkpoint: dict[str, Any]
+    dist: DistContext, to: str, runs: list[tuple[str, Setting]], checkpoint: dict[str, Any]
 ) -> list[list[dict[str, Any]]]:
     return [train(dist, f"{folder}/{to}", setting, 2, checkpoint) for folder, setting in runs]
 

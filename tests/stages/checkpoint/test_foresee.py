@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.export.safetensors import ExportSafetensors
@@ -23,7 +23,7 @@ from tests.support.runs import toy_data
 from tests.support.state import Setting, make_engine
 
 
-def sizes(dist: Dist, folder: str) -> list[int]:
+def sizes(dist: DistContext, folder: str) -> list[int]:
     """What is asked for: at first, with one checkpoint there, where all are kept; and the bytes of
     that one."""
     ctx = run_context(dist, folder)
@@ -32,13 +32,13 @@ def sizes(dist: Dist, folder: str) -> list[int]:
     checkpoints = stage.run(ctx, engine)
     train = TrainCausalLm(global_batch_size=4, epochs=0.5, eval_every=2)  # 5 steps
     data = toy_data(40)
-    asked = [sum(room.disk for room in train.foresee(ctx, data, checkpoints))]
+    asked = [sum(room.disk for room in train.resource_needs(ctx, data, checkpoints))]
     checkpoints.save(Progress(step=1))
     place = Path(checkpoints.finish())
-    asked.append(sum(room.disk for room in train.foresee(ctx, data, checkpoints)))
+    asked.append(sum(room.disk for room in train.resource_needs(ctx, data, checkpoints)))
     checkpoints.close()  # type: ignore[attr-defined]
     keeps_all = replace(stage, keep=None, keep_best=0).run(ctx, engine)
-    asked.append(sum(room.disk for room in train.foresee(ctx, data, keeps_all)))
+    asked.append(sum(room.disk for room in train.resource_needs(ctx, data, keeps_all)))
     keeps_all.close()  # type: ignore[attr-defined]
     return [*asked, sum(file.stat().st_size for file in place.glob("*.safetensors"))]
 
@@ -55,7 +55,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 def test_export(family: str, dtype: str, tmp_path: Path) -> None:
     run = run_of(FAMILIES[family], tmp_path)
     stage = ExportSafetensors(folder=str(run.folder), dtype=dtype)  # type: ignore[arg-type]
-    (room,) = stage.foresee(context(tmp_path), run.source)
+    (room,) = stage.resource_needs(context(tmp_path), run.source)
     assert room.folder == run.folder
     elements = sum(tensor.numel() for tensor in _unique(run, tied=family == "llama_tied"))
     assert room.disk == elements * (4 if dtype == "fp32" else 2)
@@ -65,7 +65,7 @@ def _unique(run: Run, *, tied: bool) -> list[Tensor]:
     return [t for name, t in run.weights.tensors.items() if not (tied and name == "lm_head.weight")]
 
 
-def starved(dist: Dist, folder: str) -> str:
+def starved(dist: DistContext, folder: str) -> str:
     """What is said when host memory has no room for a copy of the state."""
     ctx = run_context(dist, folder)
     engine = make_engine(ctx, Setting(wrap="ddp"))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.optimizer.groups import GroupSettings
 from stages.optimizer.lion import Lion
 from tests.stages.checkpoint.test_continuation import require_same_after_resume
@@ -74,7 +74,7 @@ def test_replicas_round_alike(wrap: str, tmp_path: Path) -> None:
     assert rounded != run_ranks(save_run, ranks, str(tmp_path / "b"), nearest)[0]
 
 
-def rounding_numbers(dist: Dist, folder: str) -> dict[str, list[int]]:
+def rounding_numbers(dist: DistContext, folder: str) -> dict[str, list[int]]:
     """Strategy -> the numbers that this rank's groups of parameters draw their noise by."""
     found = {}
     for wrap in ("fsdp full", "fsdp hybrid", "fsdp hybrid 1"):
@@ -118,7 +118,7 @@ def test_state_travels_between_strategies_and_world_sizes(name: str, tmp_path: P
     assert any(rate in saved["groups"] for rate in ("0.0005)", "5e-05)")) == (name != "bf16")
 
 
-def carry(dist: Dist, folder: str, setting: Setting) -> None:
+def carry(dist: DistContext, folder: str, setting: Setting) -> None:
     """Restore what is there and save it again, as step 9."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)

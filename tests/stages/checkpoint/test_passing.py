@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.layout import Plan, dtype
-from pipeline.checkpoint.manager import StateCheckpoints
+from pipeline.checkpoint.layout import WritePlan, dtype
+from pipeline.checkpoint.manager import CheckpointManager
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.staging import stage
 from pipeline.checkpoint.store import locate
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -26,7 +26,7 @@ SMALL = 2 * safetensors_format.BLOCK
 
 
 def save(
-    dist: Dist, folder: str, setting: Setting, on_device: tuple[str, ...] = ()
+    dist: DistContext, folder: str, setting: Setting, on_device: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """What was saved, what should have been; the rank's share of it, and the memory it took. Kinds
     that are `on_device` are treated as if they were."""
@@ -34,10 +34,12 @@ def save(
         small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
         patch.setattr("pipeline.checkpoint.manager.stage", small)
         if on_device:
-            patch.setattr(Plan, "__post_init__", lambda plan: moved(plan, on_device), raising=False)
+            patch.setattr(
+                WritePlan, "__post_init__", lambda plan: moved(plan, on_device), raising=False
+            )
         ctx = context(dist, folder)
         engine = make_engine(ctx, setting)
-        kept: StateCheckpoints = checkpoint_stage(setting).run(ctx, engine)
+        kept: CheckpointManager = checkpoint_stage(setting).run(ctx, engine)
         for step in (1, 2):
             train(engine, step - 1, step)
             kept.save(Progress(step=step))
@@ -58,11 +60,11 @@ def save(
     return {"same": found == wanted, "size": size, "share": share, "rounds": rounds}
 
 
-def moved(plan: Plan, kinds: tuple[str, ...]) -> None:
+def moved(plan: WritePlan, kinds: tuple[str, ...]) -> None:
     object.__setattr__(plan, "on_host", {key for key in plan.on_host if not key.startswith(kinds)})
 
 
-def save_each(dist: Dist, folder: str) -> dict[str, dict[str, Any]]:
+def save_each(dist: DistContext, folder: str) -> dict[str, dict[str, Any]]:
     return {
         "ddp": save(dist, f"{folder}/1", Setting(wrap="ddp")),
         "bf16": save(dist, f"{folder}/2", Setting(wrap="fsdp full", master="bf16", compute="bf16")),
@@ -85,13 +87,13 @@ def test_memory_and_content(tmp_path: Path) -> None:
             assert case["size"] <= third + fixed + SMALL, name
 
 
-def save_on_a_full_disk(dist: Dist, folder: str) -> str:
+def save_on_a_full_disk(dist: DistContext, folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
         patch.setattr("pipeline.checkpoint.manager.stage", small)
         ctx = context(dist, folder)
         engine = make_engine(ctx, Setting(wrap="ddp"))
-        kept: StateCheckpoints = checkpoint_stage(Setting(wrap="ddp")).run(ctx, engine)
+        kept: CheckpointManager = checkpoint_stage(Setting(wrap="ddp")).run(ctx, engine)
         checkpoints = Path(folder, "checkpoints")
         checkpoints.rmdir()
         checkpoints.write_text("a file is in the way")
@@ -101,21 +103,21 @@ def save_on_a_full_disk(dist: Dist, folder: str) -> str:
     return str(told.value)
 
 
-def fail_behind_a_save(dist: Dist, folder: str) -> bool:
-    def lost(dist: Dist) -> None:
+def fail_behind_a_save(dist: DistContext, folder: str) -> bool:
+    def lost(dist: DistContext) -> None:
         raise ConnectionError
 
     ctx = context(dist, folder)
     kept = checkpoint_stage(Setting(wrap="ddp")).run(ctx, make_engine(ctx, Setting(wrap="ddp")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dist, "barrier", lost)
+        patch.setattr(DistContext, "barrier", lost)
         with pytest.raises(ConnectionError):
             kept.save(Progress(step=1))
         kept.close()
     return Path(folder, "checkpoints/step-00000001/manifest.json").is_file()
 
 
-def fail_each(dist: Dist, folder: str) -> tuple[str, bool]:
+def fail_each(dist: DistContext, folder: str) -> tuple[str, bool]:
     return save_on_a_full_disk(dist, f"{folder}/1"), fail_behind_a_save(dist, f"{folder}/2")
 
 

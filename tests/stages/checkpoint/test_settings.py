@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
@@ -19,7 +19,7 @@ from tests.support.runs import context, toy_data
 from tests.support.state import Setting, hashed, load_run, make_engine, save_run, source
 
 
-def train(dist: Dist, folder: str, **checkpoint: Any) -> list[dict[str, Any]]:
+def train(dist: DistContext, folder: str, **checkpoint: Any) -> list[dict[str, Any]]:
     """12 steps that soon overshoot, evaluated every 3 and saved every 2."""
     ctx = context(dist, folder)
     setting = Setting(wrap="ddp")
@@ -33,7 +33,7 @@ def train(dist: Dist, folder: str, **checkpoint: Any) -> list[dict[str, Any]]:
     return list(records(ctx.run_dir / "metrics.jsonl"))
 
 
-def train_keeping_the_best(dist: Dist, folder: str) -> list[dict[str, Any]]:
+def train_keeping_the_best(dist: DistContext, folder: str) -> list[dict[str, Any]]:
     return train(dist, folder, keep=1, keep_best=1)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.contracts.training import Progress, TrainedRun
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.stream import ConsolidateStream
 from stages.wrap.zero import Aio, OptimizerOffload
@@ -37,7 +37,7 @@ def consolidated(folder: Path, case: Case, *, ranks: int = 2) -> Any:
 
 
 def opened(checkpoint: Path) -> Any:
-    ctx = context(Dist(device=torch.device("cpu")), checkpoint.parent)
+    ctx = context(DistContext(device=torch.device("cpu")), checkpoint.parent)
     trained = TrainedRun(checkpoint=str(checkpoint), progress=Progress(step=2))
     return ConsolidateStream().run(ctx, trained)
 

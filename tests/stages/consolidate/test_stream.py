@@ -19,7 +19,7 @@ from pipeline.checkpoint.formats import Formats
 from pipeline.checkpoint.layout import CODES
 from pipeline.checkpoint.manifest import State
 from pipeline.contracts.engine import WEIGHT
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.weights import open_weights
 from stages.export.layout import BLOCK, Named, shards
@@ -27,7 +27,7 @@ from stages.export.writer import check, write
 from stages.formats.mapped import MappedSource, Range, Stored, fresh_progress
 from tests.support.tier import examples
 
-HERE = Dist(device=torch.device("cpu"))
+HERE = DistContext(device=torch.device("cpu"))
 
 
 def tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:

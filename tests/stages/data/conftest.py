@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.contracts.stage import Context
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import Metrics
 from tests.stages.data.fakes import FakeSource
 
@@ -22,7 +22,7 @@ def ctx(tmp_path: Path) -> Context:
     return Context(
         run_dir=tmp_path,
         seed=0,
-        dist=Dist(device=torch.device("cpu")),
+        dist=DistContext(device=torch.device("cpu")),
         log=logging.getLogger("test"),
         metrics=Metrics(None),
     )

@@ -15,7 +15,7 @@ from tokenizers import normalizers
 
 from pipeline.contracts.data import NO_TARGET, Samples
 from pipeline.contracts.stage import Context
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.data.chat import ChatData
 from stages.data.text import TextData
 from stages.data.views import best_fit_decreasing
@@ -84,7 +84,7 @@ def epoch_loss(model: Any, samples: Samples) -> tuple[float, int]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A random Llama as in the parity tests, large enough for the fixtures."""
     fields = {"vocab_size": 259, "max_position_embeddings": 256, "initializer_range": 0.3}
-    ctx = context(Dist(device=CPU), tmp_path_factory.mktemp("run"))
+    ctx = context(DistContext(device=CPU), tmp_path_factory.mktemp("run"))
     return filled(tiny_model(ctx, fields, "")).train()
 
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from pipeline.contracts.data import Data
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.stage import Context
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.run.metrics import records
 from pipeline.testing import plan_view
@@ -209,7 +209,7 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
         assert data.train.targets(index) == int((sample.labels >= 0).sum())
 
 
-def train(dist: Dist, run: str, corpus: str, apart: bool, chunk: int | None) -> list[float]:
+def train(dist: DistContext, run: str, corpus: str, apart: bool, chunk: int | None) -> list[float]:
     """Two steps of a tiny model on a stream; their losses."""
     ctx = context(dist, run)
     setting = Setting(wrap="ddp", model={"vocab_size": 259})
@@ -239,7 +239,7 @@ def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
     cpu = torch.device("cpu")
 
     def batches(rank: int, ranks: int) -> list[list[list[int]]]:
-        feed = Feed(config, data, SEED, DataShard(index=rank, count=ranks), cpu)
+        feed = Feed(config, data, SEED, DataAxis(index=rank, count=ranks), cpu)
         found = []
         for step in range(config.steps or 0):
             rows = [batch.labels for batch, _ in feed.microbatches(6 * step)]
@@ -334,7 +334,7 @@ def test_the_first_step_reads_no_more_than_its_window(
 ) -> None:
     data, _ = opened(stream(folder, ahead=0), ctx)
     config = TrainCausalLm(steps=9, global_batch_size=2, micro_batch_size=2, workers=0)
-    feed = Feed(config, data, SEED, DataShard(index=0, count=1), torch.device("cpu"))
+    feed = Feed(config, data, SEED, DataAxis(index=0, count=1), torch.device("cpu"))
     list(feed.microbatches(0))
     assert len(built) == WINDOW
 

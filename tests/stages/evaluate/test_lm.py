@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.contracts.data import NO_TARGET
 from pipeline.contracts.export import ExportedModel
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import problems
 from stages.evaluate.lm import EvaluatedModel, EvaluateLm
@@ -119,7 +119,7 @@ def test_with_a_start_token_every_token_is_scored(model: Any, files: str, tmp_pa
         EvaluatedModel.restore(found.record())
 
 
-def on_rank(dist: Dist, folder: str, source: str, export: str, files: str) -> dict[str, Any]:
+def on_rank(dist: DistContext, folder: str, source: str, export: str, files: str) -> dict[str, Any]:
     ctx = replace(rank_context(dist, folder), slot="measure")
     exported = ExportedModel(folder=Path(export), files=[], total_bytes=0)
     found = EvaluateLm(files=files, window=4).run(ctx, exported, HfModel(path=source).run(ctx))

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.models import FAMILIES, context, random_source
@@ -23,7 +23,7 @@ def digest(weights: Any) -> str:
     return found.hexdigest()
 
 
-def export_on_rank(dist: Dist, folder: str) -> dict[str, Any]:
+def export_on_rank(dist: DistContext, folder: str) -> dict[str, Any]:
     ctx = dataclasses.replace(context(Path(folder)), dist=dist)
     source = HfModel(config=FAMILIES["llama"]).run(ctx)
     weights = trained(source)

@@ -80,7 +80,7 @@ def lose_weights(folder: Path) -> None:
 def test_harm_is_found(harm: Callable[[Path], None], message: str, llama: Run) -> None:
     done = llama.export(dtype="fp32")
     harm(done.folder)
-    for look in (told, lambda folder: ExportSafetensors().prove(done)):
+    for look in (told, lambda folder: ExportSafetensors().verify_result(done)):
         with pytest.raises(ExportError, match=message):
             look(done.folder)
 
@@ -88,7 +88,7 @@ def test_harm_is_found(harm: Callable[[Path], None], message: str, llama: Run) -
 def test_a_resume_minds_no_file_that_was_added(llama: Run) -> None:
     done = llama.export(dtype="fp32")
     (done.folder / "model.gguf").touch()
-    ExportSafetensors().prove(done)
+    ExportSafetensors().verify_result(done)
     with pytest.raises(ExportError, match=r"model.gguf is not of this export"):
         told(done.folder)
 
@@ -96,7 +96,7 @@ def test_a_resume_minds_no_file_that_was_added(llama: Run) -> None:
 def test_a_resume_leaves_a_model_card_that_was_written_anew(llama: Run) -> None:
     done = llama.export(dtype="fp32")
     (done.folder / "README.md").write_text("# My model")
-    ExportSafetensors().prove(done)
+    ExportSafetensors().verify_result(done)
     with pytest.raises(ExportError, match=r"README.md: is not as it was written"):
         told(done.folder)
 

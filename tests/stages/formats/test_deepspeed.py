@@ -242,7 +242,7 @@ def test_a_checkpoint_of_others_knows_its_step_alone(
         source = opened(where, samples=99)
         assert digest_of(source) == same(saved[1])
         assert source.progress == {
-            "step": 3, "samples": 99, "tokens": 0, "skipped": 0, "metrics": {}, "origin": {},
+            "step": 3, "samples": 99, "tokens": 0, "skipped": 0, "metrics": {}, "lineage": {},
         }  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def test_progress_and_random_streams_that_pipetrain_put_beside_them(
 ) -> None:
     """Its former stage for that format did; such checkpoints still load."""
     folder = shutil.copytree(saved[0], tmp_path / STEP)
-    progress = Progress(step=3, samples=36, tokens=100, origin={"seed": 7})
+    progress = Progress(step=3, samples=36, tokens=100, lineage={"seed": 7})
     record = {"format": "deepspeed", "world_size": 2, "progress": vars(progress)}
     (folder / "progress.json").write_text(json.dumps(record))
     coded = base64.b64encode(bytes(range(9))).decode()

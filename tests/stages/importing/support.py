@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.importing.files import read_config
-from pipeline.importing.translator import ConfigFile, Fate, Request, Translation
+from pipeline.importing.translator import ConfigFile, KeyOutcome, Request, Translation
 from stages.importing.translator import HuggingFace
 
 
@@ -32,7 +32,7 @@ def slot(translation: Translation, name: str) -> dict[str, Any]:
     return {**translation.recipe["stages"][name]}
 
 
-def fate(translation: Translation, key: str) -> Fate:
+def fate(translation: Translation, key: str) -> KeyOutcome:
     """Of the one key of that name."""
     (found,) = [fate for fate in translation.fates if fate.key == key]
     return found

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, refused
@@ -102,7 +102,9 @@ def files(configs: Path) -> Path:
     return configs
 
 
-def run_recipes(dist: Dist, jobs: list[tuple[str, list[str], str]]) -> list[list[dict[str, Any]]]:
+def run_recipes(
+    dist: DistContext, jobs: list[tuple[str, list[str], str]]
+) -> list[list[dict[str, Any]]]:
     """Whole recipes on this rank, one after the other; what the steps of each logged."""
     logged = []
     for recipe, adapted, folder in jobs:

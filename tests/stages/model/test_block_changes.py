@@ -52,10 +52,10 @@ def test_what_is_exported_is_plain(tmp_path: Any) -> None:
     changed = source(
         tmp_path, activation_checkpointing=ActivationCheckpointing(), fp8=Fp8(emulate=True)
     )
-    plain = changed.exported.build()
+    plain = changed.export_view.build()
     assert not any(type(m).__name__ == "Float8Linear" for m in plain.modules())
     assert all("forward" not in vars(module) for module in plain.modules())
-    assert changed.fingerprint == changed.exported.fingerprint
+    assert changed.fingerprint == changed.export_view.fingerprint
 
 
 class Counting(torch.nn.Linear):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import PlanView
 from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.model.hf import HfModel
 from stages.model.reconcile import Allowed, fit
@@ -274,7 +274,7 @@ DIFFERENT: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def told(dist: Dist, folder: str, wrap: str) -> list[dict[str, str]]:
+def told(dist: DistContext, folder: str, wrap: str) -> list[dict[str, str]]:
     """Digests of the weights that ranks hold together, for each of the ways to differ."""
     ctx = runs.context(dist, folder, seed=SEED)
     precision = Precision(

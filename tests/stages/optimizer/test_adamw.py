@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from pipeline.contracts.optimizer import NamedParameter
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from tests.support.runs import context
 
 
 @pytest.fixture
 def ctx(tmp_path):  # type: ignore[no-untyped-def]
-    return context(Dist(device=torch.device("cpu")), tmp_path)
+    return context(DistContext(device=torch.device("cpu")), tmp_path)
 
 
 def named(*parameters: nn.Parameter) -> list[NamedParameter]:

@@ -133,7 +133,7 @@ def test_rates_that_are_hardly_meant_are_told(
     stage: Any, fields: Any, total: int, told: list[str], tmp_path: Path
 ) -> None:
     plan = stage(**fields).run(testing.context(tmp_path))
-    assert list(plan.doubts(total)) == told
+    assert list(plan.schedule_warnings(total)) == told
 
 
 def test_the_stage_passes_its_fields_on() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.contracts.stage import PlanView
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.precision.policy import PrecisionPolicy
 from tests.support.runs import context
 
@@ -34,7 +34,7 @@ def test_the_useful_combinations_pass() -> None:
 
 
 def test_loss_scaling_exactly_with_fp16(tmp_path: Any) -> None:
-    ctx = context(Dist(device=torch.device("cpu")), tmp_path)
+    ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
     assert PrecisionPolicy(compute="bf16").run(ctx).loss_scaling is None
     scaled = PrecisionPolicy(compute="fp16", initial_loss_scale=256.0).run(ctx).loss_scaling
     assert scaled is not None

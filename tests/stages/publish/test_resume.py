@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contracts.export import ExportedModel
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.testing import context
 from stages.publish.hub import PublishHub
 from tests.stages.publish.exported import REPO, TOKEN
@@ -100,7 +100,7 @@ def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: Exporte
     assert record["commit"] == hub.repos[REPO].branches["main"]
 
 
-def publish_on_rank(dist: Dist, folder: str) -> dict[str, object]:
+def publish_on_rank(dist: DistContext, folder: str) -> dict[str, object]:
     ctx = dataclasses.replace(context(Path(folder).parent / "run"), dist=dist)
     files = json.loads((Path(folder) / "export.json").read_text())["files"]
     model = ExportedModel(folder=Path(folder), files=files, total_bytes=10240)

@@ -171,7 +171,7 @@ def test_the_last_checkpoint_knows_of_the_batch_that_was_left_out_behind_it(
     again = run_ranks(train, 2, str(tmp_path), case)[0]
     assert (again["progress"], evaluated_at(again)) == (told["progress"], [4])
     # As if it had been killed before that was noted: it comes to the same.
-    unaware = Progress(**saved.progress).taken_over()
+    unaware = Progress.from_record(saved.progress).as_new_run()
     unaware.samples, unaware.metrics = 16, {"loss": saved.progress["metrics"]["loss"]}
     (step / FILE).write_bytes(saved.model_copy(update={"progress": vars(unaware)}).dump())
     again = run_ranks(train, 2, str(tmp_path), case)[0]

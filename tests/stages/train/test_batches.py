@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.contracts.data import Data, Sample
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.training import Progress
 from stages.train.batches import collate, microbatches
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @given(count=st.integers(1, 200), ranks=st.integers(1, 9), micro=st.integers(1, 12))
 def test_shares_joined_in_rank_order_are_the_batch(count: int, ranks: int, micro: int) -> None:
-    cuts = [microbatches(count, DataShard(index=r, count=ranks), micro) for r in range(ranks)]
+    cuts = [microbatches(count, DataAxis(index=r, count=ranks), micro) for r in range(ranks)]
     joined = [place for cut in cuts for start, end in cut for place in range(start, end)]
     assert joined == list(range(count))
     assert len({len(cut) for cut in cuts}) == 1, "ranks must make the same collectives"
@@ -61,7 +61,7 @@ def seen(
         micro_batch_size=micro,
         workers=workers,
     )
-    feeds = [Feed(config, data, 3, DataShard(index=r, count=ranks), CPU) for r in range(ranks)]
+    feeds = [Feed(config, data, 3, DataAxis(index=r, count=ranks), CPU) for r in range(ranks)]
     order: list[int] = []
     for step in range(first, feeds[0].total_steps(Progress())):
         for feed in feeds:
@@ -122,7 +122,7 @@ def test_last_flag_and_targets_of_a_step() -> None:
     config = TrainCausalLm(global_batch_size=7, steps=1, micro_batch_size=2)
     counted = 0
     for rank in range(2):
-        feed = Feed(config, data, 0, DataShard(index=rank, count=2), CPU)
+        feed = Feed(config, data, 0, DataAxis(index=rank, count=2), CPU)
         pieces = list(feed.microbatches(0))
         assert [last for _, last in pieces] == [False, True]
         counted += sum(int((piece.labels != -100).sum()) for piece, _ in pieces)
@@ -143,7 +143,7 @@ def test_collate_pads_on_the_right_and_fills_an_empty_micro_batch() -> None:
 def test_an_epoch_ends_at_its_last_sample_also_after_steps_of_another_size() -> None:
     data = Data(train=Numbered(100), heldout=None, pad_id=0, identity={})
     config = TrainCausalLm(global_batch_size=7, epochs=1.0)
-    alone = DataShard(index=0, count=1)
+    alone = DataAxis(index=0, count=1)
     feed = Feed(config, data, 0, alone, CPU)
     assert feed.total_steps(Progress(step=5, samples=50)) == 5 + 8
     assert [feed.count(50 + 7 * step) for step in range(8)] == [7] * 7 + [1]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.contracts.engine import DataShard
+from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.stage import PlanView
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
@@ -56,7 +56,7 @@ def test_micro_batch_is_given_or_derived(fields: Any, ranks: int, expected: int)
     assert TrainCausalLm(global_batch_size=32, steps=1, **fields).microbatch_size(ranks) == expected
 
 
-def diverge(dist: Dist, folder: str) -> str:
+def diverge(dist: DistContext, folder: str) -> str:
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3).run(ctx)
     engine = Ddp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp32").run(ctx), plan)
@@ -80,10 +80,10 @@ def test_a_non_finite_gradient_stops_the_run_and_saves_nothing(tmp_path: Path) -
 def test_epochs_of_less_than_a_sample_are_refused() -> None:
     config = TrainCausalLm(global_batch_size=4, epochs=0.01)
     with pytest.raises(StageError, match="less than one sample"):
-        Feed(config, toy_data(40), 0, DataShard(index=0, count=1), torch.device("cpu"))
+        Feed(config, toy_data(40), 0, DataAxis(index=0, count=1), torch.device("cpu"))
 
 
-def one_shard_overflows(dist: Dist, folder: str) -> list[Any]:
+def one_shard_overflows(dist: DistContext, folder: str) -> list[Any]:
     """Rank 0 alone finds an infinity in its part of one gradient."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3).run(ctx)
@@ -108,7 +108,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
         assert rank == [[False, 65536.0, False], [True, 32768.0, True]]
 
 
-def narrow(dist: Dist, folder: str, compute: Any) -> list[Any]:
+def narrow(dist: DistContext, folder: str, compute: Any) -> list[Any]:
     """fp16 with a loss scale that overflows at once: skipped steps, falling scale."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3).run(ctx)

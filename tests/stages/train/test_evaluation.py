@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.contracts.data import Data
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.run.metrics import records
 from pipeline.testing import plan_view, problems
@@ -80,7 +80,7 @@ def test_perplexity_beyond_a_float_is_infinite() -> None:
 
 
 def train(
-    dist: Dist, folder: str, fields: dict[str, Any], start_from: str | None = None
+    dist: DistContext, folder: str, fields: dict[str, Any], start_from: str | None = None
 ) -> dict[str, Any]:
     """12 steps that soon overshoot, evaluated every 3, from what is in the folder."""
     ctx = context(dist, folder)
@@ -142,17 +142,17 @@ def test_a_run_that_starts_from_another_has_a_best_and_a_patience_of_its_own(
 
 def test_what_a_run_takes_over_from_another_is_how_far_it_has_come() -> None:
     other = Progress(
-        step=5, samples=24, tokens=90, skipped=1, recent_losses=[2.0], origin={"seed": 7},
+        step=5, samples=24, tokens=90, skipped=1, recent_losses=[2.0], lineage={"seed": 7},
         metrics={"eval_loss": 2.0}, best={"step": 5, "eval_loss": 2.0}, stopped="why",
         patience={"eval_loss": 2.0, "evaluations": 3}, left_out=[[4, 8]], left_out_in_a_row=1,
         rollbacks=2,
     )  # fmt: skip
-    assert other.taken_over() == Progress(
-        step=5, samples=24, tokens=90, skipped=1, recent_losses=[2.0], origin={"seed": 7}
+    assert other.as_new_run() == Progress(
+        step=5, samples=24, tokens=90, skipped=1, recent_losses=[2.0], lineage={"seed": 7}
     )
 
 
-def one_step(dist: Dist, folder: str, warmup: int) -> tuple[list[str], list[float]]:
+def one_step(dist: DistContext, folder: str, warmup: int) -> tuple[list[str], list[float]]:
     """What a training of one step, and the same once it is done, warn of; and what Python's and
     numpy's generators give behind them."""
     told = []

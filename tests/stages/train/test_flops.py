@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.contracts.engine import EngineState
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.adapter.lora import Lora
 from stages.model.declared import outline
 from stages.model.hf import HfModel
@@ -104,7 +104,7 @@ def test_peaks_go_by_whole_words(name: str, peak: float | None) -> None:
     assert known_peak(name) == peak
 
 
-def told_on_cpu(dist: Dist, folder: str) -> list[Any]:
+def told_on_cpu(dist: DistContext, folder: str) -> list[Any]:
     made = make_engine(rank_context(dist, folder), Setting(wrap="zero3", compute="bf16"))
     cost = known_cost(made)
     made.close()

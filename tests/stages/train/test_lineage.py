@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.commands.run import ACCEPTABLE
 from pipeline.contracts.training import Progress
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import ResumeRefused
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.lineage import origin, require_same_origin
+from stages.train.lineage import lineage, require_same_lineage
 from tests.support.runs import context, tiny_model, toy_data
 
 DATA = {"contents": "a" * 64, "sequence_length": 128}
@@ -28,7 +28,7 @@ NOW: dict[str, Any] = {
 def refusal(then: dict[str, Any], *accept: str) -> str:
     """Empty if it is admitted."""
     try:
-        require_same_origin(NOW, accept, Progress(step=5, origin=then))
+        require_same_lineage(NOW, accept, Progress(step=5, origin=then))
     except ResumeRefused as refused:
         return str(refused)
     return ""
@@ -72,9 +72,9 @@ def test_another_tokenizer_explains_other_contents_and_nothing_else() -> None:
 
 
 def test_every_part_can_be_accepted(tmp_path: Path) -> None:
-    ctx = context(Dist(device=torch.device("cpu")), str(tmp_path))
+    ctx = context(DistContext(device=torch.device("cpu")), str(tmp_path))
     loop = TrainCausalLm(steps=1, global_batch_size=1)
-    told = origin(loop, ctx, toy_data(), tiny_model(ctx, {}, ""))
+    told = lineage(loop, ctx, toy_data(), tiny_model(ctx, {}, ""))
     assert (*told, "precision") == ACCEPTABLE
     for part in ACCEPTABLE:
         result = CliRunner().invoke(main, ["resume", str(tmp_path / "none"), "--accept", part])

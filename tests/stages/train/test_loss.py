@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeline.contracts.data import Data, Sample, Samples
-from pipeline.contracts.engine import DataShard, Engine
+from pipeline.contracts.engine import DataAxis, Engine
 from pipeline.contracts.precision import Precision
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import without_values
 from stages.optimizer.adamw import AdamW
@@ -121,7 +121,7 @@ class Alone(Engine):
     """A model by itself."""
 
     device = torch.device("cpu")
-    shard = DataShard(index=0, count=1)
+    shard = DataAxis(index=0, count=1)
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -309,7 +309,7 @@ def test_the_same_model_without_a_cap_trains_in_chunks(tmp_path: Path) -> None:
     assert float(loss.detach()) == pytest.approx(float(chunked.in_full(batch).detach()), rel=1e-2)
 
 
-def copied_loss(dist: Dist, folder: str) -> list[float]:
+def copied_loss(dist: DistContext, folder: str) -> list[float]:
     """Two steps in chunks under a wrapper that hands its model's output on as a copy."""
     ctx = context(dist, folder)
     plan = AdamW().run(ctx)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.contracts.stage import Trial
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
@@ -74,7 +74,7 @@ def test_no_collective_is_no_communication_only_for_a_rank_alone() -> None:
     assert communication_share([WHOLE, event("aten::mm", 100, 200)], ranks=2) is None
 
 
-def train(dist: Dist, folder: str, wrap: str) -> list[dict[str, Any]]:
+def train(dist: DistContext, folder: str, wrap: str) -> list[dict[str, Any]]:
     ctx, setting = context(dist, folder), Setting(wrap=wrap)
     plan = AdamW(schedule="constant", warmup_steps=0).run(ctx)
     engine = make_engine(ctx, setting, plan)
@@ -114,7 +114,7 @@ def test_a_trial_of_a_training() -> None:
         early_stopping=EarlyStopping(patience=1),
         anomalies=Anomalies(non_finite="rollback", spike="rollback", spike_factor=2.0),
     )
-    short = stage.shortened(Trial(steps=7, profile=(7,), growth=Fraction(1, 2)))
+    short = stage.for_benchmark(Trial(steps=7, profile=(7,), growth=Fraction(1, 2)))
     assert short == TrainCausalLm(
         global_batch_size=6,
         steps=7,
@@ -131,16 +131,16 @@ def test_a_trial_of_a_training() -> None:
 )
 def test_the_micro_batch_of_a_trial_is_frozen(fields: dict[str, int], expected: int) -> None:
     stage = TrainCausalLm(global_batch_size=12, steps=9, **fields)
-    short = stage.shortened(Trial(steps=7, growth=Fraction(3, 2), procs=2))
+    short = stage.for_benchmark(Trial(steps=7, growth=Fraction(3, 2), procs=2))
     assert (short.global_batch_size, short.micro_batch_size) == (18, expected)
     assert short.accumulation is None
 
 
 def test_a_global_batch_that_is_no_whole_number() -> None:
     stage = TrainCausalLm(global_batch_size=10, steps=9)
-    assert stage.shortened(Trial(steps=7, growth=Fraction(1, 2))).global_batch_size == 5
+    assert stage.for_benchmark(Trial(steps=7, growth=Fraction(1, 2))).global_batch_size == 5
     with pytest.raises(UsageError) as caught:
-        stage.shortened(Trial(steps=7, growth=Fraction(3, 4)))
+        stage.for_benchmark(Trial(steps=7, growth=Fraction(3, 4)))
     assert str(caught.value) == (
         "samples per process cannot stay: 10 samples a step x 3/4 would be 7.5 "
         "(--weak needs a global batch that divides evenly)"
@@ -152,4 +152,4 @@ def test_a_trial_of_checkpoints_leaves_nothing_elsewhere() -> None:
         every=5, keep=None, keep_every=10, keep_best=2, folder="s3://b/c", start_from="./x",
         asynchronous=False,
     )  # fmt: skip
-    assert stage.shortened(Trial(steps=7)) == ShardedCheckpoint(keep=1, asynchronous=False)
+    assert stage.for_benchmark(Trial(steps=7)) == ShardedCheckpoint(keep=1, asynchronous=False)

@@ -16,16 +16,16 @@ import torch
 
 from pipeline.contracts.engine import StepReport
 from pipeline.contracts.training import Progress, TrainedRun
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.hardware import host
 from pipeline.run.metrics import records
 from stages.train import report
 from stages.train.evaluation import note
-from stages.train.feed import Taken
+from stages.train.feed import BatchStats
 from stages.train.flops import Cost, Utilisation
 from stages.train.profiling import Profile
 from stages.train.report import Reporter
-from stages.train.step import Done
+from stages.train.step import StepResult
 from tests.support.runs import context
 
 CPU = torch.device("cpu")
@@ -38,13 +38,17 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_before", [])
 
 
-def done(loss: float, taken: Taken | None = None) -> Done:
+def done(loss: float, taken: BatchStats | None = None) -> StepResult:
     report = StepReport(grad_norm=1.5, applied=True)
-    return Done(loss=torch.tensor(loss), report=report, lr=0.25, taken=taken or Taken(tokens=7))
+    return StepResult(
+        loss=torch.tensor(loss), report=report, lr=0.25, taken=taken or BatchStats(tokens=7)
+    )
 
 
 def make(tmp_path: Path, progress: Progress, every: int = 1, **fields: Any) -> Reporter:
-    ctx = replace(context(Dist(device=CPU), tmp_path), log=logging.getLogger("pipe.test.report"))
+    ctx = replace(
+        context(DistContext(device=CPU), tmp_path), log=logging.getLogger("pipe.test.report")
+    )
     ctx.log.setLevel(logging.INFO)
     return Reporter(
         ctx, ENGINE, log_every=every, total_steps=lambda _: 9, progress=progress, **fields
@@ -90,7 +94,7 @@ def test_speeds_of_every_step_and_of_the_line(
     progress = Progress(tokens=50, samples=4)
     cost = Cost(multiplied=6.0, attention=1.0)
     reporter = make(tmp_path, progress, 2, utilisation=Utilisation(cost=cost, peak=1000.0))
-    for seconds, taken in ((2.0, Taken(100, 400, 0.5)), (6.0, Taken(300, 900, 0.0))):
+    for seconds, taken in ((2.0, BatchStats(100, 400, 0.5)), (6.0, BatchStats(300, 900, 0.0))):
         progress.step += 1
         progress.tokens += 60
         progress.samples += 8

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
@@ -47,7 +47,7 @@ BROKEN = {"zero3 LoRA"}
 """Whose frozen parameters have hooks within the block."""
 
 
-def compiled(dist: Dist, folder: str) -> dict[str, dict[str, Any]]:
+def compiled(dist: DistContext, folder: str) -> dict[str, dict[str, Any]]:
     """Of three steps of each case: compiled graphs, reasons why graphs were broken, the last
     loss."""
     from torch._dynamo.utils import counters

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.wrap.ddp_engine import ReduceIn, reduce_in
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -19,7 +19,7 @@ FINE = 1 + 2**-12
 """More digits than bf16 has."""
 
 
-def averaged(dist: Dist, dtype: str) -> float:
+def averaged(dist: DistContext, dtype: str) -> float:
     """The gradient of one weight, FINE on rank 0 and 3 on rank 1."""
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     state = ReduceIn(getattr(torch, dtype), model.process_group)
@@ -35,7 +35,7 @@ def test_the_mean_has_the_digits_of_its_dtype(dtype: str, mean: float) -> None:
     assert run_ranks(averaged, 2, dtype) == [mean, mean]
 
 
-def places(dist: Dist, folder: str) -> list[list[int]]:
+def places(dist: DistContext, folder: str) -> list[list[int]]:
     """Addresses of the gradients after each of three steps of several micro-batches."""
     engine = make_engine(context(dist, folder), Setting(wrap="ddp", frozen=""))
     found = []

@@ -21,7 +21,7 @@ from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.tensors import TensorReader
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.weights import converted
@@ -72,7 +72,7 @@ def precision(compute: str) -> Precision:
     )  # fmt: skip
 
 
-def engine_of(dist: Dist, folder: str, case: Case, source: ModelSource) -> Engine:
+def engine_of(dist: DistContext, folder: str, case: Case, source: ModelSource) -> Engine:
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3, weight_decay=0.1).run(ctx)  # two groups
     built: Engine = WRAPS[case.wrap].run(ctx, source, precision(case.compute), plan)
@@ -82,7 +82,7 @@ def engine_of(dist: Dist, folder: str, case: Case, source: ModelSource) -> Engin
 # Who reads what.
 
 
-def load(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
+def load(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
     """Build the engine; what this rank read, which parts it holds, and which have other values."""
     load_weights.CUT, converted.WORTHWHILE = case.cut, case.worthwhile
     SafetensorsReader.as_stored = TorchFilesReader.as_stored = case.as_stored
@@ -103,7 +103,7 @@ def load(dist: Dist, folder: str, case: Case) -> dict[str, Any]:
     return {"read": read, "held": held, "wrong": wrong, "first": order[0]}
 
 
-def load_each(dist: Dist, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
+def load_each(dist: DistContext, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
     """One after another in a process group."""
     return [load(dist, folder, case) for case in cases]
 
@@ -175,7 +175,7 @@ class Told:
 
 def tell(folder: Path, ranks: int, *cases: Case) -> list[Told]:
     """Load on so many ranks. All values are right, and all elements somewhere."""
-    reader = HfModel(path=str(folder)).run(context(Dist(device=torch.device("cpu")), folder))
+    reader = HfModel(path=str(folder)).run(context(DistContext(device=torch.device("cpu")), folder))
     outcome = run_ranks(load_each, ranks, str(folder), list(cases))
     stored = reader.weights()
     width = {name: stored.spec(name).dtype.itemsize for name in stored.names()}
@@ -375,7 +375,7 @@ def high_water() -> int:
     return int(found.group(1)) * 1024
 
 
-def growths(dist: Dist, folder: str, case: Case, functions: list[str]) -> list[int]:
+def growths(dist: DistContext, folder: str, case: Case, functions: list[str]) -> list[int]:
     """Build an engine; the memory that each of the functions needs, at its most, while it runs."""
     small = HfModel(config=tiny_llama_config()).run(context(dist, folder))
     engine_of(dist, folder, case, small).close()  # has everything imported

@@ -20,7 +20,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.wrap.zero import operators_compat
 from stages.wrap.zero.compat import point_at_device
@@ -66,7 +66,7 @@ class Number(OpBuilder):  # type: ignore[misc]
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of kept operators."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kept"))
-    point_at_device(Dist(device=torch.device("cpu")))
+    point_at_device(DistContext(device=torch.device("cpu")))
     return tmp_path / "kept"
 
 
@@ -147,8 +147,8 @@ def test_the_key_tells_what_is_compiled_and_not_where(
 COMPILE = """
 import sys
 from pathlib import Path
-from tests.stages.wrap.test_operators import Number, point_at_device, Dist, torch
-point_at_device(Dist(device=torch.device("cpu")))
+from tests.stages.wrap.test_operators import Number, point_at_device, DistContext, torch
+point_at_device(DistContext(device=torch.device("cpu")))
 Number(Path(sys.argv[1])).jit_load()
 """
 

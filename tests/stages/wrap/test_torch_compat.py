@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import EngineMismatch
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_compat import no_buffer_sync
-from stages.wrap.verify_engine import attest
+from stages.wrap.verify_engine import verify_engine
 from tests.parity.body import tiny_source
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -25,11 +25,11 @@ from tests.support.runs import context
 ROOT = Path(__file__).parents[3]
 
 
-def facts_of(dist: Dist, folder: str, wrap: Any, reduce: Any) -> dict[str, Any]:
+def facts_of(dist: DistContext, folder: str, wrap: Any, reduce: Any) -> dict[str, Any]:
     ctx = context(dist, folder)
     policy = PrecisionPolicy(compute="bf16", reduce=reduce, buffer="bf16")
     engine = wrap.run(ctx, tiny_source(ctx), policy.run(ctx), AdamW().run(ctx))
-    return dict(engine.facts())
+    return dict(engine.describe())
 
 
 def test_fsdp_facts_are_read_off_torch_state(tmp_path: Any) -> None:
@@ -51,12 +51,12 @@ def test_ddp_knows_its_buffer_argument() -> None:
     assert no_buffer_sync().keys() <= inspect.signature(DistributedDataParallel).parameters.keys()
 
 
-def refuse(dist: Dist, folder: str) -> str:
+def refuse(dist: DistContext, folder: str) -> str:
     ctx = context(dist, folder)
     precision = PrecisionPolicy(compute="fp32").run(ctx)
     engine = Fsdp().run(ctx, tiny_source(ctx), precision, AdamW().run(ctx))
     with pytest.raises(EngineMismatch) as caught:
-        attest(ctx, engine, {"engine": "DistributedDataParallel", "world_size": 2})
+        verify_engine(ctx, engine, {"engine": "DistributedDataParallel", "world_size": 2})
     return str(caught.value)
 
 

@@ -38,13 +38,13 @@ class Plain(TorchEngine):
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def facts(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, Any]:
         return {}
 
     def train(self, steps: int, *, admitted: bool = True) -> dict[str, int]:
         for _ in range(steps):
             self.backward(self.model(torch.ones(3)).sum())
-            self.step(lr_scale=1.0, admit=lambda norm: admitted)
+            self.step(lr_scale=1.0, should_step=lambda norm: admitted)
         return dict(self.state().updates)
 
 

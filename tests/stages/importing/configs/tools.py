@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.process_group import Dist
+from pipeline.distributed.process_group import DistContext
 
 FSDP1 = {
     "fsdp_sharding_strategy": "FULL_SHARD",
@@ -74,7 +74,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 """Name in `trainer/` -> arguments of transformers' TrainingArguments."""
 
 
-def write_with_tools(dist: Dist, folder: str) -> None:
+def write_with_tools(dist: DistContext, folder: str) -> None:
     """Have the tools write below `folder`, in a process of its own: they keep global state."""
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.config.default import write_basic_config
