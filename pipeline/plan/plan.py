@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.signature import needs
-from pipeline.contracts.stage import PlanView
+from pipeline.contracts.stage import Checked, PlanView
 from pipeline.errors import PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import total_memory
@@ -238,7 +238,7 @@ def _processes(count: int | None) -> str:
 
 def _checked(slot: str, stage: Any, view: PlanView, marks: SourceMap) -> list[Problem]:
     """What the stage itself finds wrong, with its place filled in."""
-    if not hasattr(stage, "check"):
+    if not isinstance(stage, Checked):
         return []
     try:
         found = list(stage.check(view))

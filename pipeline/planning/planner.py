@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.contracts.training import TrainedRun
-from pipeline.errors import PluginError, UsageError
+from pipeline.errors import UsageError
 from pipeline.plan.binding import Results
-from pipeline.plan.registry import Entry, installed_entries, load_entry
+from pipeline.plan.registry import Plugins
 from pipeline.planning.shapes import SampleShape, Step
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Presets
     from pipeline.plan.plan import Plan
 
-GROUP = "pipe.planners"
 FORECAST = "forecast"
 S = TypeVar("S")
 
@@ -120,27 +119,20 @@ class Planner(Generic[S]):
         return {}
 
 
-class Planners:
-    """Planner classes by stage, loaded when they are asked for."""
+class Planners(Plugins[type[Planner[Any]]]):
+    """Planner classes by stage."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries = {entry.name: entry for entry in entries}
+    group = "pipe.planners"
+    noun = "planner of stage"
 
-    @classmethod
-    def installed(cls) -> Planners:
-        """Planners that the installed packages register under `pipe.planners`."""
-        return cls(installed_entries(GROUP))
+    def fault(self, loaded: Any) -> str:
+        """The first thing that a class lacks to be a planner."""
+        return "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is no Planner"
 
     def find(self, use: str) -> type[Planner[Any]] | None:
         """The planner's class of a stage; None for one without. Raises PluginError naming the
         package that is at fault."""
-        entry = self._entries.get(use)
-        if entry is None:
-            return None
-        kind: type[Planner[Any]] = load_entry(entry, GROUP, "the planner of stage")
-        if not (isinstance(kind, type) and issubclass(kind, Planner)):
-            raise PluginError(f"the planner of stage `{use}` of {entry} is no Planner")
-        return kind
+        return self.load(use) if use in self else None
 
     def of(self, plan: Plan) -> dict[str, Any]:
         """Slot -> the planner of its stage, for slots whose stages have one."""

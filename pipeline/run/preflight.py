@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.resources import require_resources
+from pipeline.contracts.stage import NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.plan.binding import Results
 from pipeline.run.metrics import Metrics
@@ -35,8 +36,8 @@ def _rooms(
 ) -> Iterator[ResourceNeed]:
     known = _in_order(plan, artifacts)
     for step in plan.steps:
-        foresees = step.slot in slots and hasattr(step.stage, "resource_needs")
-        if foresees and not known.missing(step.stage, "resource_needs"):
+        asked = step.slot in slots and isinstance(step.stage, NeedsResources)
+        if asked and not known.missing(step.stage, "resource_needs"):
             own = dataclasses.replace(ctx, slot=step.slot)
             yield from known.call(step.stage, "resource_needs", own)
 
@@ -78,7 +79,7 @@ def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib
             artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
             continue
         known = _in_order(plan, artifacts)
-        if not hasattr(step.stage, "run_dry") or known.missing(step.stage, "run_dry"):
+        if not isinstance(step.stage, RunsDry) or known.missing(step.stage, "run_dry"):
             continue
         ctx.log.info("dry run: %s: %s", step.slot, step.use)
         made = known.call(step.stage, "run_dry", dataclasses.replace(ctx, slot=step.slot))

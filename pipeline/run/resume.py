@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.stage import Durable
+from pipeline.contracts.stage import Durable, VerifiesResult
 from pipeline.errors import PipeError, in_words
 from pipeline.run.journal import Finished, Journal
 
@@ -167,9 +167,8 @@ def _problem(step: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) ->
     """Why the recorded result cannot be had as it was left; empty when it can."""
     try:
         result = restored(step, record)
-        prove = getattr(step.stage, "verify_result", None)
-        if thorough and prove is not None:
-            prove(result)
+        if thorough and isinstance(step.stage, VerifiesResult):
+            step.stage.verify_result(result)
     except (PipeError, OSError) as error:
         return in_words(error)
     except (KeyError, TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from pipeline.errors import PlanDrift, UsageError
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.run.saved_plan import identity, require_planned
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "llama8b_fsdp.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
 Record = dict[str, Any]
 
 
