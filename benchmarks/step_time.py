@@ -144,7 +144,7 @@ def _tokenizer() -> Path:
 
 def _pipe(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments],
+        [sys.executable, "-m", "pipetrain", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": str(THREADS)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip

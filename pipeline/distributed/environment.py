@@ -88,7 +88,7 @@ def require_contract() -> None:
             raise UsageError(
                 f"{_told([name])}: {launcher} has started several processes, each of which would "
                 "make a run of its own",
-                hint="have it start torchrun, once a node, and that `-m pipeline run`; "
+                hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
                 f"or unset {name} for a run by itself",
             )
 

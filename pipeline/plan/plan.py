@@ -219,7 +219,7 @@ def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
     elif procs is None and gpus and launch.device != "cpu" and (launch.procs or 1) > gpus:
         key, message = "procs", f"{_processes(launch.procs)}, but this machine has {gpus} GPUs"
         hint = "start it on every node: torchrun --nnodes NODES --node-rank NUMBER "
-        hint += "--nproc-per-node GPUS --master-addr HOST -m pipeline run RECIPE"
+        hint += "--nproc-per-node GPUS --master-addr HOST -m pipetrain run RECIPE"
     elif procs is not None and launch.procs not in (None, procs):
         key, message = "procs", f"{_processes(launch.procs)}, but the launcher started {procs}"
         hint = f"set launch.procs={procs}, or null to take as many as are started"
