@@ -21,7 +21,9 @@ class OwnPackages:
     """A finder of `pipeline` and `stages` that knows one place."""
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> ModuleSpec | None:
         """Return the spec of one of the two packages; None for any other module."""
         return PathFinder.find_spec(name, [HOME]) if name in OWN else None
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 DEFAULT = "checkpoints"
 """Folder of a run's checkpoints in its own folder."""
 FILE = "checkpoints.at"
+RECIPE = "recipe.yaml"
+"""File by which a run's folder is known."""
 LONGEST = 4096
 """Characters of a path or an address."""
 

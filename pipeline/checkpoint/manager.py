@@ -26,8 +26,8 @@ from pipeline.contracts.resources import require_resources
 from pipeline.contracts.stage import Context, ResourceNeed
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun, TrainingLength
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
-from pipeline.run import rundir
 from pipeline.utils.text import human
+from pipeline.utils.versions import versions
 
 CLOSING_SECONDS = 4.0
 """Less than a failed rank is given to release what it holds."""
@@ -69,7 +69,7 @@ class CheckpointManager(Checkpoints):
         self._identity = ctx.dist.broadcast_str(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
         require_shared(self._store, ctx.dist, self._identity)
         self._attempts = 0
-        self._writer_facts = {"engine": dict(engine.describe()), "packages": rundir.versions()}
+        self._writer_facts = {"engine": dict(engine.describe()), "packages": versions()}
         self._plan = plan_writes(engine, ctx.dist, arrangement, without=frozen_base)
         self._staging = self._staged(asynchronous)
         _require_memory(ctx, self._staging.size)
@@ -191,7 +191,7 @@ class CheckpointManager(Checkpoints):
         found = None
         if self._ctx.dist.is_main:
             try:
-                store, name = summary.find(address, rundir.RECIPE)
+                store, name = summary.find(address, location.RECIPE)
                 found = store.locate(name or store.names()[-1])
             except (UsageError, OSError) as error:
                 raise CheckpointError(f"start_from: {in_words(error)}") from error

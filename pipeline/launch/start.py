@@ -16,7 +16,7 @@ from pipeline.distributed.environment import is_worker, require_contract, worker
 from pipeline.distributed.signals import Interrupted, default_signals, interruptible
 from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
 from pipeline.plan.plan import Plan
-from pipeline.run import failures, rundir
+from pipeline.run import environment, failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.resume import plan_resume, results
 
@@ -113,7 +113,7 @@ def _tell(store: Store, folder: str) -> None:
 
 def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
     """A failure is told by the rank that failed first; the others leave with exit code 1."""
-    from pipeline.worker import run_rank
+    from pipeline.run.worker import run_rank
 
     try:
         run_rank(folder, store, accept=accept)
@@ -152,11 +152,11 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
     with system_errors_as(UsageError):
         before = rundir.read_recipe(folder)
         rundir.write_recipe(folder, plan.recipe.dump())
-        environment = rundir.environment()
-        changes = rundir.write_environment(folder, environment)
+        here = environment.environment()
+        changes = environment.write_environment(folder, here)
         failures.clear(folder)
         journal.write(
-            "run started", procs=plan.view.procs, device=plan.view.device, environment=environment
+            "run started", procs=plan.view.procs, device=plan.view.device, environment=here
         )
     if changes:
         click.echo(

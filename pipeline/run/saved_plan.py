@@ -57,7 +57,7 @@ class SavedPlan(BaseModel):
 
 def identity(plan: Plan, per_node: int | None) -> Identity:
     """The identity of a checked recipe with so many processes on each node."""
-    from pipeline.run.rundir import versions
+    from pipeline.utils.versions import versions
 
     written = plan.recipe.public().get("stages") or {}
     folders = [str(file.parent) for file in plan.recipe.source_files]

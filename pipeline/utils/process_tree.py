@@ -17,6 +17,12 @@ PR_SET_CHILD_SUBREAPER = 36
 REAP_SECONDS = 5.0
 
 
+def own_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of the project's modules in a new process, whatever modules of the
+    same name lie in the current folder or on PYTHONPATH."""
+    return [sys.executable, "-P", "-m", "pipetrain", "-m", module, *arguments]
+
+
 def die_with(parent: int) -> None:
     """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has.
 

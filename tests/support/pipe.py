@@ -120,7 +120,7 @@ class Pipe:
 
 
 def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
-    """In the child: what `python -m pipetrain ARGUMENTS` does in `folder`, its output to `place`."""
+    """In the child: `python -m pipetrain ARGUMENTS` in `folder`, with its output in `place`."""
     for number, name in enumerate(STREAMS, 1):
         os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.chdir(folder)

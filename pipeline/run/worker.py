@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m pipeline.worker RUN_DIR LAUNCHER_PID [ACCEPTED...]` under the
+"""One rank of a run: `python -m pipeline.run.worker RUN_DIR LAUNCHER_PID [ACCEPTED...]` under the
 launcher's environment."""
 
 from __future__ import annotations
