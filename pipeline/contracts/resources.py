@@ -14,8 +14,8 @@ from pipeline.utils.text import human
 
 
 def require_resources(rooms: Iterable[ResourceNeed]) -> None:
-    """Raise StageError that tells every file system that is too small, and host memory, with what
-    is to go there. Needs of one file system add up; of memory the largest counts."""
+    """Raise StageError naming every file system that is too small, and host memory, with what needs
+    it. Needs on one file system add up; for memory the largest need counts."""
     rooms = list(rooms)
     problems = [*_short_of_disk(rooms), *_short_of_memory(rooms)]
     if problems:

@@ -48,9 +48,9 @@ class Preset:
     """A way to use a stage that wraps."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of the slot."""
+    """Fields of the slot."""
     what: str = ""
-    """What it does, as in `every rank holds everything`."""
+    """Short description, as in `every rank holds everything`."""
     order: int = 0
     """When `pipe advise` tries it (`pipeline.planning.planner.Tier`); 0: never."""
     at_first: Mapping[str, Any] = field(default_factory=dict)
@@ -89,13 +89,13 @@ class RunsDry(Protocol):
     """A stage that takes part in a recipe's dry run."""
 
     def run_dry(self, ctx: Context, *artifacts: Any) -> Any:
-        """Do what `run` does, before training, with nothing left behind: `ctx.run_dir` is removed
-        afterwards, and what lies elsewhere is to be removed through `ctx.on_exit`."""
+        """Do the work of `run`, before training, and leave nothing behind. `ctx.run_dir` is removed
+        afterwards; remove anything elsewhere through `ctx.on_exit`."""
 
 
 @runtime_checkable
 class VerifiesResult(Protocol):
-    """A stage that can tell whether its durable result is still as it was left."""
+    """A stage that can check whether its durable result is unchanged."""
 
     def verify_result(self, result: Any) -> None:
         """Raise StageError if not. A resume asks it, in one process, before it skips the slot."""
@@ -109,8 +109,7 @@ TAKES_ONE = ("check", "verify_result")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanView:
-    """What a stage's `check` may look at: the whole recipe, validated, and how it will be
-    launched."""
+    """View of the whole recipe for a stage's `check`: every stage, validated, and the launch."""
 
     name: str
     seed: int
@@ -157,12 +156,12 @@ class Trial:
     steps: int
     """Optimizer steps in all."""
     profile: tuple[int, ...] = ()
-    """Those of them that torch.profiler is to record."""
+    """Steps among them that torch.profiler records."""
     growth: Fraction = Fraction(1)
     """Samples of one optimizer step, in multiples of the recipe's."""
     procs: int = 1
-    """What the recipe leaves to follow from the number of processes, such as a micro-batch, is to
-    be what follows from this many: trials that are compared have it alike."""
+    """World size used for defaults that depend on it (e.g. the micro-batch), so that compared
+    trials share them."""
 
     def grown(self, samples: int) -> int:
         """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
@@ -179,10 +178,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceNeed:
-    """What a stage will need of this machine."""
+    """Disk space and host memory that a stage will need on this machine."""
 
     what: str
-    """What for, as in `needs 3.2 GB for ...`."""
+    """Purpose, as in `needs 3.2 GB for ...`."""
     disk: int = 0
     """Bytes in `folder`, beyond what is there already."""
     folder: Path | None = None
@@ -193,7 +192,7 @@ class ResourceNeed:
 
 @dataclass(kw_only=True)
 class Context:
-    """What every stage is given when it runs, on every rank."""
+    """Surroundings of a running stage, on every rank."""
 
     run_dir: Path
     """The run's folder; the same on every rank."""

@@ -32,7 +32,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorReader(ABC):
-    """Named tensors that are somewhere else, of which any range can be read."""
+    """Named tensors stored elsewhere, of which any range can be read."""
 
     bytes_read: int = 0
     """Bytes of tensors that were read from files so far."""
@@ -80,7 +80,7 @@ class Weights(TensorReader):
     """Named full tensors of the trained model, streamed from a checkpoint, never all in memory."""
 
     identity: str
-    """Equal for equal contents: what tells an interrupted export that it can go on."""
+    """Equal for equal contents; an interrupted export continues only with the same identity."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.names():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLength:
-    """Of a whole training."""
+    """Length of a training, as needed to count its checkpoints."""
 
     steps: int | None = None
     """Optimizer steps; None: not known."""
@@ -97,7 +97,7 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def due(self, progress: Progress) -> bool:
-        """Whether a checkpoint is to be written now."""
+        """Whether to write a checkpoint now."""
 
     @abstractmethod
     def save(self, progress: Progress) -> None:
@@ -127,8 +127,8 @@ class Checkpoints(ABC):
         return iter(())
 
     def best(self) -> TrainedRun:
-        """The checkpoint with the lowest held-out loss among those that are there, once `finish`
-        has returned (collective). Raises CheckpointError when there is none."""
+        """The checkpoint with the lowest held-out loss, once `finish` has returned (collective).
+        Raises CheckpointError when there is none."""
         raise CheckpointError("these checkpoints do not tell which one is the best")
 
 

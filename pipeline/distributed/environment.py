@@ -1,4 +1,4 @@
-"""What the environment says about who started this process."""
+"""The environment variables by which a launcher tells a process its rank and world."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ STORE = "PIPE_STORE"
 """The file where the ranks of one machine meet; `pipe` sets it, in place of MASTER_ADDR and
 MASTER_PORT."""
 FINISHED = 76
-"""Exit code of a rank of ours whose stages have all run. What calls exit(0) inside of a rank ends
-it too, and no library leaves with this one."""
+"""Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
+too, so 0 does not prove that."""
 STARTED = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -21,7 +21,7 @@ STARTED = {
     "JSM_NAMESPACE_SIZE": "jsrun",
     "PET_NNODES": "Kubeflow",
 }
-"""Where launchers that do not speak the contract tell how many processes or nodes they started."""
+"""Variables in which other launchers put the number of processes or nodes that they started."""
 LOOPBACK = "lo"
 """Is up everywhere, and enough within a machine."""
 
@@ -52,8 +52,8 @@ def worker_world_size() -> int | None:
 
 
 def worker_local_world_size() -> int | None:
-    """Those of them on this machine; None outside of a group, and where the launcher does not
-    tell."""
+    """Number of processes of the group on this machine; None outside of a group, and where the
+    launcher does not say."""
     told = os.environ.get("LOCAL_WORLD_SIZE")
     return int(told) if is_worker() and told else None
 

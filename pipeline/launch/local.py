@@ -89,7 +89,8 @@ def _spare_failures() -> Iterator[int]:
 
 
 def _started(command: Sequence[str], procs: int, spare: int) -> Iterator[subprocess.Popen[bytes]]:
-    """They meet in a file in memory: nobody else can open it, and it ends with them."""
+    """Start the ranks. They meet in a file in memory, which nobody else can open and which ends
+    with them."""
     store = anonymous_file("store")
     try:
         for rank in range(procs):

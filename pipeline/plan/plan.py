@@ -44,11 +44,11 @@ class Plan:
     view: PlanView
     steps: tuple[PlannedSlot, ...]
     warnings: tuple[Problem, ...] = ()
-    """Findings that are hardly meant, and no mistake."""
+    """Findings that are probably mistakes, though the recipe can run."""
 
     def last_reader(self, slot: str) -> str | None:
-        """The last slot that reads what `slot` gives, by itself or in what another made of it; None
-        when nobody does."""
+        """The last slot that reads the result of `slot`, directly or inside of another result; None
+        without a reader."""
         order = [step.slot for step in self.steps]
         readers = set()
         for step in self.steps:
@@ -72,7 +72,7 @@ def make_plan(
     here: bool = False,
     procs: int | None = None,
 ) -> Plan:
-    """Check everything that can be told before starting. Raises RecipeError with all problems.
+    """Check everything that can be checked before starting. Raises RecipeError with all problems.
 
     `here` also asks whether this machine can run it. `procs` is the number of processes when
     another launcher has already decided it.
@@ -121,7 +121,7 @@ def load_slots(
 
 
 def in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """As they stand in the files; what has no line comes first."""
+    """Sort problems by their place in the files; those without a line come first."""
 
     def place(problem: Problem) -> tuple[str, int, int]:
         where = problem.location
@@ -237,7 +237,7 @@ def _processes(count: int | None) -> str:
 
 
 def _checked(slot: str, stage: Any, view: PlanView, marks: SourceMap) -> list[Problem]:
-    """What the stage itself finds wrong, with its place filled in."""
+    """Problems that the stage itself finds, with their places filled in."""
     if not isinstance(stage, Checked):
         return []
     try:

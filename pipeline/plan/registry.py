@@ -136,7 +136,7 @@ class Registry(Plugins[type]):
         return _fault(loaded) or _wrong_hook(loaded)
 
     def hint(self, name: str) -> str:
-        """Words for somebody who asked for a stage that is not there."""
+        """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
         without_kind = [other for other in self._entries if other.partition(".")[2] == name]
         found = closest(name, same_kind) or closest(name, self._entries)

@@ -37,10 +37,10 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a recipe says besides its stages."""
+    """Top-level settings of a recipe besides its stages."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    """What the run is called: letters, digits, dot, dash, underscore."""
+    """Name of the run: letters, digits, dot, dash, underscore."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Where all randomness starts."""
     launch: Launch = Launch()
@@ -107,9 +107,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def read_recipe(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[Recipe | None, list[Problem]]:
-    """What can be made of a recipe, with its problems, for those who look for more of them.
+    """Read, merge and resolve as far as possible; return the recipe and all problems.
 
-    None when a file cannot be read at all. Parts with problems hold defaults.
+    The recipe is None when a file cannot be read at all. Parts with problems hold defaults.
     """
     sources = Sources(TOP_LEVEL)
     tree = sources.read(Path(path))

@@ -15,7 +15,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceMap:
-    """Places of keys and values by path. A path that nobody wrote takes its nearest ancestor's."""
+    """Places of keys and values by path. A path without a place takes its nearest ancestor's."""
 
     keys: Mapping[KeyPath, Location]
     values: Mapping[KeyPath, Location]
@@ -89,7 +89,7 @@ def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
 
 
 def marks_of(root: Node) -> SourceMap:
-    """What is written where."""
+    """Places of all keys and values of a tree."""
     keys: dict[KeyPath, Location] = {}
     values: dict[KeyPath, Location] = {}
     for path, node in walk(root):

@@ -45,7 +45,7 @@ def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _versions_in(facts: Any) -> dict[str, str]:
-    """Empty where a record is missing or is none."""
+    """Package -> version; empty where the record is missing or malformed."""
     packages = facts.get("packages") if isinstance(facts, dict) else None
     if not isinstance(packages, dict):
         return {}

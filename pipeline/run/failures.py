@@ -27,7 +27,8 @@ FOLDER = "failures"
 SPARE = "PIPE_FAILURES"
 """Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
 MOST_LINES = 12
-"""Of an error's message; libraries append whole native stacks to theirs."""
+"""Characters of an error's message that are kept; libraries append whole native stacks to
+theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,8 @@ def clear(run_dir: Path) -> None:
 
 
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
-    """Write what went wrong on this rank, with the time, for the launching process to read.
-
-    What the run's disk does not take goes to the launcher's file, and the traceback to standard
-    error.
-    """
+    """Write this rank's error, with the time, for the launching process to read. If the run's disk
+    is full, the report goes to the launcher's file and the traceback to standard error."""
     facts = json.dumps(
         {
             "time": time.time(),
@@ -111,7 +109,7 @@ def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunF
 
 
 def first_rank(run_dir: Path) -> int | None:
-    """The rank that raised first, as far as this machine's view of the folder tells."""
+    """The rank that raised first, as far as this machine sees the folder."""
     return next((report["rank"] for report in _reports(run_dir)), None)
 
 
@@ -121,7 +119,7 @@ def refused(run_dir: Path) -> bool:
 
 
 def _reports(run_dir: Path) -> list[dict[str, Any]]:
-    """What ranks wrote, earliest first; what a rank did not finish writing does not count."""
+    """Reports of ranks, earliest first, without incomplete ones."""
     texts = [path.read_text("utf-8") for path in (run_dir / FOLDER).glob("rank-*.json")]
     if SPARE in os.environ:
         texts += Path(os.environ[SPARE]).read_text("utf-8").splitlines()

@@ -43,9 +43,9 @@ def _rooms(
 
 
 def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
-    """Save the engine as it is, and have every stage that can run_dry work on that checkpoint
-    (collective). All that is written is removed again, unless it fails; random states stay as they
-    were."""
+    """Save the engine's state and have every stage with `run_dry` work on that checkpoint
+    (collective). Everything written is removed again, unless it fails; random states stay
+    unchanged."""
     folder = ctx.run_dir / f"{ctx.run_dir.name}.dry-run"
     ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
     began = time.monotonic()

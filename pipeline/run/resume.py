@@ -1,4 +1,4 @@
-"""What of a plan is left to do, by the run's journal. Imports no torch."""
+"""The slots of a plan that are left to run, by the run's journal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class ResumePlan:
 def plan_resume(
     plan: Plan, journal: Journal, log: logging.Logger | None = None, *, thorough: bool = True
 ) -> ResumePlan:
-    """Go through the plan backwards: a slot runs if it has not finished as it now stands, or if a
-    slot that runs reads its result and that is on no disk. `log` is told of lost results. Without
-    `thorough`, results are not read to see whether they are as they were left."""
+    """Go through the plan backwards: a slot runs if it has not finished in its present form, or if
+    a slot that runs reads its result and no disk has it. `log` gets a line for each lost result.
+    Without `thorough`, the contents of results are not verified."""
     finished = _finished(plan, journal)
     steps = {step.slot: step for step in plan.steps}
     records = {slot: done.record or {} for slot, done in finished.items()}

@@ -38,7 +38,7 @@ LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
 """Left by a run, and taken by a new one in the same folder for its own."""
 LOCK = "lock"
 LOCK_SECONDS = 1.0
-"""How long to ask for the lock before another process is believed to hold it for good."""
+"""Seconds to ask for the lock before another process is taken to hold it."""
 
 
 def create(root: Path, name: str) -> Path:

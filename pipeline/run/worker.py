@@ -77,7 +77,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL), record_memory)
             stack.callback(runner.close)
             runner.run()
-            stack.close()  # here, so that what goes wrong in it is told as well
+            stack.close()  # here, so that its errors are reported as well
         except Interrupted:
             raise
         except BaseException as error:
@@ -91,7 +91,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
 
 
 def context(plan: Plan, run_dir: Path, dist: DistContext, log: logging.Logger) -> Context:
-    """What stages are given on this rank."""
+    """Context of stages on this rank."""
     return Context(
         run_dir=run_dir,
         seed=plan.recipe.seed,

@@ -55,7 +55,7 @@ def none_left() -> Iterator[None]:
 def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
     """Kill processes that lead sessions of their own, with their groups, and wait for them."""
     for process in leaders:
-        # the number of a group that has ended may be somebody else's by now
+        # the number of a group that has ended may have been given to another by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

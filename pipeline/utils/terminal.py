@@ -1,4 +1,4 @@
-"""Text for people: it cannot command their terminal, and tells no environment variable's value.
+"""Text for people that cannot command their terminal and shows no environment variable's value.
 
 All that a process writes to its standard output and error goes through a `Guarded` stream.
 """
