@@ -44,7 +44,7 @@ class Samples(ABC):
 
     @abstractmethod
     def targets(self, index: int) -> int:
-        """How many labels of this sample are trained on; known without reading the sample."""
+        """Number of this sample's labels that are trained on, known without reading the sample."""
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
         """Sum of `targets` over `indices`, which may repeat. Every rank asks for it once per global

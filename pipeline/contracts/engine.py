@@ -51,7 +51,7 @@ class Fragment:
     """
 
     name: str
-    """As in the source model; of tied names the first."""
+    """Name in the source model; of tied names, the first."""
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     start: int
@@ -156,7 +156,7 @@ class Engine(ABC):
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
-        """This rank's part of every tensor of the training state, to be read. Always in the same
+        """This rank's part of every tensor of the training state, for reading; always in the same
         order with the same spans."""
 
     @abstractmethod

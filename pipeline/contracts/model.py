@@ -17,7 +17,7 @@ class ModelSource(ABC):
     """A causal language model, declared. No parameter exists until a wrap stage calls `build`."""
 
     name: str
-    """Its name for people: the folder, hub id or file it comes from."""
+    """Name for people: the folder, hub id or file of the source."""
 
     @abstractmethod
     def build(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Is there room for what the stages are going to write and hold? Asked before training starts."""
+"""Disk space and host memory for the rest of a run, checked before training starts."""
 
 from __future__ import annotations
 

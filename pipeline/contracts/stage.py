@@ -52,13 +52,14 @@ class Preset:
     what: str = ""
     """Short description, as in `every rank holds everything`."""
     order: int = 0
-    """When `pipe advise` tries it (`pipeline.planning.planner.Tier`); 0: never."""
+    """Position in the order in which `pipe advise` tries strategies
+    (`pipeline.planning.planner.Tier`); 0: never tried."""
     at_first: Mapping[str, Any] = field(default_factory=dict)
     """Further fields that `pipe advise` begins with; its planner's `savings` take them back."""
 
 
 Presets = Mapping[str, Preset]
-"""By name."""
+"""Presets by name."""
 
 
 class Stage(Protocol):

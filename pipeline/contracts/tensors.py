@@ -42,7 +42,8 @@ class TensorReader(ABC):
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """As in the model's state dict. Tied tensors may be listed once or under every name."""
+        """Names as in the model's state dict. Tied tensors may be listed once or under every
+        name."""
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""How far a training is, where its state is kept, and its result."""
+"""Progress of a training, its checkpoints, and its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TrainingLength:
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far training has come. Counts are over all ranks; JSON in every checkpoint."""
+    """Progress of a training. Counts are over all ranks. Part of every checkpoint, as JSON."""
 
     step: int = 0
     """Optimizer steps done, those skipped for overflow too; not those that were left out as
@@ -60,7 +60,7 @@ class Progress:
     left_out_in_a_row: int = 0
     """Anomalous steps since the last update."""
     rollbacks: int = 0
-    """How often training went back to a checkpoint."""
+    """Number of times that training went back to a checkpoint."""
     lineage: dict[str, Any] = field(default_factory=dict)
     """Identity of the model, tokenizer, data, seed, order and global batch, without which the
     position means nothing."""
@@ -93,7 +93,7 @@ class Progress:
 
 
 class Checkpoints(ABC):
-    """Where, when and in which format a run saves its training state and resumes from it."""
+    """Checkpoints of a run: where, when and in which format training state is saved."""
 
     @abstractmethod
     def due(self, progress: Progress) -> bool:
@@ -137,7 +137,7 @@ class TrainedRun(Durable):
     """A finished training: the checkpoint that later stages take, and how far it had come."""
 
     checkpoint: str
-    """Its address: a path, or what fsspec knows."""
+    """Address of the checkpoint: a path, or a URL that fsspec knows."""
     progress: Progress
 
     def record(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ STARTED = {
 }
 """Variables in which other launchers put the number of processes or nodes that they started."""
 LOOPBACK = "lo"
-"""Is up everywhere, and enough within a machine."""
+"""Loopback interface, which is up on every machine and enough within one."""
 
 
 def is_worker() -> bool:
@@ -42,7 +42,7 @@ def place(rank: int, procs: int) -> dict[str, str]:
 
 
 def worker_rank() -> int:
-    """This process's rank; 0 when it is no worker."""
+    """This process's rank; 0 outside of a group."""
     return int(os.environ["RANK"]) if is_worker() else 0
 
 
@@ -64,14 +64,14 @@ def all_here() -> bool:
 
 
 def stay_on_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback interface alone, whatever the environment says for
+    """Make gloo and NCCL listen on the loopback interface alone, whatever the environment says for
     runs of several nodes."""
     os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
 
 
 def require_contract() -> None:
-    """Raises UsageError where another launcher has started several processes without telling them
-    all that they need to be one run: each would make a run of its own."""
+    """Raise UsageError where another launcher has started several processes without the variables
+    that make them one run: each would make a run of its own."""
     missing = [name for name in CONTRACT if name not in os.environ]
     if not missing:
         _require_numbers()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 LONG_WAIT = datetime.timedelta(hours=24)
-"""For waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer ends
-them early: the launcher stops the whole run."""
+"""Timeout of waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer
+ends them early: the launcher stops the whole run."""
 
 PIECE = 1 << 20
 """Characters of one value in the store. torch's server drops the connection of a client that sends

@@ -115,7 +115,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 FORCE_SECONDS = 10.0
-"""After which a stopped command ends even if something keeps it from cleaning up."""
+"""Seconds after which a stopped command ends even if something keeps it from cleaning up."""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from pipeline.utils.process_tree import kill_sessions, none_left, own_module
 
 LOOK_SECONDS = 0.05
 SHUTDOWN_SECONDS = 10
-"""How long ranks get to end when the run is stopped, before they are killed."""
+"""Seconds that ranks get to end when the run is stopped, before they are killed."""
 
 
 def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:

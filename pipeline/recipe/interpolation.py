@@ -57,8 +57,8 @@ def read(text: str) -> Text:
 
 
 def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
-    """How many interpolations are resolved, from each interpolated value's references; counting
-    stops where there are too many to count."""
+    """Number of interpolations that are resolved, from each interpolated value's references;
+    counting stops at the limit."""
     if len(references) > MAX_EXPANSIONS:
         return len(references)
     leaves: dict[KeyPath, KeyPath] = {tuple(map(str, path)): path for path in references}

@@ -24,13 +24,13 @@ class SourceMap:
     """The values as written, with interpolations unresolved: what messages may show."""
 
     def value(self, path: KeyPath) -> Location:
-        """Where the value at `path` stands."""
+        """Place of the value at `path`."""
         while path not in self.values:
             path = path[:-1]
         return self.values[path]
 
     def key(self, path: KeyPath) -> Location:
-        """Where the key at `path` stands; for a list's entry, where the entry stands."""
+        """Place of the key at `path`; for a list's entry, the place of the entry."""
         while path not in self.keys and path not in self.values:
             path = path[:-1]
         return self.keys.get(path) or self.values[path]

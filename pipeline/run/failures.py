@@ -1,4 +1,4 @@
-"""How a rank's failure reaches the person: two files per failed rank, and the choice of the first.
+"""Reports of failed ranks, and the choice of the one that is shown.
 
 failures/rank-N.json is for the launching process, failures/rank-N.txt is the traceback.
 """
@@ -33,7 +33,7 @@ theirs."""
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a rank's process ended by itself: a negative code is a signal's number."""
+    """Exit code of a rank's process that ended by itself; a negative code is a signal's number."""
 
     rank: int
     code: int
@@ -139,7 +139,8 @@ def _died(run_dir: Path, end: Exit, slot: str | None) -> str:
 
 
 def manner(code: int) -> str:
-    """How a process with this exit code ended, as a verb; a negative one is a signal's number."""
+    """Verb phrase for the end of a process with this exit code; a negative one is a signal's
+    number."""
     if code >= 0:
         return f"ended by itself with exit code {code}"
     if -code == signal.SIGKILL:

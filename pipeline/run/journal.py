@@ -24,7 +24,7 @@ from pipeline.run import rundir
 from pipeline.utils.files import opened
 
 IN_RUN = "in run"
-"""Only key of the object that stands for a path inside the run's folder."""
+"""Key of an object that stands for a path inside the run's folder, and has no other key."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
 _SUM_BYTES = len(b', "xxh3": "0123456789abcdef"}')
 

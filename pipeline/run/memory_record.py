@@ -36,7 +36,7 @@ class MemoryRecord(BaseModel):
     reserved_bytes: PositiveInt
     """Most that torch's allocator had taken for them."""
     beside_bytes: NonNegativeInt
-    """In use beside the allocator: the CUDA context, NCCL, other processes."""
+    """Bytes in use beside the allocator: the CUDA context, NCCL, other processes."""
 
 
 def record_memory(plan: Plan, ctx: Context) -> None:

@@ -1,5 +1,4 @@
-"""Between the last preparation and the first training step: look whether there is room for what
-comes afterwards, and run_dry it if the recipe asks for that."""
+"""Checks before the first training step: resource needs of the rest of the run, and the dry run."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.plan.plan import Plan
 
 Artifacts = Mapping[str, Any]
-"""By slot."""
+"""Artifacts by slot."""
 
 
 def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> None:

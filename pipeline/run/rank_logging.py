@@ -16,7 +16,7 @@ from pipeline.utils.terminal import ShownFormatter
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's output goes; its folder is there when this returns. Raises StageError."""
+    """File of a rank's output; its folder exists when this returns. Raises StageError."""
     with system_errors_as(StageError):
         return private_folder(run_dir / "logs") / f"rank-{rank:05d}.log"
 

@@ -29,7 +29,7 @@ class ResumePlan:
     restore: Mapping[str, Mapping[str, Any]]
 
     def dump(self) -> str:
-        """As JSON text, for the other ranks."""
+        """JSON text for the other ranks."""
         return json.dumps({"run": sorted(self.run), "restore": self.restore})
 
     @classmethod
@@ -130,13 +130,13 @@ def results(plan: Plan, journal: Journal) -> Iterator[tuple[str, Path]]:
 
 
 def _place(record: Mapping[str, Any]) -> Path | None:
-    """Where on this machine the recorded result lies."""
+    """Place of the recorded result on this machine; None elsewhere."""
     paths = [Path(value) for value in record.values() if isinstance(value, str)]
     return next((path for path in paths if path.is_absolute() and path.exists()), None)
 
 
 def digests(plan: Plan) -> dict[str, str]:
-    """For each slot a digest over its settings, the seed, and the slots it depends on."""
+    """Slot -> digest over its settings, the seed, and the slots it depends on."""
     found: dict[str, str] = {}
     for step in plan.steps:
         sources = {

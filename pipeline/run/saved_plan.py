@@ -21,7 +21,7 @@ VERSION: Final = 3
 SHOWN = 60
 """Characters of a value that a message shows."""
 LEAD = 20
-"""How many of them, of a longer value, are before the first difference."""
+"""Number of a longer value's characters that are shown before the first difference."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -77,7 +77,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
 
 
 def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
-    """Raises PlanDrift, telling everything that differs, and UsageError for a file that is no
+    """Raise PlanDrift, listing everything that differs, and UsageError for a file that is no
     plan."""
     planned, now = _read(file), identity(plan, per_node)
     if per_node is None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 CLEANUP_SECONDS = 5
-"""How long a failed rank may take to release what it holds: closing collectively can wait for
-ranks that will never come."""
+"""Seconds that a failed rank gets to release what it holds: closing collectively can wait for ranks
+that will never come."""
 
 
 def main(argv: list[str]) -> int:
@@ -103,7 +103,7 @@ def context(plan: Plan, run_dir: Path, dist: DistContext, log: logging.Logger) -
 
 @contextlib.contextmanager
 def process_group(plan: Plan, store: Store | None) -> Iterator[DistContext]:
-    """This rank's process group for the time of the run."""
+    """Open this rank's process group for the time of the run."""
     import torch
     import torch.distributed
 

@@ -1,4 +1,4 @@
-"""No process of a run outlives it: not its ranks, nor what they started."""
+"""Processes that end with the run: its ranks, and whatever they started."""
 
 from __future__ import annotations
 
