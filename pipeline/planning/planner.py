@@ -55,7 +55,7 @@ class Topology:
 @dataclass(frozen=True, kw_only=True)
 class Extent:
     """How much of a training is run: the model's first so many blocks, or all; and one micro-batch
-    of so many samples, or two steps as the recipe has them. `phase` is told when one begins."""
+    of so many samples, or two steps as the recipe has them. `phase` is results when one begins."""
 
     blocks: int | None = None
     samples: int | None = None
@@ -105,7 +105,7 @@ class Planner(Generic[S]):
         self.stage = stage
 
     def depends(self) -> Mapping[str, Any]:
-        """The settings of the stage on which a profile of the model depends, all if not told."""
+        """The settings of the stage on which a profile of the model depends, all if not results."""
         stage: Any = self.stage
         return dataclasses.asdict(stage)
 
@@ -160,9 +160,9 @@ class Job:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
                 who = f"slot `{one.slot}` ({one.use})"
                 raise UsageError(f"this recipe cannot be planned: {who} has no forecast")
-        told = forecasts(plan, topology, planners, Results())
+        results = forecasts(plan, topology, planners, Results())
         why = "nothing can be planned: no slot of the recipe tells the length of its samples"
-        samples, step = told.require(SampleShape, why), told.latest(Step)
+        samples, step = results.require(SampleShape, why), results.latest(Step)
         return cls(plan=plan, topology=topology, planners=planners, samples=samples, step=step)
 
 
@@ -171,16 +171,16 @@ def forecasts(
 ) -> Results:
     """Planners' answers by slot, behind what is known, and sentences, why the other slots tell
     nothing. Raises what planners raise."""
-    told, mute = Results(known), []
+    results, mute = Results(known), []
     for step in plan.steps:
         planner, named = planners.get(step.slot), f"slot `{step.slot}` ({step.use})"
         if planner is None:
             mute.append(f"{named} has no forecast")
         elif hasattr(planner, FORECAST):
-            missing = ", ".join(told.missing(planner, FORECAST))
+            missing = ", ".join(results.missing(planner, FORECAST))
             if missing:
                 mute.append(f"{named} needs what no slot before it tells: {missing}")
             else:
-                told[step.slot] = told.call(planner, FORECAST, topology)
-    told |= Results.of(tuple(mute))
-    return told
+                results[step.slot] = results.call(planner, FORECAST, topology)
+    results |= Results.of(tuple(mute))
+    return results

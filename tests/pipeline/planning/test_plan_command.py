@@ -98,7 +98,7 @@ def test_ranks_without_samples_and_other_processes_are_told() -> None:
     few = (FSDP, "train.global_batch_size=6", "train.micro_batch_size=1")
     assert "2 of 8 ranks idle: there is no sample for them in a step" in pipe("plan", *few).output
     assert planned(*few)["idle_ranks"] == 2
-    told = "the recipe says 8 processes; planned for 16, as asked"
+    told = "the recipe says 8 processes; planned for 16, as machines"
     assert told in pipe("plan", FSDP, "--nodes", "2").output
     assert "the recipe says" not in pipe("plan", FSDP, "launch.procs=4").output
 
