@@ -50,14 +50,16 @@ def advise(
 ) -> None:
     """Find how to train MODEL on given GPUs, or on this machine's CPUs, and write its recipe.
 
-    MODEL is a folder, a hub id, a GGUF file or a config.json. What only costs time is tried before
-    what changes how it is computed (moments, master weights, frozen weights in fewer bits), that
-    before offloading. Of what fits, a step is taken that is about the shortest. Other
-    ways are shown with what they would need. Exit code 3 when nothing fits.
+    MODEL is a folder, a hub id, a GGUF file or a config.json. Savings that only cost time are tried
+    before those that change what is computed (optimizer state, master weights, frozen weights in
+    fewer bits), and these before offloading. Among strategies that fit, one with about the shortest
+    step is taken; the others are listed with the memory that they need. Exit code 3 when nothing
+    fits.
     """
     from pipeline.distributed.signals import stoppable
     from pipeline.planning.advise import EXAMPLE, AdviceRequest
-    from pipeline.planning.advise import advise as walk
+    from pipeline.planning.advise import advise as find
+    from pipeline.planning.hardware import narrow_dtype
 
     machines, margins = asked_for(**hardware)
     _require_whole(machines)
@@ -72,14 +74,17 @@ def advise(
     task = AdviceRequest(
         name=name, model=where, data=data or example, lora=lora,
         sequence=seq, global_batch=global_batch, micro_batch=micro_batch,
+        ranks=machines.procs or 1, on_gpus=machines.on_gpus,
+        # most CPUs only emulate narrow floats
+        compute=narrow_dtype(machines) if machines.on_gpus else "fp32",
     )  # fmt: skip
     with stoppable():
-        recipe, lines = walk(task, machines, margins, registry or Registry.installed())
+        recipe, lines = find(task, machines, margins, registry or Registry.installed())
     click.echo("\n".join(lines))
     if recipe is None:
         click.echo("nothing fits: it takes more or larger GPUs, or hosts", err=True)
         sys.exit(NoFit.exit_code)
-    # One that is there is the user's, who was told to put data there.
+    # An existing folder is the user's, who was asked to put data there.
     made = data is None and not example.exists()
     with system_errors_as(UsageError):
         target.write_text(recipe, "utf-8")
@@ -93,7 +98,7 @@ def advise(
 
 
 def _require_whole(machines: HardwareOptions) -> None:
-    """Raises UsageError where GPUs are meant, and it is not said how many, or of what kind."""
+    """Raise UsageError where GPUs are meant, and it is not said how many, or of what kind."""
     known = machines.kind is not None or machines.memory is not None
     if machines.gpus is None and (known or machines.nodes is not None):
         raise UsageError("say how many GPUs a node has", hint="--gpus 8")

@@ -86,7 +86,7 @@ def _state(folder: Path, events: list[dict[str, Any]]) -> str:
 
 
 def _best(newest: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The lowest held-out loss and its step, which every step tells since there was one."""
+    """Lowest held-out loss and its step, which every record repeats since the first evaluation."""
     told = next(
         (record for record in reversed(newest) if record.get("best_step") is not None), None
     )

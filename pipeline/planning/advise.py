@@ -1,64 +1,69 @@
-"""From a model and machines to a recipe that fits them."""
+"""Draft a recipe for a model, data and machines, under the best strategy that fits."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError, UsageError
-from pipeline.plan.registry import Registry
+from pipeline.plan.registry import Plugins, Registry
 from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
-from pipeline.planning.hardware import HardwareOptions, Margins, narrow_dtype, resolve_topology
+from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier
+from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory
 from pipeline.planning.search import Candidate, Changes, SearchBase, overrides
 
 WRAP = "wrap"
-"""The slot of the strategy."""
-SLOTS: Mapping[str, Mapping[str, Any]] = {
-    "model": {"use": "model.hf"},
-    "adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32},
-    "precision": {"use": "precision.policy"},
-    "data": {"use": "data.chat", "heldout_fraction": 0.02},
-    "optimizer": {"use": "optimizer.adamw", "warmup_ratio": 0.03},
-    WRAP: {},
-    "checkpoint": {"use": "checkpoint.sharded", "every": 200, "keep": 2},
-    "train": {"use": "train.causal_lm", "epochs": 1},
-    "consolidate": {"use": "consolidate.stream"},
-    "export": {"use": "export.safetensors", "dtype": "bf16"},
-}
-BATCH = 64
-"""Samples of a step, where nothing is said."""
-TOKENS = 8192
-"""Tokens of a forward pass on one GPU, where nothing is said: enough to keep it busy."""
+"""The slot that a template leaves empty for the strategy."""
 EXAMPLE = """\
 {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 {"messages": [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]}
 """
 """Data that a recipe names when none is given."""
 SLOW = 2
-"""How many times as long as all else of a step the network may take before it is warned of."""
+"""Factor by which the network may take longer than everything else in a step before a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceRequest:
-    """A training that is machines for: fields of the model slot, tokens of a sample, samples of a step
-    (None: BATCH, or one for each GPU), and of a forward pass to begin with (None: what makes TOKENS
-    on a GPU, 1 on CPUs)."""
+    """A training to be advised on. None leaves a number to the template."""
 
     name: str
     model: Mapping[str, Any]
+    """Fields of the model slot."""
     data: Path
     lora: bool
     sequence: int
+    """Tokens of a sample."""
     global_batch: int | None
+    """Samples of an optimizer step."""
     micro_batch: int | None
+    """Samples of a forward pass to begin with."""
+    ranks: int
+    on_gpus: bool
+    compute: str
+    """Compute dtype that suits the devices: `bf16`."""
+
+
+Template = Callable[[AdviceRequest], Mapping[str, Mapping[str, Any]]]
+"""Function of a request that returns the slots of a recipe, with an empty one called `wrap`."""
+
+
+class Templates(Plugins[Template]):
+    """Templates of recipes by name."""
+
+    group = "pipe.templates"
+    noun = "template"
+
+    def fault(self, loaded: Any) -> str:
+        """The first thing that an object lacks to be a template."""
+        return "" if callable(loaded) else "cannot be called"
 
 
 def advise(
@@ -70,17 +75,19 @@ def advise(
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
-    topology = resolve_topology(
-        machines, machines.procs or 1, "cuda" if machines.on_gpus else "cpu"
-    )
+    topology = resolve_topology(machines, task.ranks, "cuda" if task.on_gpus else "cpu")
     known = suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
-        file, data = Path(folder) / "recipe.yaml", Path(folder) / "data.jsonl"
+        data = Path(folder) / "data.jsonl"
         data.write_text(EXAMPLE, "utf-8")
         trial = task if task.data.exists() else replace(task, data=data)
-        wrap = {WRAP: strategies[0].generous}
-        file.write_text(drafted(trial, machines, wrap), "utf-8")
-        base = SearchBase(recipe=file, machines=machines, margins=margins, registry=registry)
+
+        def based(request: AdviceRequest, name: str) -> SearchBase:
+            file = Path(folder) / name
+            file.write_text(drafted(request, {WRAP: strategies[0].generous}), "utf-8")
+            return SearchBase(recipe=file, machines=machines, margins=margins, registry=registry)
+
+        base = based(trial, "recipe.yaml")
         _require_sound(base)
         tried, refused = choose(base, known, WRAP)
         if not tried:
@@ -88,19 +95,21 @@ def advise(
         chosen, fits = tried[0], tried[0].fits
         on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
         rest = [*_warnings(chosen.memory_plan)] if fits else []
-        if topology.device != "cpu" and not (on_gpus and not chosen.narrow):
-            rest += _more_nodes(task, base, strategies)
+        if task.on_gpus and not (on_gpus and not chosen.narrow):
+            # Enough samples for any number of nodes; memory hardly depends on it.
+            batch = task.global_batch or MOST_NODES * topology.local_ranks
+            larger = based(replace(trial, global_batch=batch), "nodes.yaml")
+            rest += _more_nodes(larger, topology, strategies)
         if not task.lora and not on_gpus:
-            low_rank = Path(folder) / "low_rank.yaml"
-            low_rank.write_text(drafted(replace(trial, lora=True), machines, wrap), "utf-8")
-            rest += _low_rank(replace(base, recipe=low_rank), known)
+            rest += _low_rank(based(replace(trial, lora=True), "low_rank.yaml"), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
         reasons = _reasons(chosen) if fits else {}
-    return _told(task, machines, chosen, reasons, rest) if fits else (None, rest)
+    return _explained(task, chosen, reasons, rest) if fits else (None, rest)
 
 
 def _require_sound(base: SearchBase) -> None:
-    """Raises UsageError for mistakes that are no strategy's: a model or data that is not there."""
+    """Raise UsageError for mistakes that no strategy changes, such as a missing model or data
+    file."""
     try:
         base.checked({})
     except RecipeError as error:
@@ -109,21 +118,15 @@ def _require_sound(base: SearchBase) -> None:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
-def _told(
-    task: AdviceRequest,
-    machines: HardwareOptions,
-    chosen: Candidate,
-    reasons: Mapping[str, str],
-    rest: Sequence[str],
+def _explained(
+    task: AdviceRequest, chosen: Candidate, reasons: Mapping[str, str], rest: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """The recipe, which begins with what is said of it, and the same for people."""
-    saving, said = (
-        chosen.saving,
-        [f"chosen: {chosen.strategy}", f"  {_numbers(chosen.memory_plan)}"],
-    )
+    """The recipe, with the choice and its reasons as comments, and the same lines for people."""
+    head = [f"chosen: {chosen.strategy}", f"  {_numbers(chosen.memory_plan)}"]
+    saving = chosen.saving
     why = [f"  {path}={json.dumps(saving[path])}: {why}" for path, why in reasons.items()]
-    recipe = drafted(task, machines, chosen.changes, head=[*said, *rest], reasons=reasons)
-    return recipe, [*said, *why, *rest]
+    recipe = drafted(task, chosen.changes, head=[*head, *rest], reasons=reasons)
+    return recipe, [*head, *why, *rest]
 
 
 def _reasons(candidate: Candidate) -> Mapping[str, str]:
@@ -169,15 +172,12 @@ def _warnings(memory_plan: MemoryPlan) -> Iterator[str]:
 
 
 def _more_nodes(
-    task: AdviceRequest, base: SearchBase, strategies: Sequence[Strategy]
+    base: SearchBase, topology: Topology, strategies: Sequence[Strategy]
 ) -> Iterator[str]:
-    """Where it fits without offloading and as it was meant to be computed."""
-    topology = resolve_topology(base.machines, base.machines.procs or 1, "cuda")
+    """Name the number of nodes on which the model fits without offloading and narrower dtypes."""
     if topology.nodes > 1:
         yield "tensor parallelism, which is usual for models of this size, is not there"
-    # Enough samples for any number of nodes; memory hardly depends on it.
-    batch = {"train.global_batch_size": task.global_batch or MOST_NODES * topology.local_ranks}
-    starts = [{WRAP: one.generous, **batch} for one in strategies if one.order == Tier.SHARDED]
+    starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
     candidate = on_more_nodes(base, topology, starts[0]) if starts else None
     if candidate is not None:
         nodes = candidate.memory_plan.topology.nodes
@@ -193,32 +193,19 @@ def _low_rank(base: SearchBase, strategies: Sequence[Strategy]) -> Iterator[str]
 
 def drafted(
     task: AdviceRequest,
-    machines: HardwareOptions,
     changes: Changes,
     *,
     head: Sequence[str] = (),
     reasons: Mapping[str, str] | None = None,
 ) -> str:
-    """YAML; `head`: comments at the top, `reasons`: `slot` or `slot.field` -> comment."""
-    slots = {slot: dict(fields) for slot, fields in SLOTS.items()}
-    cpu, ranks = not machines.on_gpus, machines.procs or 1
-    batch = task.global_batch or max(BATCH, ranks)
-    most = task.micro_batch or (1 if cpu else max(TOKENS // task.sequence, 1))
-    slots["model"] |= task.model
-    # Most CPUs only emulate narrow floats.
-    slots["precision"]["compute"] = "fp32" if cpu else narrow_dtype(machines)
-    slots["data"] |= {"files": str(task.data.absolute()), "sequence_length": task.sequence}
-    micro = min(most, -(-batch // ranks))
-    slots["train"] |= {"global_batch_size": batch, "micro_batch_size": micro}
-    if task.lora:
-        slots["optimizer"] |= {"lr": 1e-4, "weight_decay": 0.0}
-    else:
-        slots["optimizer"] |= {"lr": 1e-5, "weight_decay": 0.1}
-        del slots["adapter"]
+    """The recipe as YAML. `head`: comments at the top; `reasons`: comments by `slot` or
+    `slot.field`."""
+    template = Templates.installed().load("finetune")
+    slots = {slot: dict(fields) for slot, fields in template(task).items()}
     for path, value in changes.items():
         slot, _, name = path.partition(".")
         slots[slot] = {**slots[slot], name: value} if name else value
-    launch = {"procs": ranks, "device": "cpu" if cpu else "cuda"}
+    launch = {"procs": task.ranks, "device": "cuda" if task.on_gpus else "cpu"}
     top = {"name": task.name, "seed": 0, "launch": launch}
     lines = [f"# {line}".rstrip() for line in head]
     lines += ["", *(f"{key}: {json.dumps(value)}" for key, value in top.items())]

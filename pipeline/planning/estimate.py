@@ -1,5 +1,5 @@
-"""Needs of a recipe at a place: a profile and a strategy's share together at every moment of a
-step, and what other slots' planners tell beside it."""
+"""Estimates: a model's profile and a strategy's memory combined at every moment of a step, with the
+needs of all other slots beside it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits a
 AVERAGE = "average of weights"
 OFFLOADED = "offloaded activations"
 PASSES = ((True, True),), ((True, False), (False, True))
-"""Micro-batches that tell of a step of one, and of one of several: whether no gradients are there,
-whether it is the last. What is between the first and the last needs no more than these."""
+"""Micro-batches that represent a step of one and a step of several: whether it is the first (no
+gradients yet), and whether it is the last. Those in between need no more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class Estimate:
 
 
 def ask_planners(job: Job, profile: Profile) -> Results:
-    """The model, what every slot's planner tells, and which slots tell nothing. Raises what
-    planners raise."""
+    """Collect the model's profile, every slot's forecast, and the names of slots without one.
+    Raises the planners' errors."""
     known = Results.of(profile, profile.model, job.step)
     return forecasts(job.plan, job.topology, job.planners, known)
 
@@ -86,8 +86,8 @@ def ask_planners(job: Job, profile: Profile) -> Results:
 def combine(
     topology: Topology, results: Results, *, traced: Mapping[str, Held] | None = None
 ) -> Estimate:
-    """Put together what planners have results; `traced` stands for the device's memory. Raises
-    UsageError where nobody tells of a strategy or of a step."""
+    """Combine the forecasts of all planners; `traced` replaces the device's memory. Raises
+    UsageError where no planner forecasts a strategy or a step."""
     model = results.require(ModelShape, "the model has no shape")
     caveats, extras = (*model.caveats, *results.each(str)), [*results.each(Extra)]
     why = "; ".join(["this recipe cannot be planned: {}", *caveats])
@@ -141,8 +141,9 @@ def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra])
 def step_peaks(
     profile: Profile, share: StrategyMemory, *, samples: int, microbatches: int
 ) -> dict[str, dict[str, Held]]:
-    """Place, or `both` for device and host together -> phase -> the most that is held, of loading,
-    a step with micro-batches of so many samples, saving and resuming."""
+    """Place (`device`, `host`, or `both` for the two together) -> phase -> the most that is held:
+    in loading, in a step of `microbatches` micro-batches of `samples` samples, in saving and in
+    resuming."""
     tops: dict[str, dict[str, Held]] = {"device": {}, "host": {}, "disk": {}, "both": {}}
     for phase, items in _noted(profile, share, samples, min(microbatches, 2)):
         held = {place: Counter[str]() for place in tops}
@@ -193,7 +194,7 @@ def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Mom
 def _pass(
     profile: Profile, share: StrategyMemory, samples: int, *, first: bool, last: bool
 ) -> Iterator[tuple[str, Iterable[Item]]]:
-    """Phases and what is held at every moment of a micro-batch of so many samples."""
+    """Phases of one micro-batch of `samples` samples, with all that is held at every moment."""
     kept = logits = host = 0
     for phase, moment in _moments(len(profile.model.blocks), first=first, last=last):
         part, at_head = profile.part(moment.event, moment.unit), moment.unit == "head"
@@ -218,7 +219,7 @@ def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iter
     size = peak.bytes.at(samples)
     what = LOGITS if at_head else COMPUTED
     yield Item(what, "device", max(size, 0))
-    # What is given back meanwhile is part of what was kept.
+    # Memory that is freed meanwhile is part of the memory that was kept.
     yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
     unreduced = left.kept * peak.arrived + left.passing * peak.newest
     yield Item(strategy.WHOLE_GRADIENTS, "device", unreduced)

@@ -1,4 +1,5 @@
-"""From what a person says of machines to numbers, and what GPUs lose beside tensors."""
+"""Numbers of the target hardware, from options, measurements and data sheets, and the memory that
+GPUs lose beside tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ LOST_BETWEEN = 0.08
 (github.com/AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md) saw 12 and 24 % with room to spare. More
 than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023): tensors of 42 GiB."""
 RUNS = Path("runs")
-"""Where runs are, unless they were results to be elsewhere."""
+"""Default folder of runs."""
 FULL_ENOUGH = 0.25
 """Share of a GPU's memory from which on what its allocator lost says something of a full one."""
 
@@ -55,9 +56,12 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Machines of one kind. kind, device_memory, price: a device's name, bytes, price for an hour.
-    host_memory: bytes of a node. rates: by resource. peak: the data sheet's operations a second, of
-    which large products reach the share `matmul`. None: not known, and nothing is said of it."""
+    """Machines of one kind.
+
+    kind, device_memory, price: the device's name, bytes, and price an hour. host_memory: bytes of a
+    node. rates: by resource. peak: operations a second by the data sheet, of which large matrix
+    products reach the share `matmul`. None where a number is unknown.
+    """
 
     kind: str | None = None
     device_memory: int | None = None
@@ -108,7 +112,7 @@ class HardwareOptions:
 
 
 def resolve_topology(machines: HardwareOptions, ranks: int, device: str) -> Topology:
-    """Where so many ranks run. Raises UsageError for what was said of GPUs where there are none."""
+    """Topology of `ranks` ranks. Raises UsageError for options about GPUs where there are none."""
     if device == "cpu" and machines.of_gpus:
         raise UsageError(
             f"{machines.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
@@ -119,9 +123,9 @@ def resolve_topology(machines: HardwareOptions, ranks: int, device: str) -> Topo
 
 
 def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: str) -> Hardware:
-    """The machines, as far as they are known; on CPUs, this one. A measured machine goes before
-    data sheets, a person's word before both. Raises UsageError for a GPU that nobody knows, and for
-    a measured machine that is another than what was machines for."""
+    """Hardware of the target. Precedence: options, then a measured machine, then data sheets; plans
+    for CPUs use this machine. Raises UsageError for an unknown GPU, and for a measured machine that
+    contradicts the options."""
     on_cpu = topology.device == "cpu"
     sizes = {"device_memory": machines.memory, "host_memory": machines.host_memory}
     said = {BETWEEN: machines.interconnect, DISK: machines.disk}
@@ -203,7 +207,8 @@ class Margins:
     source: str = "assumed until measured"
 
     def of(self, tensors: int) -> int:
-        """Bytes of a device that so many bytes of tensors take in all."""
+        """Bytes of a device that `tensors` bytes of tensors take, with the memory lost beside
+        them."""
         return round(tensors * (1 + self.fragmentation)) + self.overhead
 
 

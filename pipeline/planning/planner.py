@@ -33,7 +33,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where a run is to happen."""
+    """Number of ranks and nodes of a run, and its device."""
 
     ranks: int
     """Processes over all nodes, one a device, and of one node."""
@@ -54,8 +54,9 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much of a training is run: the model's first so many blocks, or all; and one micro-batch
-    of so many samples, or two steps as the recipe has them. `phase` is results when one begins."""
+    """Part of a training that is run: the first `blocks` blocks of the model (None: all), and one
+    micro-batch of `samples` samples (None: two steps of the recipe). `phase` is called with the
+    name of each phase when it begins."""
 
     blocks: int | None = None
     samples: int | None = None
@@ -67,7 +68,8 @@ class Saving:
     """A change of a stage's own fields with which a step needs less memory."""
 
     order: int
-    """Which is tried first, over all stages; those of one kind have the same."""
+    """Position in the order in which savings are tried, over all stages; equal for savings of one
+    kind."""
     what: str
     fields: Mapping[str, Any]
     beside: Mapping[type, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -83,12 +85,12 @@ moments, master weights, frozen weights in fewer bits."""
 
 
 class Tier:
-    """Places in the order in which strategies are tried: the faster, which need more memory, first.
-    Those from OFFLOADED on are tried only when none before them fits, one after another."""
+    """Positions in the order in which strategies are tried: faster ones, which need more memory,
+    first. Those from OFFLOADED on are tried one by one, only when none before them fits."""
 
     REPLICATED = 10
     SHARDED_WITHIN_NODES = 20
-    """Only across nodes."""
+    """Sharded across nodes only."""
     PARTLY_SHARDED = 30
     """Gathered once a step."""
     SHARDED = 40
@@ -98,8 +100,8 @@ class Tier:
 
 
 class Planner(Generic[S]):
-    """Answers for a stage, made with the checked stage. As it is, it stands for one that needs
-    nothing to speak of beside a step."""
+    """Forecasts of a stage, made with the checked stage. The base class stands for a stage that
+    needs nothing worth counting beside a step."""
 
     def __init__(self, stage: S) -> None:
         self.stage = stage
@@ -110,7 +112,7 @@ class Planner(Generic[S]):
         return dataclasses.asdict(stage)
 
     def savings(self, ranks: int) -> Iterable[Saving]:
-        """Changes of the stage's fields with which a step on so many ranks needs less memory."""
+        """Changes of the stage's fields with which a step on `ranks` ranks needs less memory."""
         return ()
 
     @classmethod
@@ -142,8 +144,8 @@ class Planners(Plugins[type[Planner[Any]]]):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked recipe, where it is to run, its slots' planners, and what these tell without a
-    profile of the model: its samples, and how a step is cut."""
+    """A checked recipe on a topology, its slots' planners, and what is known before the model is
+    profiled: its samples, and how a step is cut into micro-batches."""
 
     plan: Plan
     topology: Topology
@@ -153,8 +155,8 @@ class Job:
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
-        """The job of a recipe. Raises UsageError where no slot tells the length of its samples, and
-        where one trains without a planner."""
+        """Prepare the job of a recipe. Raises UsageError where no slot forecasts the length of its
+        samples, and where a slot trains without a planner."""
         planners = Planners.installed().of(plan)
         for one in plan.steps:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
@@ -169,8 +171,8 @@ class Job:
 def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
 ) -> Results:
-    """Planners' answers by slot, behind what is known, and sentences, why the other slots tell
-    nothing. Raises what planners raise."""
+    """Forecasts of planners by slot, after the results `known`, and one sentence for each slot
+    without a forecast. Raises the planners' errors."""
     results, mute = Results(known), []
     for step in plan.steps:
         planner, named = planners.get(step.slot), f"slot `{step.slot}` ({step.use})"

@@ -25,7 +25,7 @@ class Strategy:
     what: str = ""
     order: int = 0
     at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further fields to begin with where memory is to be had."""
+    """Extra fields to start from, which spend memory to save time."""
 
     @property
     def slot(self) -> dict[str, Any]:

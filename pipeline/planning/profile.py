@@ -49,7 +49,7 @@ class Line:
     each: float
 
     def at(self, samples: int) -> int:
-        """The amount of so many samples."""
+        """Amount for `samples` samples."""
         return round(self.fixed + self.each * samples)
 
 
@@ -117,8 +117,8 @@ ADAPTER = TypeAdapter(Profile)
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
-    """The peaks of which no other one is at least as full for every number of samples from one on
-    and at any bytes that a strategy keeps for an element."""
+    """Drop each peak that another one exceeds for every number of samples and any bytes that a
+    strategy keeps for an element."""
     found: dict[Peak, tuple[float, ...]] = {}
     for peak in sorted(peaks, key=_sizes, reverse=True):
         sizes = _sizes(peak)
@@ -177,7 +177,7 @@ def _file(key: str) -> Path:
 
 
 def _read(key: str) -> Profile | None:
-    """The profile that is kept; None for one that is not there, or cannot be read as one."""
+    """The profile on disk; None for a missing or unreadable one."""
     try:
         return ADAPTER.validate_json(_file(key).read_bytes())
     except (OSError, ValueError):

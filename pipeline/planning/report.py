@@ -115,7 +115,7 @@ def _moved(memory_plan: MemoryPlan) -> Iterator[str]:
 
 
 def _time(memory_plan: MemoryPlan) -> Iterator[str]:
-    """By resource, and what comes of it."""
+    """Seconds of a step by resource, and the totals that follow."""
     time, speed, peak = memory_plan.time, memory_plan.speed, memory_plan.hardware.peak
     if time.parts:
         rows = [

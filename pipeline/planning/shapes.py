@@ -37,7 +37,7 @@ class Weight:
         return self.elements * (1 if self.packed else size)
 
     def shard(self, shards: int, size: int) -> int:
-        """Bytes of the first of so many shards by rows, which is the largest."""
+        """Bytes of the largest of `shards` shards by rows, which is the first."""
         rows = -(-self.elements // size) if self.packed else self.shape[0] if self.shape else 1
         return -(-rows // shards) * (1 if self.packed else self.elements // max(rows, 1)) * size
 
@@ -103,7 +103,7 @@ class Sizes:
         return cls(**{name: BYTES[getattr(precision, name)] for name in dtypes})
 
     def of(self, weight: Weight) -> int:
-        """Bytes of one of the weight's numbers as it is held."""
+        """Bytes of one number of the weight in the dtype in which it is held."""
         return self.compute if weight.frozen_base else self.master
 
 
@@ -143,12 +143,13 @@ class OptimizerShape:
     at_once: bool = False
 
     def state(self, elements: int) -> int:
-        """Bytes of the moments of so many elements."""
+        """Bytes of optimizer state for `elements` elements."""
         return round(elements * self.bits / 8)
 
     def touched(self, elements: int, size: int) -> int:
-        """Bytes read and written to update so many weights of `size` bytes: weight and moments both
-        ways, gradients, which are also read for the norm and clipped."""
+        """Bytes read and written to update `elements` weights of `size` bytes: weights and
+        optimizer state in both directions, and gradients, which are also read for the norm and
+        clipped."""
         return elements * (2 * size + 4 * size) + 2 * self.state(elements)
 
     def update(self, largest: int, total: int) -> int:

@@ -1,7 +1,7 @@
-"""How long a step takes: at least, and as is to be expected.
+"""Time of a step: a lower bound and an expectation.
 
-The expectation's constants were chosen on 37 trainings whose throughput torchtitan, llm-foundry,
-IBM, torchtune and NeMo published; docs/planning.md says how close it is.
+The constants of the expectation were fitted on 37 trainings whose throughput torchtitan,
+llm-foundry, IBM, torchtune and NeMo published; docs/planning.md says how close it is.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ to the throughputs above."""
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of an optimizer step: for which each resource is busy at its full rate, and at the
-    one that programs reach; which are used whose rate is not known; whether they work at once, as a
-    GPU and its links do. The cores of a CPU do everything."""
+    """Seconds of an optimizer step by resource: at its full rate, and at the rate that programs
+    reach; the resources without a known rate; and whether resources work at once, as a GPU and its
+    links do (the cores of a CPU do everything)."""
 
     parts: Mapping[str, float]
     reached: Mapping[str, float]
@@ -44,7 +44,7 @@ class StepTime:
 
     @property
     def least(self) -> float:
-        """When everything overlaps, at full rates: no step is shorter."""
+        """Lower bound: everything overlaps, at full rates."""
         return max(self.parts.values(), default=0.0)
 
     @property
@@ -58,7 +58,7 @@ class StepTime:
 
     @property
     def network(self) -> float:
-        """How long the networks are busy, at the rates that programs reach."""
+        """Seconds that the networks are busy, at the rates that programs reach."""
         return self.reached.get(INSIDE, 0.0) + self.reached.get(BETWEEN, 0.0)
 
     @property
@@ -68,7 +68,7 @@ class StepTime:
 
 
 def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> StepTime:
-    """The time of a step. What the hardware says nothing of is left out, and named."""
+    """Estimate the time of a step. Resources without a known rate are left out, and named."""
     parts: dict[str, float] = {}
     reached: dict[str, float] = {}
     unknown: dict[str, None] = {}

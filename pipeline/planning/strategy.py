@@ -1,5 +1,5 @@
-"""How a strategy holds a model: bytes of weights, gradients and optimizer state at each moment of a
-step, and what goes over which link."""
+"""Memory of a strategy: bytes of weights, gradients and optimizer state at each moment of a step,
+and the traffic over each link."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Gradients(NamedTuple):
     the compute dtype, is the model's."""
 
     kept: int
-    """From when it is computed until the unit's are reduced."""
+    """Gradients from the moment they are computed until those of the unit are reduced."""
     passing: int
     """At the moment when it comes."""
 
@@ -115,8 +115,8 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def held(self, moment: Moment) -> Iterator[Item]:
-        """Everything that is there at a moment but activations, and but the gradients of the unit
-        that is in backward, of which `gradients` tells."""
+        """Everything held at a moment except activations and the gradients of the unit in backward,
+        which `gradients` gives."""
 
     @abstractmethod
     def gradients(self, moment: Moment) -> Gradients:
@@ -124,8 +124,8 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        """Collectives of an optimizer step of so many micro-batches."""
+        """Collectives of an optimizer step of `microbatches` micro-batches."""
 
     def copies(self, microbatches: int) -> Copies:
-        """Copies between places in an optimizer step of so many micro-batches."""
+        """Copies between places in an optimizer step of `microbatches` micro-batches."""
         return Copies()

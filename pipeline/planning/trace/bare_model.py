@@ -37,7 +37,7 @@ class BareEngine(Engine):
             first = {parameter: name for name, parameter in model.named_parameters()}
             every = model.named_parameters(remove_duplicate=False)
             self.names = {name: first[parameter] for name, parameter in every}
-            """Parameter -> the one that it is tied to, or itself."""
+            """Parameter -> the parameter it is tied to, or itself."""
             _cast(first, compute)
             if precision.buffer is not None:
                 _cast(model.buffers(), torch_dtype(precision.buffer))
@@ -71,7 +71,7 @@ class BareEngine(Engine):
         return StepReport(grad_norm=1.0, applied=False)
 
     def _absent(self, *given: Any) -> Any:
-        """There are no masters and no state, and nobody asks for them."""
+        """Refuse: a bare model has neither masters nor state."""
         raise NotImplementedError
 
     describe = state = fragments = restore = sync_compute_weights = _absent  # type: ignore[assignment]
@@ -91,8 +91,8 @@ def with_zero_weights(source: ModelSource) -> ModelSource:
 
 
 class ZeroReader(TensorReader):
-    """Has every tensor, and reads none. All are zeros: with what happens to be in memory, gradients
-    might not be finite, and some strategies leave such updates out."""
+    """Reader of tensors of zeros. With uninitialised memory, gradients might not be finite, and
+    some strategies leave such updates out."""
 
     as_stored = True
 

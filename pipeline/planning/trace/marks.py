@@ -52,7 +52,7 @@ class Marks:
         self._mark(output, HEAD)
 
     def _mark(self, tensors: Any, part: Part) -> None:
-        """Have backward come to this part with the gradient of the first tensor."""
+        """Mark the part as entered by backward when the gradient of its first tensor arrives."""
         first = next((one for one in tensors_in(tensors) if one.is_floating_point()), None)
         if first is not None and first.requires_grad:
             first.register_hook(lambda _: self.part(part))  # type: ignore[no-untyped-call]

@@ -56,8 +56,8 @@ def profile(job: Job) -> Profile:
 
 
 def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
-    """One micro-batch of each size through the first so many blocks, or through all where a
-    shallower model is another one. Raises StageError where even then it is."""
+    """Run one micro-batch of each size through the first `blocks` blocks, or through all where a
+    shallower model has other blocks. Raises StageError where even that differs."""
     for depth in dict.fromkeys([min(blocks, len(whole.names)), None]):
         found = [run(job, Extent(blocks=depth, samples=size), bare=True) for size in SAMPLES]
         here = structure(found[0].source.skeleton)
@@ -94,7 +94,7 @@ class _Parts:
         return any(one.repeats for one in self._pieces[0].get((BACKWARD, place), ()))
 
     def part(self, phase: str, where: Any) -> Part:
-        """Memory and work of a part; none for one that did not run."""
+        """Memory and work of a part; empty for a part that did not run."""
         first, second = (pieces.get((phase, where), []) for pieces in self._pieces)
         if not first or len(first) != len(second):
             return NOTHING

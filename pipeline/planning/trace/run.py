@@ -47,7 +47,7 @@ class Traced:
     """The model that was run, which may have fewer blocks than the recipe's."""
     stretches: Sequence[Stretch]
     names: Mapping[str, str]
-    """Parameter -> the one that it is tied to, or itself. Empty for a model in a strategy."""
+    """Parameter -> the parameter it is tied to, or itself. Empty for a model in a strategy."""
 
     @property
     def peaks(self) -> dict[str, Held]:
@@ -125,7 +125,8 @@ def _context(job: Job) -> Iterator[Context]:
 
 @contextlib.contextmanager
 def model_errors_as_ours() -> Iterator[None]:
-    """Inside, any error of a model's own code is a StageError, as one that needs values is."""
+    """Raise any error of a model's own code as StageError, as for code that needs tensors'
+    values."""
     try:
         yield
     except PipeError:
@@ -146,8 +147,8 @@ def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
 
 
 def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
-    """Run the stages that give one of these, by the first of these methods that is there. Raises
-    UsageError for one that cannot have what it takes."""
+    """Run the stages that give one of these types, by the first of `methods` that each has. Raises
+    UsageError for a stage whose needs are not met."""
     for step in job.plan.steps:
         owners = {TRACE: job.planners.get(step.slot), RUN: step.stage}
         found = [(owners[method], method) for method in methods if hasattr(owners[method], method)]

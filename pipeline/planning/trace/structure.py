@@ -23,9 +23,9 @@ class Structure:
     """Weights that belong to no block, tied ones once."""
     blocks: Sequence[Sequence[Weight]]
     signatures: Sequence[Any]
-    """All that tells one block from another but its number, for each."""
+    """For each block, everything but its number that distinguishes it from others."""
     tied: bool
-    """Whether weights of the root are one that has two names."""
+    """Whether two names of the root share one weight."""
 
     @property
     def weights(self) -> Sequence[Weight]:
@@ -53,7 +53,7 @@ def structure(source: ModelSource) -> Structure:
         for parameter, name in names.items()
     }
     return Structure(
-        # What blocks share belongs to the first of them, what is left to none.
+        # A weight that blocks share belongs to the first of them, the rest to the root.
         blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
         root=[*left.values()],
         names=[modules[block] for block in blocks],

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from pipeline.distributed.environment import stay_on_loopback
 
 ALONE = 4, 2
-"""How often a gradient and its storage are referred to when a watcher sees them added, if only the
-autograd engine has them."""
+"""References to a gradient and its storage that a watcher sees when it is added, if only the
+autograd engine holds them."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -32,13 +32,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.operation(function, args, kwargs or {})
 
     def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Do it, and give what it gives."""
+        """Run the operation and return its result."""
         return function(*arguments, **named)
 
 
 def adds_gradients(function: Any, args: Any) -> bool:
-    """Whether this is the autograd engine's addition of two gradients of one tensor. Unwatched it
-    changes its first argument in place where nobody else has that."""
+    """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
+    dispatch mode it happens in place, if nothing else holds the first argument."""
     if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
     if torch._C._current_graph_task_id() == -1:
@@ -82,8 +82,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def silent_group(ranks: int) -> AbstractContextManager[None]:
-    """Inside, this process is rank 0 of so many, and nothing is sent: every collective is over at
-    once. The process group is the one that torch tests itself with."""
+    """Make this process rank 0 of `ranks`; nothing is sent, and every collective completes at once.
+    The process group is the one of torch's own tests."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return _group("fake", FakeStore(), ranks)

@@ -30,8 +30,8 @@ Part = int | str
 
 
 class Position(NamedTuple):
-    """Where a program is: its phase, how often that was entered before, and the part of the model
-    that runs, a block's number or a name."""
+    """Position of a program: its phase, how often the phase was entered before, and the part of the
+    model that runs (a block's number or a name)."""
 
     phase: str
     visit: int
@@ -128,7 +128,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         if torch_compat.adds_gradients(function, arguments):
             return arguments[0].add_(arguments[1])
         out = function(*arguments, **named)
-        # What is detached shares its argument's memory, which may be none that counts.
+        # A detached tensor shares its argument's memory, which may not be counted.
         if function is not aten.detach.default:
             for tensor in map(torch_compat.local, torch_compat.tensors_in(out)):
                 if device_of(tensor).type != "meta" and not (self._fake and has_values(tensor)):
