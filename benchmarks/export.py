@@ -1,21 +1,17 @@
-"""Measure making a model file of a checkpoint, side by side with other tools and with `cp`.
+"""Measure making a model file of a checkpoint, side by side with `cp` of the same bytes.
 
     python benchmarks/export.py [--shape 1.5b|0.5b|small|tiny] [--repeats 5] [--groups fsdp,zero3]
 
 A training state (fp32 weights, Adam's moments, random numbers) is written as two ranks of FSDP and
-of ZeRO-3 save it in the project's format, and the same weights as DeepSpeed's and torch's own
-formats. Then tools take turns to make fp32 files of the weights: `consolidate.stream` with
-`export.safetensors`, without and with the stage's proof, on 1 and on 2 processes;
-DeepSpeed's zero_to_fp32, accelerate's merge-weights, torch's consolidate_safetensors_files and
-dcp_to_torch_save; and `cp` of a file with the same bytes. Each run has processes of its own, which
-do the same on a tiny checkpoint first, so that all is imported. What it is going to read is read
-just before (or evicted, with `--cache cold`). Measured are seconds until all is written and until
-it is flushed to disk, processor time, and the most memory of each process, beyond what the same
-process had before and beyond an interpreter that has imported nothing. Every output is compared
-with the numbers, tensor by tensor. Exits 1 when one is wrong, or a tool fails.
+of ZeRO-3 save it. Then programs take turns to make fp32 files of the weights: `consolidate.stream`
+with `export.safetensors`, without and with the stage's proof, on 1 and on 2 processes, and `cp`.
+Each run has processes of its own, which do the same on a tiny checkpoint first, so that all is
+imported. Its input is read just before (or evicted, with `--cache cold`). Measured are seconds
+until all is written and until it is flushed to disk, processor time, and the peak memory of each
+process, beyond its own baseline and beyond an interpreter that has imported nothing. Every output
+is compared with the numbers, tensor by tensor. Exits 1 when one is wrong, or a program fails.
 
-A group of tools has its inputs on disk together: of 1.5b 43 GB at a time, which are deleted before
-the next group.
+The inputs of a group are on disk together: 43 GB for 1.5b, deleted before the next group.
 """
 
 from __future__ import annotations
@@ -184,7 +180,7 @@ class Bench:
             if self._cold:
                 cache.evict(needed)
 
-        job = {**jobs["input"], "tiny": jobs["tiny"], "task": tool.task, "threads": tool.threads}
+        job = {**jobs["input"], "tiny": jobs["tiny"], "task": tool.task}
         threads = cores_each(tool.processes)  # as the launcher of runs does
         found = measure(
             "apart.warmed:warmed", job, scratch=self._scratch, world=tool.processes,

@@ -54,7 +54,7 @@ LONGEST_FIRST = (
     "tests/stages/checkpoint/test_any_to_any.py",
     "tests/faults/test_checkpoint_ranks.py",
     "tests/faults/test_resumed_decisions.py",
-    "tests/benchmarks/test_loading_and_export.py",
+    "tests/benchmarks/test_export.py",
     "tests/faults/test_killed_training.py",
     "tests/faults/test_resume_elsewhere.py",
     "tests/faults/test_random_kills.py",

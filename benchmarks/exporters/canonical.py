@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import values
-from apart.child import Place, SaveRequest, Work
+from apart.child import Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Run
@@ -38,7 +38,7 @@ ITEM = 4
 """Bytes of an element: everything is fp32."""
 
 
-def write(job: SaveRequest, place: Place) -> Work:
+def write(job: Job, place: Place) -> Work:
     """Write `folder`/step-N as `job["ranks"]` ranks of `job["strategy"]` would."""
 
     def work() -> Any:
@@ -93,7 +93,7 @@ def _skeleton(
     )
 
 
-def _facts(job: SaveRequest, model: Trained) -> dict[str, Any]:
+def _facts(job: Job, model: Trained) -> dict[str, Any]:
     groups = zip(model.settings(), model.groups, strict=True)
     state = State(
         aliases=dict(model.aliases),

@@ -1,4 +1,4 @@
-"""Which checkpoints are made, and which tools make model files of them, side by side."""
+"""Checkpoints that are made, and the programs that make model files of them, side by side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class Tool(NamedTuple):
     input: str
     task: str
     processes: int = 1
-    threads: int = 1
     needs: float = 0.0
     size: float = 1.0
 
@@ -34,53 +33,21 @@ class Tool(NamedTuple):
 INPUTS: Mapping[str, Input] = {
     "fsdp": Input("exporters.canonical:write", {"strategy": "fsdp"}, 3.0),
     "zero3": Input("exporters.canonical:write", {"strategy": "zero3"}, 3.0),
-    "deepspeed": Input("exporters.native:write", {}, 1.0),
-    "dcp": Input("exporters.chunks:write", {"content": "weights"}, 1.0),
-    "dcp + adam": Input("exporters.chunks:write", {"content": "adam"}, 3.0),
-    "dcp safetensors": Input("exporters.chunks:write", {"content": "safetensors"}, 1.0, 1.6),
     "plain": Input("exporters.plain:write", {}, 1.0),
 }
 CP = "cp"
 
 
-def _ours(source: str, *, prove: bool = True) -> list[Tool]:
+def _ours(source: str) -> list[Tool]:
     write = [Tool("ours, write", source, "exporters.ours:write", count) for count in (1, RANKS)]
     whole = [
         Tool("ours, write and prove", source, "exporters.ours:prove", count, needs=1.5)
         for count in (1, RANKS)
     ]
-    return [*write, *(whole if prove else ())]
+    return [Tool(CP, "plain", "exporters.copy:copy"), *write, *whole]
 
 
-GROUPS: Mapping[str, Sequence[Tool]] = {
-    "fsdp": [
-        Tool(CP, "plain", "exporters.others:copy"),
-        *_ours("fsdp"),
-        *_ours("dcp", prove=False),
-        Tool("accelerate merge-weights", "dcp", "exporters.others:merge_weights", needs=1.4),
-        Tool("torch dcp_to_torch_save", "dcp", "exporters.others:torch_save", needs=1.4),
-        *(
-            Tool(
-                "torch consolidate_safetensors_files", "dcp safetensors",
-                "exporters.others:consolidate", threads=threads, needs=0.6,
-            )
-            for threads in (1, 2)
-        ),
-    ],
-    "zero3": [
-        Tool(CP, "plain", "exporters.others:copy"),
-        *_ours("zero3"),
-        Tool("DeepSpeed zero_to_fp32", "deepspeed", "exporters.others:zero_to_fp32", needs=1.1),
-    ],
-    "adam": [
-        Tool(CP, "plain", "exporters.others:copy"),
-        *_ours("dcp + adam", prove=False),
-        Tool(
-            "torch dcp_to_torch_save", "dcp + adam", "exporters.others:torch_save",
-            needs=3.6, size=3.0,
-        ),
-    ],
-}  # fmt: skip
+GROUPS: Mapping[str, Sequence[Tool]] = {"fsdp": _ours("fsdp"), "zero3": _ours("zero3")}
 """A group's inputs are on disk together."""
 
 
@@ -93,8 +60,7 @@ def chosen(tools: Sequence[Tool], only: Sequence[str]) -> list[Tool]:
 def label(tool: Tool) -> str:
     """As in the table: `ours, write, of fsdp, 2 processes`."""
     more = f", {tool.processes} processes" if tool.processes > 1 else ""
-    threads = f", {tool.threads} threads" if tool.threads > 1 else ""
-    return f"{tool.name}, of {tool.input}{more}{threads}"
+    return f"{tool.name}, of {tool.input}{more}"
 
 
 def inputs(tools: Sequence[Tool]) -> list[str]:

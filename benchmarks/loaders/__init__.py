@@ -1,1 +1,0 @@
-"""Ways to bring a model's weights into the ranks."""
