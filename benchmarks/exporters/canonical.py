@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import values
-from apart.child import Place, Work
+from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Run
