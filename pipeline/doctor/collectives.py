@@ -1,5 +1,4 @@
-"""All-reduce and all-gather among the processes of this machine, through the backend that a run
-would use: gloo, or NCCL between GPUs."""
+"""Measure all-reduce and all-gather through the backend of a run: gloo, or NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -8,22 +7,31 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.doctor.probes import seconds_each
 from pipeline.doctor.report import Collective
+from pipeline.doctor.timing import Record, seconds_each
 
 if TYPE_CHECKING:
     import torch
 
-
 ITEM = 4
 """Bytes of an fp32 element."""
+CROSSINGS = {"allreduce": 2, "allgather": 1}
+"""Times that all data but a process's own share crosses the busiest link."""
 
 
-def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Rank 0 tells operation, bytes and seconds of each of `sizes` (bytes, ascending).
+def bandwidth(operation: str, size: int, seconds: float, procs: int) -> Collective:
+    """The result of an operation on `size` bytes, with nccl-tests' definitions: the bus bandwidth
+    is 2 (n - 1) / n times the algorithm bandwidth in an all-reduce, (n - 1) / n in an all-gather.
+    """
+    rate = size / seconds
+    busbw = rate * CROSSINGS[operation] * (procs - 1) / procs
+    return Collective(bytes=size, seconds=seconds, algbw=rate, busbw=busbw)
 
-    `budget` is the seconds that one of them should take; the larger ones that would need far more
-    are left out.
+
+def measure(settings: Mapping[str, Any], record: Record) -> None:
+    """Record operation, bytes and seconds on rank 0, for each of `sizes` (bytes, ascending).
+
+    `budget` is the seconds for one operation; sizes that would need far more are skipped.
     """
     import torch.distributed as dist
 
@@ -44,7 +52,7 @@ def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None])
             seconds = timed(action)
             worst = max(worst, seconds)
             if here.is_main:
-                tell({"operation": name, "bytes": real, "seconds": seconds})
+                record({"operation": name, "bytes": real, "seconds": seconds})
         if worst > 4 * settings["budget"]:
             break
     dist.destroy_process_group()
@@ -53,7 +61,7 @@ def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None])
 def _operations(
     size: int, procs: int, device: torch.device
 ) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Name, bytes that it is really about, and the operation."""
+    """Name, bytes (`size` rounded to whole shares) and call of each operation."""
     import torch
     import torch.distributed as dist
 
@@ -65,25 +73,10 @@ def _operations(
 
 
 def _slowest(seconds: float, *, device: torch.device) -> float:
-    """The longest of all ranks' times, on all ranks, which leave this together."""
+    """The longest time of all ranks; they return from this together (collective)."""
     import torch
     import torch.distributed as dist
 
     longest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return float(longest)
-
-
-def allreduce(size: int, seconds: float, procs: int) -> Collective:
-    """Every byte crosses a link 2 (n - 1) / n times: reduced on one, then told to all."""
-    return _collective(size, seconds, 2 * (procs - 1) / procs)
-
-
-def allgather(size: int, seconds: float, procs: int) -> Collective:
-    """All but a process's own share comes to it: (n - 1) / n of the whole, `size` bytes."""
-    return _collective(size, seconds, (procs - 1) / procs)
-
-
-def _collective(size: int, seconds: float, crossings: float) -> Collective:
-    rate = size / seconds
-    return Collective(bytes=size, seconds=seconds, algbw=rate, busbw=rate * crossings)

@@ -24,7 +24,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -150,10 +150,11 @@ def write_recipe(folder: Path, text: str) -> None:
     replace_text(folder / RECIPE, text)
 
 
-def versions() -> dict[str, str]:
-    """Package -> its version, of those that decide what a run computes."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of the `packages` that are installed, by name; by default of those that decide what
+    a run computes."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

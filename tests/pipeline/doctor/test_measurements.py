@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pipeline.doctor.probes import seconds_each
 
 from pipeline.doctor import (
     collectives as bandwidth,
@@ -17,7 +18,6 @@ from pipeline.doctor import (
 from pipeline.doctor import (
     software as torch_facts,
 )
-from pipeline.doctor.probes import seconds_each
 from pipeline.doctor.ranks import measure
 
 

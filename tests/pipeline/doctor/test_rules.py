@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipeline.doctor.rules.finding import Finding
+from pipeline.doctor.rules.measured import LARGE
 
 from pipeline.doctor import collectives
 from pipeline.doctor.gpu_topology import parse_topology
@@ -20,8 +22,6 @@ from pipeline.doctor.report import (
     Record,
 )
 from pipeline.doctor.rules import findings
-from pipeline.doctor.rules.finding import Finding
-from pipeline.doctor.rules.measured import LARGE
 from pipeline.doctor.session import FULL, QUICK
 
 GB = 10**9
