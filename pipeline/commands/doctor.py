@@ -45,7 +45,7 @@ def doctor(
     with stoppable(), system_errors_as(UsageError):
         if out is not None:
             try_writing(out)
-        machine = examine(place, procs=procs, quick=quick, say=_say)
+        machine = examine(place, procs=procs, quick=quick)
         found = findings(machine)
         report = {**machine.model_dump(), "findings": [finding.model_dump() for finding in found]}
         text = json.dumps(report, indent=1)
@@ -56,7 +56,3 @@ def doctor(
     if errors:
         names = ", ".join(dict.fromkeys(errors))
         raise MachineUnfit(f"training will fail here: {plural(len(errors), 'error')} ({names})")
-
-
-def _say(measurement: str) -> None:
-    click.echo(f"measuring: {measurement}", err=True)

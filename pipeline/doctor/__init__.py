@@ -2,8 +2,7 @@
 
 examine.py       fills the MachineReport of report.py, from
   inventory.py, software.py, gpu_topology.py     facts that are looked up
-  session.py     measurements within a time budget, each in processes of its own (ranks.py):
-                 measurements.py and collectives.py, timed by timing.py
+  measurements.py, timing.py                     facts that are measured, by processes of ranks.py
 rules.py         finds what is wrong in a report, with the advice of findings.toml
 show.py          prints the report
 """

@@ -9,7 +9,6 @@ import resource
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
@@ -23,7 +22,10 @@ LIMITS = {
     "processes": resource.RLIMIT_NPROC,
     "core": resource.RLIMIT_CORE,
 }
-CAP_IPC_LOCK = 14
+MODEL = r"^model name\s*:\s*(.*\S)"
+CAPABILITIES = r"^CapEff:\s*([0-9a-f]+)$"
+CAP_IPC_LOCK = 1 << 14
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 VARIABLES = {
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
@@ -38,7 +40,7 @@ def host() -> Host:
     swap = psutil.swap_memory()
     return Host(
         system=platform.platform(),
-        processor=_processor(Path("/proc/cpuinfo")),
+        processor=_search(MODEL, "/proc/cpuinfo") or platform.machine() or None,
         cores=usable_cores(),
         cores_present=os.cpu_count(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
@@ -46,12 +48,6 @@ def host() -> Host:
         swap_bytes=swap.total,
         swap_used_bytes=swap.used,
     )
-
-
-def _processor(file: Path) -> str | None:
-    """The processor's name, or else its architecture."""
-    name = re.search(r"^model name\s*:\s*(.*\S)", _text(file) or "", re.MULTILINE)
-    return name[1] if name else platform.machine() or None
 
 
 def network() -> Network:
@@ -71,16 +67,16 @@ def folders(runs: Path) -> tuple[Folder, ...]:
         temporary = Path(tempfile.gettempdir())
     except OSError:  # there is none that Python can write to
         temporary = Path(os.environ.get("TMPDIR") or "/tmp")
-    return _folder("runs", runs.resolve()), _folder("temporary files", temporary.resolve())
-
-
-def _folder(use: Literal["runs", "temporary files"], path: Path) -> Folder:
-    return Folder(
-        use=use,
-        path=str(path),
-        filesystem=filesystem(path),
-        free_bytes=_space(path)[1],
-        writable=_takes_files(path),
+    places = {"runs": runs.resolve(), "temporary files": temporary.resolve()}
+    return tuple(
+        Folder(
+            use=use,  # type: ignore[arg-type]
+            path=str(path),
+            filesystem=filesystem(path),
+            free_bytes=_space(path)[1],
+            writable=_takes_files(path),
+        )
+        for use, path in places.items()
     )
 
 
@@ -119,14 +115,15 @@ def filesystem(path: Path) -> str | None:
 def kernel() -> Kernel:
     """Limits and settings; None if the system does not report one."""
     total, free = _space(Path("/dev/shm"))
-    overcommit = _text(Path("/proc/sys/vm/overcommit_memory"))
+    overcommit = _search(r"(\d+)", "/proc/sys/vm/overcommit_memory")
+    capabilities = _search(CAPABILITIES, "/proc/self/status")
     return Kernel(
         limits={name: _limit(number) for name, number in LIMITS.items()},
         processes_in_group=most_processes(),
-        locks_freely=_locks_freely(Path("/proc/self/status")),
+        locks_freely=bool(int(capabilities, 16) & CAP_IPC_LOCK) if capabilities else None,
         shared_memory_bytes=total,
         shared_memory_free_bytes=free,
-        transparent_huge_pages=_chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        transparent_huge_pages=_search(r"\[(\w+)\]", HUGE_PAGES),
         overcommit_memory=int(overcommit) if overcommit else None,
     )
 
@@ -138,22 +135,13 @@ def _limit(number: int) -> Limit:
     return Limit(soft=soft, hard=hard)
 
 
-def _locks_freely(status: Path) -> bool | None:
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(status) or "", re.MULTILINE)
-    return bool(int(found[1], 16) >> CAP_IPC_LOCK & 1) if found else None
-
-
-def _chosen(file: Path) -> str | None:
-    """The option in brackets, as in `always [madvise] never`."""
-    found = re.search(r"\[(\w+)\]", _text(file) or "")
-    return found[1] if found else None
-
-
-def _text(file: Path) -> str | None:
+def _search(pattern: str, file: str | Path) -> str | None:
+    """The pattern's group in the file's first line that has it; None without one."""
     try:
-        return file.read_text("utf-8").strip()
+        found = re.search(pattern, Path(file).read_text("utf-8"), re.MULTILINE)
     except OSError:
         return None
+    return found[1] if found else None
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

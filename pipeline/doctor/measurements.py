@@ -1,4 +1,4 @@
-"""Measure the disk, copies and matrix products, in the processes that `ranks.measure` starts.
+"""The measurements, each a function that `ranks.measure` calls in processes of its own.
 
 Rates are bytes or operations per second. `budget` is the seconds for one of them.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeline.doctor.report import Collective
 from pipeline.doctor.timing import Record, Rendezvous, seconds_each
 from pipeline.utils.files import page_aligned, read_at, write_at
 
@@ -27,9 +29,44 @@ SMALLEST, LARGEST = 512, 8192
 LONG_ENOUGH = {"cpu": 0.02, "cuda": 0.001}
 """Seconds of a product that make the time to launch it negligible."""
 BATCHES = 4
+ITEM = 4
+"""Bytes of an fp32 element."""
+CROSSINGS = {"allreduce": 2, "allgather": 1}
+"""Times that all data but a process's own share crosses the busiest link."""
 
 
-def disk(settings: Mapping[str, Any], record: Record) -> None:
+def measure_torch(settings: Mapping[str, Any], record: Record) -> None:
+    """Record torch's CUDA, NCCL and devices; `problem` is why it cannot be imported or use them."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation may raise anything
+        record({"problem": f"torch cannot be imported: {error}", "devices": []})
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        devices = list(_devices()) if torch.cuda.is_available() else []
+    problem = None if devices or not caught else str(caught[0].message).split("\n")[0]
+    nccl = None
+    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    record({"cuda": torch.version.cuda, "nccl": nccl, "problem": problem, "devices": devices})
+
+
+def _devices() -> Iterator[dict[str, Any]]:
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield {
+            "name": properties.name,
+            "uuid": f"GPU-{properties.uuid}",
+            "memory_bytes": properties.total_memory,
+            "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
+            "compute_capability": f"{properties.major}.{properties.minor}",
+        }
+
+
+def measure_disk(settings: Mapping[str, Any], record: Record) -> None:
     """Write up to `size` bytes in `folder` with `fsync`, then read them, as one process.
 
     The page cache of the file is dropped before it is read (POSIX_FADV_DONTNEED). Caches of the
@@ -66,7 +103,7 @@ def _read(descriptor: int, size: int, budget: float) -> tuple[int, float]:
     return done, time.perf_counter() - start
 
 
-def copies(settings: Mapping[str, Any], record: Record) -> None:
+def measure_copies(settings: Mapping[str, Any], record: Record) -> None:
     """Copy `size` bytes within host memory, and to (h2d) and from (d2h) a GPU, page-locked and
     pageable. All ranks copy at the same time; the slowest one's rate is recorded."""
     import torch
@@ -93,7 +130,7 @@ def copies(settings: Mapping[str, Any], record: Record) -> None:
     rate("d2h", pinned, gpu)
 
 
-def matmul(settings: Mapping[str, Any], record: Record) -> None:
+def measure_matmul(settings: Mapping[str, Any], record: Record) -> None:
     """Multiply matrices in each of `dtypes`, under torch's default settings (no TF32).
 
     All ranks compute at the same time; the slowest one's rate is recorded. The fastest of several
@@ -129,3 +166,66 @@ def _product(size: int, device: str, dtype: torch.dtype) -> Callable[[], object]
 
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: left @ right
+
+
+def measure_collectives(settings: Mapping[str, Any], record: Record) -> None:
+    """Record operation, bytes and seconds on rank 0, for each of `sizes` (bytes, ascending).
+
+    `budget` is the seconds for one operation; sizes that would need far more are skipped.
+    """
+    import torch.distributed as dist
+
+    from pipeline.distributed.process_group import environment_dist
+
+    procs = int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(settings["store"], procs)  # type: ignore[attr-defined]
+    here = environment_dist(store, device=settings["device"])
+    timed = partial(
+        seconds_each,
+        device=settings["device"],
+        budget=settings["budget"],
+        agree=partial(_slowest, device=here.device),
+    )
+    for size in settings["sizes"]:
+        worst = 0.0
+        for name, real, action in _operations(size, procs, here.device):
+            seconds = timed(action)
+            worst = max(worst, seconds)
+            if here.is_main:
+                record({"operation": name, "bytes": real, "seconds": seconds})
+        if worst > 4 * settings["budget"]:
+            break
+    dist.destroy_process_group()
+
+
+def _operations(
+    size: int, procs: int, device: torch.device
+) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Name, bytes (`size` rounded to whole shares) and call of each operation."""
+    import torch
+    import torch.distributed as dist
+
+    share = max(size // ITEM // procs, 1)
+    whole = torch.zeros(share * procs, device=device)
+    yield "allreduce", whole.numel() * ITEM, lambda: dist.all_reduce(whole)
+    own = torch.ones(share, device=device)
+    yield "allgather", whole.numel() * ITEM, lambda: dist.all_gather_into_tensor(whole, own)
+
+
+def _slowest(seconds: float, *, device: torch.device) -> float:
+    """The longest time of all ranks; they return from this together (collective)."""
+    import torch
+    import torch.distributed as dist
+
+    longest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def bandwidth(operation: str, bytes: int, seconds: float, procs: int) -> Collective:
+    """The result of an operation on `bytes` bytes, with nccl-tests' definitions: the bus bandwidth
+    is 2 (n - 1) / n times the algorithm bandwidth in an all-reduce, (n - 1) / n in an all-gather.
+    """
+    rate = bytes / seconds
+    busbw = rate * CROSSINGS[operation] * (procs - 1) / procs
+    return Collective(bytes=bytes, seconds=seconds, algbw=rate, busbw=busbw)

@@ -78,16 +78,12 @@ def measure(
             results = RankResults(failure=f"no process could be started: {error}")
         finally:
             kill_sessions(processes)
-        records = (tuple(jsonl.read(_records(folder, rank))) for rank in range(procs))
+        records = (tuple(jsonl.read(_file(folder, rank, "jsonl"))) for rank in range(procs))
         return replace(results, records=tuple(records))
 
 
-def _records(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.jsonl"
-
-
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.log"
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank-{rank}.{kind}"
 
 
 def _start(
@@ -98,7 +94,7 @@ def _start(
     command += [str(os.getpid()), json.dumps({**settings, "store": str(folder / "store")})]
     threads = {"OMP_NUM_THREADS": str(cores_each(procs))}
     for rank in range(procs):
-        with _log(folder, rank).open("wb") as log:
+        with _file(folder, rank, "log").open("wb") as log:
             yield subprocess.Popen(
                 command,
                 env={**threads, **os.environ, **place(rank, procs)},
@@ -127,7 +123,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float
 
 
 def _printed(folder: Path, rank: int) -> str:
-    log = _log(folder, rank).read_text("utf-8", errors="replace")
+    log = _file(folder, rank, "log").read_text("utf-8", errors="replace")
     return log.strip()[-LONGEST_PRINTED:]
 
 
@@ -141,7 +137,7 @@ def _reason(code: int, printed: str) -> str:
 def main(target: str, folder: str, parent: str, settings: str) -> None:
     """Call `target` in this rank; exit with code 1 and one line if it raises."""
     die_with(int(parent))
-    file = _records(Path(folder), int(os.environ["RANK"]))
+    file = _file(Path(folder), int(os.environ["RANK"]), "jsonl")
     module, _, function = target.partition(":")
     try:
         measurement = getattr(importlib.import_module(module), function)

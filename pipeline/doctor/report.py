@@ -7,10 +7,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.errors import UsageError, in_words
+from pipeline.errors import UsageError, system_errors_as
 
 SCHEMA_VERSION: Final = 1
-
+Severity = Literal["error", "warning", "note"]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PerSecond = Annotated[float, Field(ge=1, allow_inf_nan=False)]
@@ -35,9 +35,9 @@ class Device(Record):
 
 
 class Collective(Record):
-    """One collective on a tensor of `bytes` bytes: the reduced tensor, or the whole gathered one.
+    """A collective on `bytes` bytes: the reduced tensor, or the whole gathered one.
 
-    `algbw` is bytes / seconds, `busbw` the rate of the busiest link; both in bytes per second.
+    `algbw` is bytes / seconds, `busbw` the rate of the busiest link.
     """
 
     bytes: Count
@@ -60,6 +60,11 @@ class Link(Record):
     a: str
     b: str
     kind: str
+
+    @property
+    def is_nvlink(self) -> bool:
+        """Whether it is NVLink (NV4 is four links); NODE and the like are PCIe."""
+        return self.kind.startswith("NV")
 
 
 class Topology(Record):
@@ -90,12 +95,9 @@ class Limit(Record):
 
 
 class Kernel(Record):
-    """Limits and settings of the kernel.
-
-    `limits` has open_files, locked_memory, processes and core. `processes_in_group` is the control
-    group's limit of processes and threads. `locks_freely` is true for a user who is exempt from the
-    limit of locked memory.
-    """
+    """Limits (open_files, locked_memory, processes, core) and settings of the kernel.
+    `processes_in_group` is the control group's limit of processes and threads; `locks_freely` is
+    true for a user whom the limit of locked memory does not bind."""
 
     limits: dict[str, Limit] = {}
     processes_in_group: Count | None = None
@@ -107,11 +109,10 @@ class Kernel(Record):
 
 
 class Software(Record):
-    """Versions of packages (`packages`), of the CUDA and NCCL that torch was built with, of the
-    driver.
+    """Versions; `torch_cuda` and `nccl` are those that torch was built with.
 
-    `needs_torch` is the torch that a package was built for; `torch_problem` why torch cannot be
-    imported or cannot use the GPUs; `gpus` how many the driver shows to a process here.
+    `needs_torch` is the torch that a package was built for, `torch_problem` why torch cannot be
+    imported or use the GPUs, `gpus` how many the driver shows to a process here.
     """
 
     python: str | None = None
@@ -160,10 +161,8 @@ class Network(Record):
 
 
 class Failure(Record):
-    """A measurement that failed, or gave only a part of its results.
-
-    `late` is true if it reached its time limit; `printed` is the end of its process's output.
-    """
+    """A measurement that failed or gave partial results; `late` if it reached its time limit.
+    `printed` is the end of its process's output."""
 
     measurement: str
     reason: str
@@ -172,10 +171,9 @@ class Failure(Record):
 
 
 class MachineReport(Record):
-    """A machine. Fields without a default are required in a file, with null if unknown.
+    """A machine. Fields without a default are required in a file; null is unknown.
 
-    Rates are those of one process while `procs` processes do the same; the disk is measured by one
-    process alone. `taken` is the time in ISO form.
+    Rates are those of one process while `procs` do the same; the disk is measured by one alone.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -213,13 +211,10 @@ class MachineReport(Record):
 
 
 class Finding(Record):
-    """Something that makes training fail or slow: what was `seen`, `why` it matters, what to `do`.
+    """Something that makes training fail (error), slow or fragile (warning), or is worth knowing
+    (note): what was `seen`, `why` it matters, what to `do`."""
 
-    An error makes training fail, a warning makes it slow or may make it fail later, a note is worth
-    knowing. `name` is the finding's name in docs/doctor.md.
-    """
-
-    severity: Literal["error", "warning", "note"]
+    severity: Severity
     name: str
     seen: str
     why: str
@@ -228,13 +223,10 @@ class Finding(Record):
 
 def read_machine(path: Path) -> MachineReport:
     """The report in a file that `pipe doctor --out` wrote. Raises UsageError for any other file."""
+    with system_errors_as(UsageError):
+        content = path.read_bytes()
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = in_words(error) if isinstance(error, OSError) else "it is not text"
-        raise UsageError(f"{path} cannot be read: {reason}") from error
-    try:
-        return MachineReport.model_validate_json(text)
+        return MachineReport.model_validate_json(content)
     except ValidationError as error:
         raise UsageError(
             f"{path} does not describe a machine: {_first_problem(error)}",
@@ -243,15 +235,12 @@ def read_machine(path: Path) -> MachineReport:
 
 
 def _first_problem(error: ValidationError) -> str:
-    problems = error.errors()
-    unknown = (problem for problem in problems if problem["loc"] == ("schema_version",))
-    if version := next(unknown, None):
+    problems = {problem["loc"]: problem for problem in reversed(error.errors())}
+    if version := problems.get(("schema_version",)):
         return f"schema_version {version['input']!r} is not known, only {SCHEMA_VERSION}"
-    problem = problems[0]
-    place = ".".join(map(str, problem["loc"]))
-    match problem["type"]:
-        case "json_invalid":
-            return "it is not JSON"
-        case "missing":
-            return f"{place} is missing"
-    return f"{place}: {problem['msg']}" if place else problem["msg"]
+    *_, (location, problem) = problems.items()
+    place = ".".join(map(str, location))
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    message = "it is not JSON" if problem["type"] == "json_invalid" else problem["msg"]
+    return f"{place}: {message}" if place else message

@@ -5,32 +5,19 @@ A rule finds nothing in what is unknown. findings.toml has the severity and the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import ipaddress
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from pipeline.distributed.environment import LOOPBACK
-from pipeline.doctor.gpu_topology import is_nvlink
-from pipeline.doctor.report import Finding, Link, MachineReport
+from pipeline.doctor.report import Finding, Link, MachineReport, Severity
 from pipeline.utils.text import human
 
-SEVERITIES = ("error", "warning", "note")
-BF16 = 8.0
-"""First compute capability with bf16 arithmetic."""
-MOSTLY_FREE = 0.9
-"""Share of a GPU's memory; CUDA itself and a desktop take some."""
-MOST_NAMED = 4
-"""Pairs of GPUs in a finding."""
-PATHS = {
-    "PIX": "one PCIe bridge",
-    "PXB": "several PCIe bridges",
-    "PHB": "a PCIe host bridge, the processor",
-    "NODE": "several host bridges of a processor",
-}
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+BF16 = 8.0  # first compute capability with bf16 arithmetic
+MOSTLY_FREE = 0.9  # share of a GPU's memory; CUDA itself and a desktop take some
 LARGE = 64 << 20
 """Bytes; the time of smaller exchanges is not that of the links."""
 NVLINK_BUSBW = 20e9
@@ -39,23 +26,14 @@ FATAL = {"torch", "matmul", "collectives"}
 """Measurements that fail only if no run can train."""
 CHECKPOINT = 7e9 * 12
 """Bytes of a 7B model's weights and AdamW's two moments in fp32."""
-SLOW_DISK = 200e6
-"""Bytes per second."""
+SLOW_DISK = 200e6  # bytes per second
 SHARED = LOCKED = 1 << 30
 """Bytes; NVIDIA recommends containers with as much shared memory (--shm-size=1g)."""
 SWAP_IN_USE = 256 << 20
-LOW = 0.1
-"""Share of host memory."""
+LOW = 0.1  # share of host memory
 NEVER_OVERCOMMIT = 2
-FEW = 4096
-"""Open files, or processes and threads."""
-SWITCHES = {
-    "NCCL_P2P_DISABLE": "GPUs no longer reach each other directly (NVLink, PCIe)",
-    "NCCL_SHM_DISABLE": "processes of a machine exchange over the network",
-    "NCCL_IB_DISABLE": "machines exchange over TCP instead of InfiniBand or RoCE",
-    "CUDA_LAUNCH_BLOCKING": "the program waits for every kernel",
-    "TORCH_DISTRIBUTED_DEBUG": "every collective operation is checked among all ranks",
-}
+FEW = 4096  # open files, or processes and threads
+HARMLESS = {"", "0", "OFF", "INFO"}
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "virtiofs", "afs"}
 """Network file systems, but for parallel ones (Lustre, GPFS, BeeGFS, WekaFS)."""
 MEMORY = {"tmpfs", "ramfs"}
@@ -161,12 +139,11 @@ def _links(machine: MachineReport) -> Findings:
     if across := [link for link in links if link.kind == "SYS"]:
         path = "only over the link between processors (SYS)"
         yield _finding("across-numa", f"{_pairs(across)}: {path}")
-    if slow := [link for link in links if not is_nvlink(link) and link.kind != "SYS"]:
-        kinds = sorted({link.kind for link in slow})
-        over = ", ".join(f"{kind}: {PATHS.get(kind, 'unknown')}" for kind in kinds)
-        yield _finding("no-nvlink", f"{_pairs(slow)}: no NVLink ({over})")
+    if slow := [link for link in links if not link.is_nvlink and link.kind != "SYS"]:
+        kinds = ", ".join(sorted({link.kind for link in slow}))
+        yield _finding("no-nvlink", f"{_pairs(slow)}: no NVLink, only PCIe ({kinds})")
     large = [each.busbw for each in machine.allreduce if each.bytes >= LARGE]
-    connected = machine.device == "cuda" and links and all(map(is_nvlink, links))
+    connected = machine.device == "cuda" and links and all(link.is_nvlink for link in links)
     if connected and _below(max(large, default=None), NVLINK_BUSBW):
         rate = f"{human(max(large))}/s"
         seen = f"all-reduce has a bus bandwidth of {rate}, though NVLink connects all GPUs"
@@ -174,9 +151,8 @@ def _links(machine: MachineReport) -> Findings:
 
 
 def _pairs(links: Sequence[Link]) -> str:
-    named = ", ".join(f"{link.a}-{link.b}" for link in links[:MOST_NAMED])
-    more = len(links) - MOST_NAMED
-    return f"{named} and {more} more pairs" if more > 0 else named
+    named = ", ".join(f"{link.a}-{link.b}" for link in links[:4])
+    return f"{named} and {len(links) - 4} more pairs" if len(links) > 4 else named
 
 
 def _failures(machine: MachineReport) -> Findings:
@@ -247,15 +223,11 @@ def _limits(machine: MachineReport) -> Findings:
 
 def _switches(machine: MachineReport) -> Findings:
     """Variables that were set to find a fault, and forgotten."""
-    for name, effect in SWITCHES.items():
+    for name, effect in advice()["slow-switch"]["variables"].items():
         value = machine.environment.get(name, "")
-        harmless = value in ("", "0")
-        if name == "NCCL_IB_DISABLE":
-            harmless = harmless or not machine.network.rdma
-        if name == "TORCH_DISTRIBUTED_DEBUG":
-            harmless = value.upper() != "DETAIL"
-        if not harmless:
-            yield _finding("slow-switch", f"{name}={value}", why=effect, do=f"unset {name}")
+        unused = name == "NCCL_IB_DISABLE" and not machine.network.rdma
+        if value.upper() not in HARMLESS and not unused:
+            yield _finding("slow-switch", f"{name}={value}", why=effect)
 
 
 def _interfaces(machine: MachineReport) -> Findings:
@@ -273,8 +245,7 @@ def _interfaces(machine: MachineReport) -> Findings:
 
 
 def _nccl_uses(choice: str, interfaces: Sequence[str]) -> list[str]:
-    """Interfaces whose names begin like one in the list, or equal it after `=`; after `^` all but
-    these.
+    """Interfaces that begin like a name in `choice`; after `=` they equal it, after `^` all others.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
     """
@@ -284,13 +255,6 @@ def _nccl_uses(choice: str, interfaces: Sequence[str]) -> list[str]:
         return list(interfaces)
     named = [one for one in interfaces if (one in names if exactly else one.startswith(names))]
     return [one for one in interfaces if one not in named] if choice.startswith("^") else named
-
-
-def _public_address(machine: MachineReport) -> Findings:
-    address = machine.environment.get("MASTER_ADDR", "")
-    with contextlib.suppress(ValueError):  # a name
-        if ipaddress.ip_address(address).is_global:
-            yield _finding("public-address", f"MASTER_ADDR={address} is an address of the internet")
 
 
 def _folders(machine: MachineReport) -> Findings:
@@ -309,5 +273,5 @@ def _folders(machine: MachineReport) -> Findings:
 RULES: tuple[Callable[[MachineReport], Findings], ...] = (
     _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _failures, _disk,
     _shared_and_locked_memory, _host_memory, _cores, _limits, _switches, _interfaces,
-    _public_address, _folders,
+    _folders,
 )  # fmt: skip

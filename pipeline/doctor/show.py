@@ -29,7 +29,8 @@ def lines(machine: MachineReport, findings: Sequence[Finding]) -> Iterator[str]:
     """The report line by line; `findings` in the given order."""
     each = "GPU" if machine.device == "cuda" else "process"
     of_each = "" if machine.procs == 1 else f", per {each}"
-    yield from _section("machine", _facts(machine.host), _memory(machine))
+    memory = [("memory", _size(machine.host_memory_bytes))]
+    yield from _section("machine", memory, _facts(machine.host))
     yield from _section("GPUs", _gpus(machine))
     yield from _section("network", _network(machine))
     yield from _section("software", _facts(machine.software), machine.software.packages.items())
@@ -68,11 +69,6 @@ def _facts(record: Record) -> Iterator[Row]:
             yield label, value
 
 
-def _memory(machine: MachineReport) -> Iterator[Row]:
-    if machine.host_memory_bytes is not None:
-        yield "memory", human(machine.host_memory_bytes)
-
-
 def _gpus(machine: MachineReport) -> Iterator[Row]:
     if not machine.devices and machine.software.gpus:
         yield "of the driver", f"{machine.software.gpus}, none of torch"
@@ -99,14 +95,14 @@ def _network(machine: MachineReport) -> Iterator[Row]:
 
 def _limits(machine: MachineReport) -> Iterator[Row]:
     for name, limit in machine.kernel.limits.items():
-        size = human if name in ("locked_memory", "core") else str
-        yield name.replace("_", " "), "unlimited" if limit.soft is None else size(limit.soft)
+        text = human if name in ("locked_memory", "core") else str
+        yield name.replace("_", " "), "unlimited" if limit.soft is None else text(limit.soft)
 
 
 def _folders(machine: MachineReport) -> Iterator[Row]:
     for folder in machine.folders:
-        free = UNKNOWN if folder.free_bytes is None else human(folder.free_bytes)
-        yield folder.use, f"{folder.path} ({folder.filesystem or UNKNOWN}, {free} free)"
+        kind = folder.filesystem or UNKNOWN
+        yield folder.use, f"{folder.path} ({kind}, {_size(folder.free_bytes)} free)"
 
 
 def _rates(machine: MachineReport) -> Iterator[Row]:
@@ -132,6 +128,10 @@ def _collectives(machine: MachineReport) -> Iterator[str]:
             yield ""
     if machine.procs == 1:
         yield from ("one process: no all-reduce, no all-gather (--procs 2)", "")
+
+
+def _size(size: int | None) -> str:
+    return UNKNOWN if size is None else human(size)
 
 
 def _rate(rate: float | None) -> str:

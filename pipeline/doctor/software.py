@@ -1,4 +1,4 @@
-"""Read versions, and find the tools that compile operators; only `torch_facts` imports torch."""
+"""Read versions, and find the tools that compile operators; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import re
 import shutil
 import subprocess
 import sysconfig
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.doctor.gpu_topology import among, parse_topology
+from pipeline.doctor.gpu_topology import parse_topology
 from pipeline.doctor.report import Operators, Software, Topology
-from pipeline.doctor.timing import Record
 from pipeline.hardware.gpus import gpu_count
 from pipeline.run.rundir import versions
 
@@ -34,7 +32,7 @@ ANSWER_SECONDS = 10
 
 
 def software(torch: Mapping[str, Any]) -> Software:
-    """Versions; `torch` is the record of `torch_facts`, or empty."""
+    """Versions; `torch` is what torch says of itself, or empty."""
     return Software(
         python=platform.python_version(),
         packages=versions(PACKAGES),
@@ -73,7 +71,7 @@ def gpu_uuids() -> dict[int, str]:
 
 def topology(numbers: Collection[int]) -> Topology:
     """Links between the GPUs with these numbers; empty without nvidia-smi."""
-    return among(parse_topology(_output("nvidia-smi", "topo", "-m")), numbers)
+    return parse_topology(_output("nvidia-smi", "topo", "-m"), numbers)
 
 
 def _output(*command: str) -> str:
@@ -115,41 +113,3 @@ def _has_libaio() -> bool:
     folders += [Path(each) for each in os.environ.get("CPATH", "").split(os.pathsep) if each]
     header = any((folder / "libaio.h").exists() for folder in folders)
     return header and ctypes.util.find_library("aio") is not None
-
-
-def torch_facts(settings: Mapping[str, Any], record: Record) -> None:
-    """Record torch's CUDA, NCCL and devices; `problem` is why it cannot be imported or use them."""
-    try:
-        import torch
-    except Exception as error:  # a broken installation may raise anything
-        record({"problem": f"torch cannot be imported: {error}", "devices": []})
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        devices = list(_devices()) if torch.cuda.is_available() else []
-    problem = None if devices or not caught else str(caught[0].message).split("\n")[0]
-    record({"cuda": torch.version.cuda, "nccl": _nccl(), "problem": problem, "devices": devices})
-
-
-def _devices() -> Iterator[dict[str, Any]]:
-    import torch
-
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield {
-            "name": properties.name,
-            "uuid": f"GPU-{properties.uuid}",
-            "memory_bytes": properties.total_memory,
-            "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
-            "compute_capability": f"{properties.major}.{properties.minor}",
-        }
-
-
-def _nccl() -> str | None:
-    """The version of the NCCL that torch was built with."""
-    import torch
-    import torch.distributed as dist
-
-    if torch.version.cuda is None or not dist.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
