@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +28,19 @@ MEMORY = {
     "which is more than the predicted tensors, so there is no ratio",
 }
 """Description of `Memory.kind`."""
-PLAIN = (
-    "steps_left_out", "tokens_per_step", "samples_per_step", "data_wait_share",
-    "communication_share", "first_step_seconds", "checkpoint_seconds", "checkpoint_stall_seconds",
-)  # fmt: skip
-"""Fields of `RunMeasurement` that are keys of the JSON."""
 COLUMNS = (
     "strategy", "procs", "tokens/s", "+-", "s/step", "efficiency", "memory/rank", "predicted",
     "ratio", "data wait", "communication", "first step", "checkpoint",
 )  # fmt: skip
 NO_SCALING = "scaling: unknown, as no strategy ran on two numbers of processes"
-SLOW_DATA = 0.05
-"""Share of a step spent waiting for data that makes data the bottleneck."""
-MUCH_COMMUNICATION = 0.30
-"""Share of a step spent communicating alone that makes communication the bottleneck."""
+SLOW_DATA, MUCH_COMMUNICATION = 0.05, 0.30
+"""Shares of a step spent waiting for data, or only communicating, that are a bottleneck."""
 
 
 def keep(session: Benchmark, rows: Sequence[Row]) -> None:
     """Save the rows measured so far; a failure to write is printed."""
     try:
-        save(session, as_json(session, rows))
+        replace_text(session.folder / FILE, as_json(session, rows) + "\n")
     except OSError as error:
         click.echo(f"  {FILE} cannot be written: {in_words(error)}", err=True)
 
@@ -61,7 +55,7 @@ def report(session: Benchmark, outcome: Outcome, *, json_only: bool) -> None:
     if json_only:
         click.echo(text)
     with system_errors_as(StageError):
-        save(session, text)
+        replace_text(session.folder / FILE, text + "\n")
     if not json_only:
         click.echo(f"{session.folder / FILE}")
 
@@ -209,21 +203,13 @@ def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) ->
 
 def _row(row: Row) -> dict[str, Any]:
     """A row of the JSON; numbers of one that failed are null."""
-    m = row.measured
-    return {
-        "strategy": row.strategy, "use": row.use, "procs": row.procs,
-        "error": row.error or None,
-        "tokens_per_second": m and vars(m.tokens_per_second),
-        "step_seconds": m and vars(m.step_seconds),
-        "efficiency": row.efficiency, "efficiency_base": row.efficiency_base,
-        "memory": m and {**vars(m.memory), "ratio": m.memory.ratio},
-        **{name: m and getattr(m, name) for name in PLAIN},
-    }  # fmt: skip
-
-
-def save(session: Benchmark, text: str) -> None:
-    """Replace the benchmark's JSON as a whole. Raises OSError."""
-    replace_text(session.folder / FILE, text + "\n")
+    numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
+    if row.measured:
+        numbers = asdict(row.measured)
+        numbers["memory"]["ratio"] = row.measured.memory.ratio
+    head = {field.name: getattr(row, field.name) for field in fields(Row)}
+    del head["measured"]
+    return {**head, "error": row.error or None, **numbers}
 
 
 def _plot(session: Benchmark, rows: Sequence[Row]) -> str | None:

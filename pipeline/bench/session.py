@@ -43,7 +43,7 @@ AFTERWARDS = (SAVE, RESUME)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Rows of the runs that ended, with their efficiency, and the signal that stopped the others."""
+    """Rows of the runs that ended, and the signal that stopped the others."""
 
     rows: Sequence[Row]
     stopped: signal.Signals | None
@@ -175,7 +175,7 @@ def _call(arguments: list[str], output: int, seconds: float) -> int | None:
 
 
 def _predicted(plan: Plan) -> int | None:
-    """Estimated peak of device memory until the end of the steps; None if a stage has no estimate."""
+    """Estimated peak of device memory up to the last step; None if a stage has no estimate."""
     procs = plan.view.procs
     topology = Topology(ranks=procs, local_ranks=procs, device=plan.view.device)
     try:

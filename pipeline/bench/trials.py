@@ -77,7 +77,9 @@ def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
 def own_strategy(plan: Plan) -> Strategy:
     """The recipe's wrap slot as a strategy."""
     step = _wrap_slot(plan)
-    return Strategy(name=step.use, use=step.use, fields=_fields(_slots(plan)[step.slot]))
+    return Strategy(
+        name=step.use, use=step.use, fields=_fields(plan.recipe.public()["stages"][step.slot])
+    )
 
 
 def write(
@@ -122,11 +124,6 @@ def _wrap_slot(plan: Plan) -> PlannedSlot:
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that wraps the model in a strategy")
 
 
-def _slots(plan: Plan) -> dict[str, Slot]:
-    slots: dict[str, Slot] = plan.recipe.public()["stages"]
-    return slots
-
-
 def _fields(slot: Slot) -> dict[str, Any]:
     return {name: value for name, value in slot.items() if name != "use"}
 
@@ -134,7 +131,7 @@ def _fields(slot: Slot) -> dict[str, Any]:
 def _shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
     """Slots up to the one that trains, shortened. Raises UsageError if none trains, or the one that
     does cannot be shortened."""
-    found, written = {}, _slots(plan)
+    found, written = {}, plan.recipe.public()["stages"]
     for step in plan.steps:
         trains = step.gives is not None and issubclass(step.gives, TrainedRun)
         if trains and not hasattr(step.stage, METHOD):

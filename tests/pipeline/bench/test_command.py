@@ -101,7 +101,7 @@ def test_rows_are_told_where_the_files_cannot_be_written(
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "bench.json")
 
-    monkeypatch.setattr(report, "save", full)
+    monkeypatch.setattr(report, "replace_text", full)
     monkeypatch.setattr(report, "draw", full)
     result = bench("--strategies", "blue", "--procs", "1,2")
     assert result.exit_code == 1
