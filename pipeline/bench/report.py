@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import click
 
 from pipeline.bench.results import SPREAD_STEPS, Row, RunMeasurement, Speed, distinguishable
-from pipeline.bench.session import Benchmark, Outcome
+from pipeline.bench.session import Benchmark
 from pipeline.errors import StageError, in_words, system_errors_as
 from pipeline.run import rundir
 from pipeline.utils.files import replace_text
@@ -45,12 +46,17 @@ def keep(session: Benchmark, rows: Sequence[Row]) -> None:
         click.echo(f"  {FILE} cannot be written: {in_words(error)}", err=True)
 
 
-def report(session: Benchmark, outcome: Outcome, *, json_only: bool) -> None:
+def report(
+    session: Benchmark, rows: Sequence[Row], stopped: Signals | None, *, json_only: bool
+) -> None:
     """Print the table and the verdict, or the JSON, and write the files. Raises StageError after
     that for files that cannot be written."""
-    rows = outcome.rows
+    missing = session.missing(rows)
     if not json_only:
-        click.echo("\n".join(_lines(session, outcome)))
+        lines = ["", *_conditions(session, rows), "", *table(rows), "", *verdict(rows)]
+        if stopped and missing:
+            lines.append(f"stopped by {stopped.name} before the end of {', '.join(missing)}")
+        click.echo("\n".join([*lines, ""]))
     text = as_json(session, rows, _plot(session, rows))
     if json_only:
         click.echo(text)
@@ -58,14 +64,6 @@ def report(session: Benchmark, outcome: Outcome, *, json_only: bool) -> None:
         replace_text(session.folder / FILE, text + "\n")
     if not json_only:
         click.echo(f"{session.folder / FILE}")
-
-
-def _lines(session: Benchmark, outcome: Outcome) -> Iterator[str]:
-    rows, missing = outcome.rows, session.missing(outcome.rows)
-    yield from ("", *_conditions(session, rows), "", *table(rows), "", *verdict(rows))
-    if outcome.stopped and missing:
-        yield f"stopped by {outcome.stopped.name} before the end of {', '.join(missing)}"
-    yield ""
 
 
 def _conditions(session: Benchmark, rows: Sequence[Row]) -> Iterator[str]:
@@ -249,9 +247,8 @@ def _draw_strategy(axes: Any, strategy: str, rows: Sequence[Row]) -> None:
     if not speeds:
         return
     procs, medians = list(speeds), [speed.median for speed in speeds.values()]
-    below = [speed.median - speed.low for speed in speeds.values()]
-    above = [speed.high - speed.median for speed in speeds.values()]
-    bars = axes.errorbar(procs, medians, yerr=[below, above], marker="o", capsize=3, label=strategy)
+    spans = zip(*((s.median - s.low, s.high - s.median) for s in speeds.values()), strict=True)
+    bars = axes.errorbar(procs, medians, list(spans), marker="o", capsize=3, label=strategy)
     if len(procs) > 1:
         ideal = [medians[0] * count / procs[0] for count in procs]
         axes.plot(procs, ideal, linestyle=":", color=bars[0].get_color())

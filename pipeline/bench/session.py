@@ -42,14 +42,6 @@ AFTERWARDS = (SAVE, RESUME)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Rows of the runs that ended, and the signal that stopped the others."""
-
-    rows: Sequence[Row]
-    stopped: signal.Signals | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """The trials of a recipe, and what they have in common."""
 
@@ -67,9 +59,10 @@ class Benchmark:
     """Whether the folders of all runs are kept."""
     registry: Registry
 
-    def run(self, save: Callable[[Sequence[Row]], None]) -> Outcome:
-        """Measure each trial, and call `save` with all rows after each; progress goes to standard
-        error. A signal ends the benchmark, and loses only the run that it interrupts."""
+    def run(self, save: Callable[[Sequence[Row]], None]) -> tuple[list[Row], signal.Signals | None]:
+        """Measure each trial, and call `save` with all rows after each. Returns the rows with their
+        efficiency, and the signal that ended the benchmark early; the run that it interrupts has no
+        row. Progress goes to standard error."""
         rows: list[Row] = []
         stopped = None
         try:
@@ -85,7 +78,7 @@ class Benchmark:
             stopped = interrupted.number
         with contextlib.suppress(OSError):  # it may hold runs that failed or are kept
             (self.folder / TRIALS).rmdir()
-        return Outcome(rows=rows, stopped=stopped)
+        return rows, stopped
 
     def missing(self, rows: Sequence[Row]) -> list[str]:
         """Labels of the trials that are not among the rows."""

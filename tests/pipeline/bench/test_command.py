@@ -198,9 +198,12 @@ def test_what_a_screen_shows(bench: Callable[..., Result]) -> None:
     [
         (["--strategies", "blu"], "error: there is no strategy `blu` (did you mean `blue`?"),
         (["--strategies", "blue,,red1"], "error: --strategies blue,,red1: an empty entry"),
-        (["--procs", "1,two"], "error: --procs: `two` is no number of processes (such as 1,2,4)"),
-        (["--procs", "0"], "error: --procs: `0` is no number of processes"),
-        (["--procs", "1,-2"], "error: --procs: `-2` is no number of processes"),
+        (
+            ["--procs", "1,two"],
+            "error: --procs: `two` is not a number of processes (such as 1,2,4)",
+        ),
+        (["--procs", "0"], "error: --procs: `0` is not a number of processes"),
+        (["--procs", "1,-2"], "error: --procs: `-2` is not a number of processes"),
         (["--procs", ""], "error: --procs : an empty entry"),
         (
             ["--strategies", "blue", "wrap.stage=1"],

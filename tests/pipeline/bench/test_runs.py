@@ -36,7 +36,7 @@ def test_a_recipe_that_is_wrong_under_a_strategy_is_a_row(
         length=BenchLength(steps=1, warmup=0, weak=False), folder=tmp_path / "b", registry=registry,
         trials=[TrialRecipe(row=one, text=recipe)],
     )  # fmt: skip
-    (done,) = session.run(lambda rows: None).rows
+    (done,), _ = session.run(lambda rows: None)
     assert done.error.startswith("wrap.use: there is no stage `wrap.zeero` (did you mean")
 
 
