@@ -233,7 +233,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot(title=title, xlabel="processes", ylabel="tokens per second")
-        for strategy in dict.fromkeys(row.strategy for row in rows):
+        for strategy in dict.fromkeys(row.strategy for row in rows if row.speed):
             _draw_strategy(axes, strategy, [row for row in rows if row.strategy == strategy])
         axes.plot([], [], linestyle=":", color="grey", label="ideal")
         axes.set_xticks(sorted({row.procs for row in rows if row.speed}))
@@ -244,8 +244,6 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
 def _draw_strategy(axes: Any, strategy: str, rows: Sequence[Row]) -> None:
     speeds = {row.procs: row.speed for row in sorted(rows, key=lambda r: r.procs) if row.speed}
-    if not speeds:
-        return
     procs, medians = list(speeds), [speed.median for speed in speeds.values()]
     spans = zip(*((s.median - s.low, s.high - s.median) for s in speeds.values()), strict=True)
     bars = axes.errorbar(procs, medians, list(spans), marker="o", capsize=3, label=strategy)

@@ -30,15 +30,11 @@ from pipeline.utils.process_tree import none_left
 
 STOP_SECONDS = 60.0
 """Time limit of this process when it is stopped; the run gets half of it."""
-EXIT_SECONDS = 30
-"""Time limit of a run that is asked to end."""
-TRIALS = "trials"
-"""Folder of the runs' own folders in that of the benchmark."""
-RUN = "run"
-REASONS = ("logs", failures.FOLDER)
-"""Folders of a run that show why it failed."""
-AFTERWARDS = (SAVE, RESUME)
-"""Phases after the peak that is measured."""
+EXIT_SECONDS = 30  # time limit of a run that is asked to end
+TRIALS, RUN = "trials", "run"
+"""Folder of the trials in that of the benchmark, and of the run in that of a trial."""
+REASONS = ("logs", failures.FOLDER)  # folders that show why a run failed
+AFTERWARDS = (SAVE, RESUME)  # phases after the measured peak
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,7 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter
 
-Slot = Mapping[str, Any]
-"""A slot of a recipe: `use` and fields."""
+Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
 METHOD = "for_benchmark"
 
 

@@ -17,7 +17,7 @@ from pipeline.testing import violations
 from pipeline.testing.helpers import problems
 
 Fields = Mapping[str, Any]
-HEAVY = ("torch", "transformers", "deepspeed", "accelerate")
+HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
 """Packages that only `run` may import: they take seconds, and `pipe check` takes none."""
 
 
@@ -112,19 +112,16 @@ def import_violations(value: str, configs: Sequence[Fields]) -> Iterator[str]:
 def observe() -> None:
     """Print the heavy packages by the moment they are imported, for `import_violations`."""
     given = json.load(sys.stdin)
-    before = _heavy()
+    before = HEAVY & sys.modules.keys()
     entry = Entry(name="the.stage", value=given["value"], distribution="the package", version="")
     try:
         stage = Registry([entry]).load(entry.name)
     except PluginError:  # a violation of its own
         given["configs"] = []
-    imported = _heavy()
+    imported = HEAVY & sys.modules.keys()
     for fields in given["configs"]:
         with contextlib.suppress(Exception):  # a violation of its own
             problems(stage, fields)
-    moments = {"importing it": imported - before, "checking it": _heavy() - imported}
+    then = HEAVY & sys.modules.keys() - imported
+    moments = {"importing it": imported - before, "checking it": then}
     print(json.dumps({moment: sorted(names) for moment, names in moments.items()}))
-
-
-def _heavy() -> set[str]:
-    return {name for name in HEAVY if name in sys.modules}
