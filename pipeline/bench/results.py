@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pipeline.errors import StageError
 from pipeline.utils.text import plural
 
 SPREAD_STEPS = 3
@@ -36,13 +37,12 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peak of the worst rank, in bytes."""
+    """Peak of the worst rank, in bytes; `predicted` is that of the plan's tensors."""
 
     kind: Literal["device", "host"]
     """`device`: tensors on the rank's GPU. `host`: resident memory beyond that before the model."""
     measured: int | None = None
     predicted: int | None = None
-    """Peak of tensors that the plan estimates."""
 
     @property
     def ratio(self) -> float | None:
@@ -75,14 +75,13 @@ class RunMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One strategy on a number of processes, with its numbers or its error."""
+    """One strategy on a number of processes, with its numbers or its error in one line."""
 
     strategy: str
     use: str
     procs: int
     measured: RunMeasurement | None = None
     error: str = ""
-    """Reason in one line, if there are no numbers."""
     efficiency: float | None = None
     """T_N / (N * T_1), or with `efficiency_base` in place of 1."""
     efficiency_base: int | None = None
@@ -105,15 +104,15 @@ def measured(
     """The numbers in a run's `metrics.jsonl`; `began` is the start of its command (epoch seconds).
 
     The first `warmup` steps, profiled steps and steps without an update are left out. Raises
-    ValueError if no step is left.
+    StageError if no step is left.
     """
     steps = [record for record in records if "loss" in record]
     plain = [record for record in steps if not record.get("profiled")]
     counted = [record for record in plain[warmup:] if _is_applied(record)]
     if not plain[warmup:]:
-        raise ValueError("no steps were recorded after warm-up")
+        raise StageError("no steps were recorded after warm-up")
     if not counted:
-        raise ValueError("no step after warm-up updated the model: more --warmup may help")
+        raise StageError("no step after warm-up updated the model", hint="more --warmup may help")
     waited = sum(record["data_wait_share"] * record["step_seconds"] for record in counted)
     profiled = next((r for r in steps if r.get("profiled") and _is_applied(r)), {})
     saved = next((record for record in records if "checkpoint_seconds" in record), {})

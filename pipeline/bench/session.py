@@ -123,10 +123,7 @@ class Benchmark:
             raise StageError(_reason(run_dir, folder / "output.txt", code))
         records = list(metrics.records(run_dir / rundir.METRICS))
         predicted = _predicted(plan)
-        try:
-            return measured(records, warmup=self.length.warmup, began=began, predicted=predicted)
-        except ValueError as error:
-            raise StageError(str(error)) from error
+        return measured(records, warmup=self.length.warmup, began=began, predicted=predicted)
 
 
 def _clear(folder: Path, *, failed: bool) -> None:

@@ -22,10 +22,8 @@ LARGE = 64 << 20
 """Bytes; the time of smaller exchanges is not that of the links."""
 NVLINK_BUSBW = 20e9
 """Bytes per second: one link of the first NVLink in a direction, more than PCIe 3.0 reaches."""
-FATAL = {"torch", "matmul", "collectives"}
-"""Measurements that fail only if no run can train."""
-CHECKPOINT = 7e9 * 12
-"""Bytes of a 7B model's weights and AdamW's two moments in fp32."""
+FATAL = {"torch", "matmul", "collectives"}  # fail only if no run can train
+CHECKPOINT = 7e9 * 12  # bytes of a 7B model's weights and AdamW's two moments in fp32
 SLOW_DISK = 200e6  # bytes per second
 SHARED = LOCKED = 1 << 30
 """Bytes; NVIDIA recommends containers with as much shared memory (--shm-size=1g)."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import typing
 from collections.abc import Generator, Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
 from pipeline.contracts.data import Data
@@ -140,9 +140,10 @@ def with_valid(stage: type, valid: Mapping[str, Any]) -> Iterator[str]:
     if all(problem.key != "no_such_field" for problem in unknown):
         yield "an unknown field is not refused"
     try:  # the journal recognizes a finished stage by this
-        json.dumps(dataclasses.asdict(made), sort_keys=True, default=_path_text)
+        json.dumps(dataclasses.asdict(made), sort_keys=True, default=os.fspath)
     except Exception as error:
-        yield f"its values have no stable JSON form: {error}"
+        fit = "use numbers, text, paths, tuples and mappings of them"
+        yield f"its values have no stable JSON form: {error} ({fit})"
         return
     again, found = make(stage, plain_value(made))  # as `pipe show` prints them
     if again is None:
@@ -198,12 +199,6 @@ def _names_field(stage: type, parts: list[str]) -> bool:
         if not owners:
             return True
     return True
-
-
-def _path_text(value: Any) -> str:
-    if isinstance(value, PurePath):
-        return str(value)
-    raise TypeError(f"{value!r}; use numbers, text, paths, tuples and mappings of them")
 
 
 def _listed(found: list[Problem]) -> str:

@@ -50,7 +50,7 @@ def test_numbers_of_a_run() -> None:
     assert told.memory == Memory(kind="host", measured=4000, predicted=2000)
     assert told.memory.ratio is None  # what is resident is no accuracy of what tensors take
     assert replace(told.memory, kind="device").ratio == 2.0
-    with pytest.raises(ValueError, match="no steps were recorded after warm-up"):
+    with pytest.raises(StageError, match="no steps were recorded after warm-up"):
         results.measured(records, warmup=4, began=90.0, predicted=None)
     # steps that loss scaling has left out
     for index in (1, 3, 4):
@@ -59,7 +59,7 @@ def test_numbers_of_a_run() -> None:
     assert told.tokens_per_second == Speed(median=32.0, low=32.0, high=32.0, steps=1)
     assert (told.steps_left_out, told.data_wait_share, told.communication_share) == (2, 0, None)
     records[2]["applied"] = False
-    with pytest.raises(ValueError, match="no step after warm-up updated the model"):
+    with pytest.raises(StageError, match="no step after warm-up updated the model"):
         results.measured(records, warmup=1, began=90.0, predicted=None)
 
 
