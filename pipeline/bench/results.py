@@ -147,18 +147,17 @@ def _memory(record: Mapping[str, Any], predicted: int | None) -> Memory:
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     """The rows with their scaling efficiency, relative to the strategy's smallest run."""
-    bases: dict[str, Row] = {}
+    bases: dict[str, tuple[int, float]] = {}
     for row in sorted(rows, key=lambda row: row.procs):
-        if row.speed is not None:
-            bases.setdefault(row.strategy, row)
-    return [_efficient(row, bases.get(row.strategy)) for row in rows]
+        if row.speed:
+            bases.setdefault(row.strategy, (row.procs, row.speed.median / row.procs))
+    return [_efficient(row, *bases[row.strategy]) if row.speed else row for row in rows]
 
 
-def _efficient(row: Row, base: Row | None) -> Row:
-    if base is None or base.speed is None or row.speed is None:
-        return row
-    share = row.speed.median / row.procs / (base.speed.median / base.procs)
-    return replace(row, efficiency=share, efficiency_base=base.procs)
+def _efficient(row: Row, base: int, speed_of_one: float) -> Row:
+    assert row.speed is not None
+    share = row.speed.median / row.procs / speed_of_one
+    return replace(row, efficiency=share, efficiency_base=base)
 
 
 def distinguishable(one: Speed, other: Speed) -> bool | None:

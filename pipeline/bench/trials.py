@@ -30,14 +30,12 @@ METHOD = "for_benchmark"
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLength:
-    """Length of each run, in optimizer steps."""
+    """Length of each run, in optimizer steps; with `weak`, samples per process stay as in the recipe
+    instead of the global batch."""
 
     steps: int
-    """Measured steps."""
     warmup: int
-    """Steps before the measured ones."""
     weak: bool
-    """Whether samples per process stay as in the recipe, instead of the global batch."""
 
     def trial(self, procs: int, *, own: int, most: int) -> Trial:
         """The trial on `procs` processes, for a recipe of `own` and a benchmark of at most `most`.
@@ -76,9 +74,8 @@ def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
 def own_strategy(plan: Plan) -> Strategy:
     """The recipe's wrap slot as a strategy."""
     step = _wrap_slot(plan)
-    return Strategy(
-        name=step.use, use=step.use, fields=_fields(plan.recipe.public()["stages"][step.slot])
-    )
+    fields = _fields(plan.recipe.public()["stages"][step.slot])
+    return Strategy(name=step.use, use=step.use, fields=fields)
 
 
 def write(

@@ -120,7 +120,7 @@ def test_processes_have_the_same_threads(
 def test_recipes_that_cannot_be_measured(
     real: dict[str, Any], slots: dict[str, None], message: str
 ) -> None:
-    kept = {k: v for k, v in real["stages"].items() if k not in {*trials, "consolidate", "export"}}
+    kept = {k: v for k, v in real["stages"].items() if k not in {*slots, "consolidate", "export"}}
     Path("r.yaml").write_text(json.dumps({**real, "stages": kept}))
     with pytest.raises(UsageError, match=message):
         trials.require_measurable(make_plan(load_recipe("r.yaml")))
