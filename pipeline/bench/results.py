@@ -118,6 +118,8 @@ def measured(
     saved = next((record for record in records if "checkpoint_seconds" in record), {})
     tokens = [record["tokens_per_second"] * record["step_seconds"] for record in counted]
     samples = [round(r["samples_per_second"] * r["step_seconds"]) for r in counted]
+    kind: Literal["device", "host"] = "device" if "peak_memory_bytes" in plain[-1] else "host"
+    peak = plain[-1].get("peak_memory_bytes" if kind == "device" else "peak_host_memory_bytes")
     return RunMeasurement(
         tokens_per_second=Speed.of(record["tokens_per_second"] for record in counted),
         step_seconds=Speed.of(record["step_seconds"] for record in counted),
@@ -129,20 +131,13 @@ def measured(
         first_step_seconds=steps[0]["time"] - began,
         checkpoint_seconds=saved.get("checkpoint_seconds"),
         checkpoint_stall_seconds=saved.get("checkpoint_stall_seconds"),
-        memory=_memory(plain[-1], predicted),
+        memory=Memory(kind=kind, measured=peak, predicted=predicted),
     )
 
 
 def _is_applied(record: Mapping[str, Any]) -> bool:
     """Whether the step updated the model; without loss scaling, records need not say so."""
     return bool(record.get("applied", True))
-
-
-def _memory(record: Mapping[str, Any], predicted: int | None) -> Memory:
-    if "peak_memory_bytes" in record:
-        return Memory(kind="device", measured=record["peak_memory_bytes"], predicted=predicted)
-    host = record.get("peak_host_memory_bytes")
-    return Memory(kind="host", measured=host, predicted=predicted)
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:

@@ -30,8 +30,8 @@ METHOD = "for_benchmark"
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLength:
-    """Length of each run, in optimizer steps; with `weak`, samples per process stay as in the recipe
-    instead of the global batch."""
+    """Optimizer steps of each run. With `weak`, samples per process stay as in the recipe, not the
+    global batch."""
 
     steps: int
     warmup: int
