@@ -140,7 +140,7 @@ def _fastest(best: Row, speeds: Mapping[Row, Speed]) -> str:
     if like := [row.label for row, is_apart in apart.items() if is_apart is False]:
         text += f"; indistinguishable from it within the steps' spread: {', '.join(like)}"
     if None in apart.values():
-        text += f"; whether others are as fast takes {SPREAD_STEPS} steps to tell"
+        text += f"; {SPREAD_STEPS} steps would show whether others are as fast"
     return text
 
 

@@ -56,9 +56,8 @@ class Benchmark:
     registry: Registry
 
     def run(self, save: Callable[[Sequence[Row]], None]) -> tuple[list[Row], signal.Signals | None]:
-        """Measure each trial, and call `save` with all rows after each. Returns the rows with their
-        efficiency, and the signal that ended the benchmark early; the run that it interrupts has no
-        row. Progress goes to standard error."""
+        """Measure each trial, calling `save` with all rows after each. Returns the rows with their
+        efficiency, and the signal that ended the benchmark before the remaining ones."""
         rows: list[Row] = []
         stopped = None
         try:

@@ -68,8 +68,8 @@ def test_one_or_two_steps_have_no_spread() -> None:
     rows = with_efficiency([row("ddp", 1, 100.0, steps=2), row("ddp", 2, 100.0, steps=2)])
     assert [line.split()[3] for line in table(rows)] == ["+-", "-", "-"]
     assert verdict(rows)[:2] == [
-        "fastest that fits: ddp on 1 process, 100 tokens/s; whether others are as fast takes 3 "
-        "steps to tell",
+        "fastest that fits: ddp on 1 process, 100 tokens/s; 3 steps would show whether others "
+        "are as fast",
         "ddp, from 1 to 2 processes: 1.00 times as fast; 50% of the ideal 2",
     ]
 
