@@ -27,18 +27,19 @@ RATES = {
 
 def lines(machine: MachineReport, findings: Sequence[Finding]) -> Iterator[str]:
     """The report line by line; `findings` in the given order."""
-    each = "GPU" if machine.device == "cuda" else "process"
-    of_each = "" if machine.procs == 1 else f", per {each}"
+    each = ", per GPU" if machine.device == "cuda" else ", per process"
+    processes = plural(machine.procs, "process") + (each if machine.procs > 1 else "")
     memory = [("memory", _size(machine.host_memory_bytes))]
     yield from _section("machine", memory, _facts(machine.host))
     yield from _section("GPUs", _gpus(machine))
     yield from _section("network", _network(machine))
     yield from _section("software", _facts(machine.software), machine.software.packages.items())
-    yield from _section("operators", _facts(machine.operators) if machine.operators.known else ())
+    if machine.operators.known:
+        yield from _section("operators", list(_facts(machine.operators))[1:])  # without `known`
     yield from _section("limits", _limits(machine), _facts(machine.kernel))
     yield from _section("environment", machine.environment.items())
     yield from _section("folders", _folders(machine))
-    yield from _section(f"measured, {plural(machine.procs, 'process')}{of_each}", _rates(machine))
+    yield from _section(f"measured, {processes}", _rates(machine))
     yield from _collectives(machine)
     yield "what will hurt"
     for finding in findings:
