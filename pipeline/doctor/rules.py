@@ -25,8 +25,7 @@ NVLINK_BUSBW = 20e9
 FATAL = {"torch", "matmul", "collectives"}  # fail only if no run can train
 CHECKPOINT = 7e9 * 12  # bytes of a 7B model's weights and AdamW's two moments in fp32
 SLOW_DISK = 200e6  # bytes per second
-SHARED = LOCKED = 1 << 30
-"""Bytes; NVIDIA recommends containers with as much shared memory (--shm-size=1g)."""
+SHARED = LOCKED = 1 << 30  # bytes; NVIDIA recommends --shm-size=1g for containers
 SWAP_IN_USE = 256 << 20
 LOW = 0.1  # share of host memory
 NEVER_OVERCOMMIT = 2
