@@ -1,132 +1,186 @@
-"""What a benchmark says: a table and a verdict on screen, or JSON, and a picture."""
+"""Report a benchmark: conditions, table and verdict on screen, JSON and a picture as files."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import click
 
-from pipeline.bench import render
-from pipeline.bench.render import table, verdict
-from pipeline.bench.results import Row
-from pipeline.bench.session import Benchmark, Outcome
+from pipeline.bench.results import SPREAD_STEPS, Row, RunMeasurement, Speed, distinguishable
+from pipeline.bench.session import Benchmark
 from pipeline.errors import StageError, in_words, system_errors_as
 from pipeline.utils.files import replace_text
+from pipeline.utils.optional import optional
+from pipeline.utils.text import align, plural
 from pipeline.utils.versions import versions
 
+SCHEMA_VERSION = 1
+FILE = "bench.json"
 PLOT = "bench.svg"
 MEMORY = {
-    "device": "most that torch held on one GPU (max_memory_allocated)",
-    "host": "most that was resident of a process beyond what was before the model (VmHWM - VmRSS),"
-    " which is more than the tensors that are predicted, so there is no ratio",
+    "device": "peak of torch's tensors on one GPU (max_memory_allocated)",
+    "host": "peak resident memory of a process beyond that before the model (VmHWM - VmRSS), "
+    "which is more than the predicted tensors, so there is no ratio",
 }
-"""`Memory.kind` in words."""
+"""Description of `Memory.kind`."""
+COLUMNS = (
+    "strategy", "procs", "tokens/s", "+-", "s/step", "efficiency", "memory/rank", "predicted",
+    "ratio", "data wait", "communication", "first step", "checkpoint",
+)  # fmt: skip
+NO_SCALING = "scaling: unknown, as no strategy ran on two numbers of processes"
+SLOW_DATA, MUCH_COMMUNICATION = 0.05, 0.30
+"""Shares of a step spent waiting for data, or only communicating, that are a bottleneck."""
 
 
 def keep(session: Benchmark, rows: Sequence[Row]) -> None:
-    """Save what there is by now. Where that fails, the rows are still here, and go on."""
+    """Save the rows measured so far; a failure to write is printed."""
     try:
-        save(session, as_json(session, rows))
+        replace_text(session.folder / FILE, as_json(session, rows) + "\n")
     except OSError as error:
         click.echo(f"  {FILE} cannot be written: {in_words(error)}", err=True)
 
 
-def report(session: Benchmark, outcome: Outcome, *, json_only: bool) -> None:
-    """Print the table and the verdict, or the JSON, and write the files. Raises StageError for
-    files that cannot be written, when all has been told."""
-    rows = outcome.rows
+def report(
+    session: Benchmark, rows: Sequence[Row], stopped: Signals | None, *, json_only: bool
+) -> None:
+    """Print the table and the verdict, or the JSON, and write the files. Raises StageError after
+    that for files that cannot be written."""
+    missing = session.missing(rows)
     if not json_only:
-        for line in _lines(session, outcome):
-            click.echo(line)
+        lines = ["", *_conditions(session, rows), "", *table(rows), "", *verdict(rows)]
+        if stopped and missing:
+            lines.append(f"stopped by {stopped.name} before the end of {', '.join(missing)}")
+        click.echo("\n".join([*lines, ""]))
     text = as_json(session, rows, _plot(session, rows))
     if json_only:
         click.echo(text)
     with system_errors_as(StageError):
-        save(session, text)
+        replace_text(session.folder / FILE, text + "\n")
     if not json_only:
         click.echo(f"{session.folder / FILE}")
 
 
-def _lines(session: Benchmark, outcome: Outcome) -> Iterator[str]:
-    rows, missing = outcome.rows, session.missing(outcome.rows)
-    yield from ("", *_conditions(session, rows), "", *table(rows), "", *verdict(rows))
-    if outcome.stopped and missing:
-        yield f"stopped by {outcome.stopped.name} before the end of {', '.join(missing)}"
-    yield ""
-
-
-def _plot(session: Benchmark, rows: Sequence[Row]) -> str | None:
-    """The file; None without one, which is told."""
-    if all(row.measured is None for row in rows):
-        return None
-    try:
-        with system_errors_as(StageError):
-            render.draw(rows, session.folder / PLOT, session.plan.recipe.name)
-    except StageError as error:
-        click.echo(f"no {PLOT}: {error}", err=True)
-        return None
-    return PLOT
-
-
 def _conditions(session: Benchmark, rows: Sequence[Row]) -> Iterator[str]:
-    """What the numbers are of."""
+    """Lines on what was run and how it is measured."""
     length, ran = session.length, [row.measured for row in rows if row.measured]
     batches = sorted({m.samples_per_step for m in ran})
     samples = " to ".join(str(each) for each in dict.fromkeys([*batches[:1], *batches[-1:]]))
     how = "samples per process stay" if length.weak else "the global batch stays"
-    yield f"{session.plan.recipe.name} on {session.plan.view.device}: median of {length.steps} " + (
-        f"step{'s' * (length.steps != 1)} after {length.warmup}; {how}"
-        + (f" ({samples} samples a step)" if ran else "")
+    yield (
+        f"{session.plan.recipe.name} on {session.plan.view.device}: median of "
+        f"{plural(length.steps, 'step')} after {length.warmup}; {how}"
+        f"{f' ({samples} samples a step)' if ran else ''}"
     )
-    bases = {row.efficiency_base for row in rows if row.efficiency_base}
+    bases = sorted({row.efficiency_base for row in rows if row.efficiency_base})
     if bases:
-        yield f"efficiency: tokens/s of a process, relative to {_base(bases)}"
+        runs = " or ".join(map(str, [*bases[:-1], plural(bases[-1], "process")]))
+        yield f"efficiency: tokens/s of a process, relative to the strategy's own run on {runs}"
     if ran:
         kinds = {m.memory.kind for m in ran}
         yield "memory: " + " / ".join(MEMORY[kind] for kind in sorted(kinds))
     for row in rows:
-        left_out = row.measured.steps_left_out if row.measured else 0
-        if left_out:
-            yield f"{row.label}: {left_out} of the steps are left out, as no update came of them"
+        if row.measured and row.measured.steps_left_out:
+            skipped = plural(row.measured.steps_left_out, "step")
+            yield f"{row.label}: {skipped} without an update left out"
 
 
-def _base(bases: set[int]) -> str:
-    count = " or ".join(str(base) for base in sorted(bases))
-    return f"the strategy's own run on {count} process{'es' * (bases != {1})}"
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of the table; a run without numbers has its error instead."""
+    lines = align([COLUMNS, *((row.strategy, str(row.procs), *_cells(row)) for row in rows)])
+    yield next(lines)
+    for row, line in zip(rows, lines, strict=True):
+        yield f"{line}  {row.error}" if row.measured is None else line
 
 
-SCHEMA_VERSION = 1
-FILE = "bench.json"
-PLAIN = (
-    "steps_left_out", "tokens_per_step", "samples_per_step", "data_wait_share",
-    "communication_share", "first_step_seconds", "checkpoint_seconds", "checkpoint_stall_seconds",
-)  # fmt: skip
-"""Names of `Measured` that JSON has too."""
+def _cells(row: Row) -> tuple[str, ...]:
+    m = row.measured
+    if m is None:
+        return ()
+    return (
+        f"{m.tokens_per_second.median:,.0f}",
+        _text(m.tokens_per_second.spread, "{:.0%}"),
+        f"{m.step_seconds.median:.3g}",
+        _text(row.efficiency, "{:.0%}"),
+        _text(m.memory.measured and m.memory.measured / 2**30, "{:.2f} GiB"),
+        _text(m.memory.predicted and m.memory.predicted / 2**30, "{:.2f} GiB"),
+        _text(m.memory.ratio, "{:.2f}"),
+        f"{m.data_wait_share:.1%}",
+        _text(m.communication_share, "{:.1%}"),
+        f"{m.first_step_seconds:.1f} s",
+        _text(m.checkpoint_seconds, "{:.2f} s"),
+    )
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """Sentences that follow from rows with their efficiency, one a line."""
+    ran = {row: row.measured for row in rows if row.measured is not None}
+    failed = [f"did not run: {row.label}: {row.error}" for row in rows if row.measured is None]
+    if not ran:
+        return ["nothing ran to its end"]
+    speeds = {row: m.tokens_per_second for row, m in ran.items()}
+    best = max(speeds, key=lambda row: speeds[row].median)
+    scaling = list(_scaling(speeds)) or [NO_SCALING]
+    return [_fastest(best, speeds), *scaling, _bottleneck(best, ran[best]), *failed]
+
+
+def _fastest(best: Row, speeds: Mapping[Row, Speed]) -> str:
+    speed = speeds[best]
+    text = f"fastest that fits: {best.label}, {speed.median:,.0f} tokens/s"
+    apart = {row: distinguishable(speeds[row], speed) for row in speeds if row is not best}
+    if like := [row.label for row, is_apart in apart.items() if is_apart is False]:
+        text += f"; indistinguishable from it within the steps' spread: {', '.join(like)}"
+    if None in apart.values():
+        text += f"; {SPREAD_STEPS} steps would show whether others are as fast"
+    return text
+
+
+def _scaling(speeds: Mapping[Row, Speed]) -> Iterator[str]:
+    """A sentence for each strategy, from its fewest processes to its most."""
+    for strategy in dict.fromkeys(row.strategy for row in speeds):
+        mine = sorted((row for row in speeds if row.strategy == strategy), key=lambda r: r.procs)
+        first, last = mine[0], mine[-1]
+        if first.procs == last.procs or last.efficiency is None:
+            continue
+        times = last.procs / first.procs
+        spreads = [speeds[row].spread for row in (first, last)]
+        known = [spread for spread in spreads if spread is not None]
+        unsure = f" (+- {sum(known) * last.efficiency:.0%})" if len(known) == 2 else ""
+        alike = distinguishable(speeds[first], speeds[last]) is False
+        yield (
+            f"{strategy}, from {first.procs} to {last.procs} processes: "
+            f"{last.efficiency * times:.2f} times as fast"
+            f"{', indistinguishable from no gain' if alike else ''}; "
+            f"{last.efficiency:.0%} of the ideal {times:g}{unsure}"
+        )
+
+
+def _bottleneck(row: Row, m: RunMeasurement) -> str:
+    data, communication = f"{m.data_wait_share:.0%}", _text(m.communication_share, "{:.0%}")
+    found = []
+    if m.data_wait_share >= SLOW_DATA:
+        found.append(f"waiting for data, {data} of the step")
+    if (m.communication_share or 0) >= MUCH_COMMUNICATION:
+        found.append(f"communication, {communication} of the step")
+    if not found and m.communication_share is None:
+        found = ["not data; communication could not be measured"]
+    compute = f"compute (data {data}, communication {communication} of the step)"
+    return f"bottleneck of {row.label}: {' and '.join(found) or compute}"
 
 
 def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) -> str:
-    """The rows that there are; `plot` is the picture's file, if it is drawn."""
-    content = {
-        **_head(session),
-        "rows": [_row(row) for row in rows],
-        "missing": session.missing(rows),
-        "verdict": verdict(rows),
-        "plot": plot,
-    }
-    return json.dumps(content, indent=1, allow_nan=False)
-
-
-def save(session: Benchmark, text: str) -> None:
-    """Put it in place whole, or leave what is there. Raises OSError."""
-    replace_text(session.folder / FILE, text + "\n")
-
-
-def _head(session: Benchmark) -> dict[str, Any]:
+    """The JSON of the rows so far; `plot` is the picture's file, if it is drawn."""
     plan, length = session.plan, session.length
-    return {
+    content = {
         "schema_version": SCHEMA_VERSION,
         "recipe": plan.recipe.name,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -137,18 +191,62 @@ def _head(session: Benchmark) -> dict[str, Any]:
         "threads": session.threads,
         "packages": versions(),
         "folder": str(session.folder),
+        "rows": [_row(row) for row in rows],
+        "missing": session.missing(rows),
+        "verdict": verdict(rows),
+        "plot": plot,
     }
+    return json.dumps(content, indent=1, allow_nan=False)
 
 
 def _row(row: Row) -> dict[str, Any]:
-    """The same keys for one that failed, whose numbers are null."""
-    m = row.measured
-    return {
-        "strategy": row.strategy, "use": row.use, "procs": row.procs,
-        "error": row.error or None,
-        "tokens_per_second": m and vars(m.tokens_per_second),
-        "step_seconds": m and vars(m.step_seconds),
-        "efficiency": row.efficiency, "efficiency_base": row.efficiency_base,
-        "memory": m and {**vars(m.memory), "ratio": m.memory.ratio},
-        **{name: m and getattr(m, name) for name in PLAIN},
-    }  # fmt: skip
+    """A row of the JSON; numbers of one that failed are null."""
+    numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
+    if row.measured:
+        numbers = asdict(row.measured)
+        numbers["memory"]["ratio"] = row.measured.memory.ratio
+    head = {field.name: getattr(row, field.name) for field in fields(Row)}
+    del head["measured"]
+    return {**head, "error": row.error or None, **numbers}
+
+
+def _plot(session: Benchmark, rows: Sequence[Row]) -> str | None:
+    """The picture's file name; None, with the reason printed, if it cannot be drawn."""
+    if all(row.measured is None for row in rows):
+        return None
+    try:
+        with system_errors_as(StageError):
+            draw(rows, session.folder / PLOT, session.plan.recipe.name)
+    except StageError as error:
+        click.echo(f"no {PLOT}: {error}", err=True)
+        return None
+    return PLOT
+
+
+def draw(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Write one self-contained SVG. Raises StageError without matplotlib."""
+    with optional("the plot needs matplotlib", hint="pip install 'pipetrain[report]'"):
+        import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    with matplotlib.rc_context({"svg.hashsalt": "pipe"}):
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot(title=title, xlabel="processes", ylabel="tokens per second")
+        for strategy in dict.fromkeys(row.strategy for row in rows if row.speed):
+            _draw_strategy(axes, strategy, [row for row in rows if row.strategy == strategy])
+        axes.plot([], [], linestyle=":", color="grey", label="ideal")
+        axes.set_xticks(sorted({row.procs for row in rows if row.speed}))
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _draw_strategy(axes: Any, strategy: str, rows: Sequence[Row]) -> None:
+    speeds = {row.procs: row.speed for row in sorted(rows, key=lambda r: r.procs) if row.speed}
+    procs, medians = list(speeds), [speed.median for speed in speeds.values()]
+    spans = zip(*((s.median - s.low, s.high - s.median) for s in speeds.values()), strict=True)
+    bars = axes.errorbar(procs, medians, list(spans), marker="o", capsize=3, label=strategy)
+    if len(procs) > 1:
+        ideal = [medians[0] * count / procs[0] for count in procs]
+        axes.plot(procs, ideal, linestyle=":", color=bars[0].get_color())

@@ -1,4 +1,4 @@
-"""All runs of a benchmark, one after another."""
+"""Run the trials of a benchmark one after another, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from pipeline.bench.results import Row, RunMeasurement, measured, with_efficiency
-from pipeline.bench.trials import BenchLength, Written
+from pipeline.bench.trials import BenchLength, TrialRecipe
 from pipeline.distributed.signals import Interrupted, interruptible
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
 from pipeline.plan.plan import Plan, plan_file
@@ -29,187 +29,138 @@ from pipeline.run.journal import Journal
 from pipeline.utils.process_tree import none_left
 
 STOP_SECONDS = 60.0
-"""How long this process may take to end when it is stopped; the run gets half of it."""
-TRIALS = "trials"
-"""Folder of the runs' own folders in that of the benchmark."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What the runs came to."""
-
-    rows: Sequence[Row]
-    """Of those that ended, with their efficiency."""
-    stopped: signal.Signals | None
-    """What kept the others from it."""
+"""Time limit of this process when it is stopped; the run gets half of it."""
+EXIT_SECONDS = 30  # time limit of a run that is asked to end
+TRIALS, RUN = "trials", "run"
+"""Folder of the trials in that of the benchmark, and of the run in that of a trial."""
+REASONS = ("logs", failures.FOLDER)  # folders that show why a run failed
+AFTERWARDS = (SAVE, RESUME)  # phases after the measured peak
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What the runs of a benchmark have in common."""
+    """The trials of a recipe, and what they have in common."""
 
     plan: Plan
-    """Of the recipe itself."""
+    """Plan of the recipe itself."""
     length: BenchLength
-    trials: Sequence[Written]
+    trials: Sequence[TrialRecipe]
     folder: Path
-    """Of the benchmark, with an empty one for its runs."""
+    """Folder of the benchmark, with an empty one for its runs."""
     threads: int | None
-    """Of every process; None where the launcher decides."""
+    """CPU threads of every process; None if the launcher decides."""
     minutes: int
-    """Longest time of a run."""
+    """Time limit of a run."""
     keep: bool
+    """Whether the folders of all runs are kept."""
     registry: Registry
 
-    def run(self, save: Callable[[Sequence[Row]], None]) -> Outcome:
-        """Measure each trial, and `save` the rows whenever there is one more; what goes on is told
-        on standard error. A signal ends it early, and loses the run that it interrupts alone."""
+    def run(self, save: Callable[[Sequence[Row]], None]) -> tuple[list[Row], signal.Signals | None]:
+        """Measure each trial, calling `save` with all rows after each. Returns the rows with their
+        efficiency, and the signal that ended the benchmark before the remaining ones."""
         rows: list[Row] = []
         stopped = None
         try:
             with interruptible(force_after=STOP_SECONDS):
                 for trial in self.trials:
-                    rows = with_efficiency([*rows, self._measured(trial)])
+                    click.echo(trial.row.label, err=True)
+                    row = self._measured(trial)
+                    speed = row.speed and f"{row.speed.median:,.0f} tokens/s"
+                    click.echo(f"  {speed or row.error}", err=True)
+                    rows = with_efficiency([*rows, row])
                     save(rows)
         except Interrupted as interrupted:
             stopped = interrupted.number
-        with contextlib.suppress(OSError):  # runs that failed, and those to keep, are in it
+        with contextlib.suppress(OSError):  # it may hold runs that failed or are kept
             (self.folder / TRIALS).rmdir()
-        return Outcome(rows=rows, stopped=stopped)
+        return rows, stopped
 
     def missing(self, rows: Sequence[Row]) -> list[str]:
         """Labels of the trials that are not among the rows."""
         return [trial.row.label for trial in self.trials[len(rows) :]]
 
-    def _measured(self, trial: Written) -> Row:
-        click.echo(trial.row.label, err=True)
-        row = measure(
-            trial.row,
-            trial.text,
-            self.folder / TRIALS / f"{trial.row.strategy}-{trial.row.procs}",
-            warmup=self.length.warmup,
-            minutes=self.minutes,
-            keep=self.keep,
-            registry=self.registry,
-        )
-        speed = row.speed and f"{row.speed.median:,.0f} tokens/s"
-        click.echo(f"  {speed or row.error}", err=True)
+    def _measured(self, trial: TrialRecipe) -> Row:
+        row = trial.row
+        folder = self.folder / TRIALS / f"{row.strategy}-{row.procs}"
+        try:
+            row = self._tried(trial, folder)
+        finally:
+            if not self.keep:
+                _clear(folder, failed=bool(row.error))
         return row
 
+    def _tried(self, trial: TrialRecipe, folder: Path) -> Row:
+        """The trial's row with its numbers or its error."""
+        file = folder / "trial.yaml"
+        try:
+            with system_errors_as(StageError):
+                folder.mkdir(parents=True)
+                file.write_text(trial.text, "utf-8")
+                plan = plan_file(file, registry=self.registry, here=True)
+                return replace(trial.row, measured=self._run(plan, file, folder))
+        except RecipeError as error:
+            first = replace(error.problems[0], location=None)  # in a file that nobody wrote
+            return replace(trial.row, error=str(first))
+        except PipeError as error:
+            lines = str(error).strip().splitlines() or ["failed without a message"]
+            return replace(trial.row, error=lines[0])
 
-EXIT_SECONDS = 30
-"""How long a run that is asked to end gets to end its ranks."""
-AFTERWARDS = (SAVE, RESUME)
-"""Phases that measured memory does not hold."""
-RUN = "run"
-WORDS = ("logs", failures.FOLDER)
-"""Folders in that of a run that tell why it failed."""
-
-
-def measure(
-    row: Row,
-    recipe: str,
-    folder: Path,
-    *,
-    warmup: int,
-    minutes: int,
-    keep: bool,
-    registry: Registry,
-) -> Row:
-    """The row with its numbers, or with its error; a run that takes longer than `minutes` is ended.
-    `folder` is for all that it writes, and is removed, but for what tells why a run failed, unless
-    `keep`."""
-    done = row
-    try:
-        done = _done(row, recipe, folder, warmup=warmup, minutes=minutes, registry=registry)
-    finally:
-        if not keep:
-            _clear(folder, words=bool(done.error))
-    return done
-
-
-def _done(
-    row: Row, recipe: str, folder: Path, *, warmup: int, minutes: int, registry: Registry
-) -> Row:
-    file = folder / "trial.yaml"
-    try:
-        with system_errors_as(StageError):
-            folder.mkdir(parents=True)
-            file.write_text(recipe, "utf-8")
-            plan = plan_file(file, registry=registry, here=True)
-            return replace(row, measured=_run(plan, file, folder, warmup, minutes))
-    except RecipeError as error:
-        first = replace(error.problems[0], location=None)  # in a file that nobody wrote
-        return replace(row, error=str(first))
-    except PipeError as error:
-        return replace(row, error=_first_line(str(error)))
+    def _run(self, plan: Plan, file: Path, folder: Path) -> RunMeasurement:
+        """The numbers of a run. Raises PipeError if it fails."""
+        run_dir = folder / RUN
+        command = ["run", str(file), "--run-dir", str(run_dir)]
+        began = time.time()
+        with (folder / "output.txt").open("wb") as output:
+            code = _call(command, output.fileno(), self.minutes * 60)
+        if code is None:
+            slot = Journal(run_dir / rundir.JOURNAL).running()
+            where = f" in slot `{slot}`" if slot else ""
+            raise StageError(
+                f"ended after {self.minutes} min{where}", hint="--timeout gives it longer"
+            )
+        if code:
+            raise StageError(_reason(run_dir, folder / "output.txt", code))
+        records = list(metrics.records(run_dir / rundir.METRICS))
+        predicted = _predicted(plan)
+        return measured(records, warmup=self.length.warmup, began=began, predicted=predicted)
 
 
-def _clear(folder: Path, *, words: bool) -> None:
-    """Remove what a run has written, or, to leave its words, what is large. What cannot be removed
-    costs no row."""
-    if not words:
+def _clear(folder: Path, *, failed: bool) -> None:
+    """Remove the folder of a run; if it failed, only large folders that show no reason."""
+    if not failed:
         shutil.rmtree(folder, ignore_errors=True)
         return
     for path in (folder / RUN).glob("*"):
-        if path.is_dir() and path.name not in WORDS:
+        if path.is_dir() and path.name not in REASONS:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _run(plan: Plan, file: Path, folder: Path, warmup: int, minutes: int) -> RunMeasurement:
-    """Raises PipeError when the run fails."""
-    run_dir = folder / RUN
-    command = ["run", str(file), "--run-dir", str(run_dir)]
-    began = time.time()
-    with (folder / "output.txt").open("wb") as output:
-        code = _call(command, output.fileno(), minutes * 60)
-    if code is None:
-        slot = Journal(run_dir / rundir.JOURNAL).running()
-        where = f" in slot `{slot}`" if slot else ""
-        raise StageError(f"ended after {minutes} min{where}", hint="--timeout gives it longer")
-    if code:
-        raise StageError(_reason(run_dir, folder / "output.txt", code))
-    records = list(metrics.records(run_dir / rundir.METRICS))
-    try:
-        return measured(records, warmup=warmup, began=began, predicted=_predicted(plan))
-    except ValueError as error:
-        raise StageError(str(error)) from error
-
-
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:
-    """The exit code of `pipe ARGUMENTS` in a session of its own, as it ends its own ranks; None if
-    it had to be ended after so many seconds. Nothing that it started outlives this call."""
-    # -P: what lies in the user's folder must not stand in for modules that it imports
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pipeline.commands.supervised",
-        str(os.getpid()),
-        *arguments,
-    ]
+    """Exit code of `pipe ARGUMENTS` in a session of its own; None if it was ended after `seconds`.
+    No process that it started outlives this call."""
+    # -P: modules in the user's folder must not shadow those that it imports
+    command = [sys.executable, "-P", "-m", "pipeline.commands.supervised", str(os.getpid())]
     with none_left():
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    for end in (process.terminate, process.kill):
-        end()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(EXIT_SECONDS)
+            for end in (process.terminate, process.kill):
+                end()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(EXIT_SECONDS)
 
 
 def _predicted(plan: Plan) -> int | None:
-    """Peak of device memory until the end of the steps, as it is measured; None where a stage does
-    not tell."""
+    """Estimated peak of device memory up to the last step; None if a stage has no estimate."""
     procs = plan.view.procs
     topology = Topology(ranks=procs, local_ranks=procs, device=plan.view.device)
     try:
@@ -221,7 +172,7 @@ def _predicted(plan: Plan) -> int | None:
 
 
 def _reason(run_dir: Path, output: Path, code: int) -> str:
-    """Why a run failed: what its journal says, or else the last line that it printed."""
+    """Reason of a run's failure: the problem in its journal, or else the last line it printed."""
     for event in reversed(list(Journal(run_dir / rundir.JOURNAL).events())):
         if event.get("problem"):
             return str(event["problem"])
@@ -229,8 +180,3 @@ def _reason(run_dir: Path, output: Path, code: int) -> str:
         return f"the run {failures.manner(code)}"
     lines = output.read_text("utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else f"ended with exit code {code}"
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[0] if lines else "failed without a word"

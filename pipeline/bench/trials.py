@@ -1,4 +1,4 @@
-"""The recipe of each run of a benchmark: a recipe's own, up to its training, cut to a few steps."""
+"""The recipe of each run of a benchmark: the user's, up to its training, cut to a few steps."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter
 
+Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
+METHOD = "for_benchmark"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLength:
-    """How far each run goes."""
+    """Optimizer steps of each run. With `weak`, samples per process stay as in the recipe, not the
+    global batch."""
 
     steps: int
-    """Measured ones."""
     warmup: int
-    """Steps before them."""
     weak: bool
-    """Whether samples per process stay as in the recipe, instead of the global batch."""
 
     def trial(self, procs: int, *, own: int, most: int) -> Trial:
-        """On `procs` processes, where the recipe is for `own` and the benchmark goes to `most`. One
-        more step is profiled, after the others, as a profiler costs time and memory."""
+        """The trial on `procs` processes, for a recipe of `own` and a benchmark of at most `most`.
+        The last step is profiled apart from the others, as a profiler costs time and memory."""
         last = self.warmup + self.steps + 1
         if self.weak:
             return Trial(steps=last, profile=(last,), growth=Fraction(procs, own), procs=own)
@@ -46,24 +47,22 @@ class BenchLength:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """A run that is to come."""
+class TrialRecipe:
+    """The text of a run's recipe, and the run's row without numbers."""
 
     row: Row
-    """What it is, without numbers."""
     text: str
-    """Its recipe."""
 
 
 def require_measurable(plan: Plan) -> None:
-    """Raises UsageError for a recipe that wraps nothing, or whose training cannot be cut short."""
-    wrap_of(plan)
-    for_benchmark(plan, Trial(steps=1))
+    """Raise UsageError if the recipe wraps nothing, or its training cannot be cut short."""
+    _wrap_slot(plan)
+    _shortened_slots(plan, Trial(steps=1))
 
 
 def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
-    """Raises UsageError for an override of the slot that strategies take the place of."""
-    slot = wrap_of(plan).slot
+    """Raise UsageError for an override of the slot that strategies replace."""
+    slot = _wrap_slot(plan).slot
     for override in overrides:
         if override.partition("=")[0].partition(".")[0] == slot:
             raise UsageError(
@@ -73,9 +72,9 @@ def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
 
 
 def own_strategy(plan: Plan) -> Strategy:
-    """The recipe's wrap slot."""
-    step = wrap_of(plan)
-    fields = {k: v for k, v in as_written(plan)[step.slot].items() if k != "use"}
+    """The recipe's wrap slot as a strategy."""
+    step = _wrap_slot(plan)
+    fields = _fields(plan.recipe.public()["stages"][step.slot])
     return Strategy(name=step.use, use=step.use, fields=fields)
 
 
@@ -86,70 +85,49 @@ def write(
     length: BenchLength,
     *,
     registry: Registry,
-) -> list[Written]:
-    """The recipe under each strategy on each number of processes. Raises UsageError where samples
-    per process are to stay and cannot."""
-    most = max(counts)
-    return [
-        _write(plan, strategy, procs, length, most=most, registry=registry)
-        for strategy in strategies
-        for procs in counts
-    ]
-
-
-def _write(
-    plan: Plan,
-    strategy: Strategy,
-    procs: int,
-    length: BenchLength,
-    *,
-    most: int,
-    registry: Registry,
-) -> Written:
-    trial = length.trial(procs, own=plan.view.procs, most=most)
-    slots = for_benchmark(plan, trial)
-    slots[wrap_of(plan).slot] = another(strategy.slot, trial, registry)
-    content = plan.recipe.public()
-    launch = {"procs": procs, "device": plan.view.device, "threads": threads(plan, most)}
-    head = {"name": plan.recipe.name, "seed": plan.recipe.seed, "launch": launch}
+) -> list[TrialRecipe]:
+    """The recipe under each strategy on each number of processes. Raises UsageError with `weak`
+    scaling for a batch that does not divide evenly."""
+    content, most = plan.recipe.public(), max(counts)
+    head = {"name": plan.recipe.name, "seed": plan.recipe.seed}
+    launch = {"device": plan.view.device, "threads": threads(plan, most)}
     env = {"env": content["env"]} if content.get("env") else {}
-    row = Row(strategy=strategy.name, use=strategy.use, procs=procs)
-    return Written(row=row, text=render({**head, **env, "stages": slots}))
+    recipes = []
+    for strategy in strategies:
+        for procs in counts:
+            trial = length.trial(procs, own=plan.view.procs, most=most)
+            stages = _shortened_slots(plan, trial)
+            stages[_wrap_slot(plan).slot] = replacement(strategy.slot, trial, registry)
+            recipe = {**head, "launch": {"procs": procs, **launch}, **env, "stages": stages}
+            row = Row(strategy=strategy.name, use=strategy.use, procs=procs)
+            recipes.append(TrialRecipe(row=row, text=render(recipe)))
+    return recipes
 
 
 def threads(plan: Plan, most: int) -> int | None:
-    """CPU threads of every process, `most` being the largest number of them: on CPUs the same for
-    any number, else a single process would have all the cores and nothing could scale. None leaves
-    it to the launcher."""
+    """CPU threads of every process: on CPUs those that `most` processes leave each other, as a
+    single process with all cores would leave nothing to scale. None leaves it to the launcher."""
     given = plan.recipe.launch.threads
     if given is not None or plan.view.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return given
     return cores_each(most)
 
 
-Slot = Mapping[str, Any]
-"""`use` and fields, as a recipe has them."""
-METHOD = "for_benchmark"
-
-
-def wrap_of(plan: Plan) -> PlannedSlot:
-    """The slot that wraps. Raises UsageError without one."""
+def _wrap_slot(plan: Plan) -> PlannedSlot:
     for step in plan.steps:
         if step.gives is not None and issubclass(step.gives, Engine):
             return step
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that wraps the model in a strategy")
 
 
-def as_written(plan: Plan) -> dict[str, Slot]:
-    """All of the recipe."""
-    slots: dict[str, Slot] = plan.recipe.public()["stages"]
-    return slots
+def _fields(slot: Slot) -> dict[str, Any]:
+    return {name: value for name, value in slot.items() if name != "use"}
 
 
-def for_benchmark(plan: Plan, trial: Trial) -> dict[str, Slot]:
-    """Slots up to the one that trains, changed for a benchmark where their planners say how. Raises
-    UsageError where none trains, or the one that does cannot be changed."""
-    found, written = {}, as_written(plan)
+def _shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
+    """Slots up to the one that trains, shortened. Raises UsageError if none trains, or the one that
+    does cannot be shortened."""
+    found, written = {}, plan.recipe.public()["stages"]
     for step in plan.steps:
         trains = step.gives is not None and issubclass(step.gives, TrainedRun)
         if trains and not hasattr(step.stage, METHOD):
@@ -160,15 +138,11 @@ def for_benchmark(plan: Plan, trial: Trial) -> dict[str, Slot]:
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that trains")
 
 
-def another(slot: Slot, trial: Trial, registry: Registry) -> Slot:
-    """A slot that is to take the place of one of the recipe's, changed for a benchmark if it can
-    be. Mistakes in it are found when the run is planned."""
-    kind = registry.load(slot["use"])
-    if not hasattr(kind, METHOD):
-        return slot
-    fields = {name: value for name, value in slot.items() if name != "use"}
+def replacement(slot: Slot, trial: Trial, registry: Registry) -> Slot:
+    """The slot of a strategy, shortened if it can be; mistakes in it are found by its plan."""
     try:
-        stage = adapter(kind).validate_json(json.dumps(fields), strict=True)
+        kind = adapter(registry.load(slot["use"]))
+        stage = kind.validate_json(json.dumps(_fields(slot)), strict=True)
     except ValidationError:
         return slot
     return _shortened(slot, stage, trial)

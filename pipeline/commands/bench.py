@@ -79,7 +79,7 @@ def bench(
     if names:
         trials.require_unchanged(plan, overrides)
     compared = chosen(names, registry) if names else [trials.own_strategy(plan)]
-    counts = _counts(procs) or [plan.view.procs]
+    counts = sorted({_count(text) for text in _parts(procs, "--procs")}) or [plan.view.procs]
     length = trials.BenchLength(steps=steps, warmup=warmup, weak=weak)
     session = Benchmark(
         plan=plan,
@@ -91,17 +91,17 @@ def bench(
         keep=keep,
         registry=registry,
     )
-    outcome = session.run(lambda rows: report.keep(session, rows))
-    if outcome.rows:
-        report.report(session, outcome, json_only=as_json)
-    if outcome.stopped:
-        raise RunStopped(outcome.stopped, f"stopped by {outcome.stopped.name}")
-    if not any(row.measured for row in outcome.rows):
+    rows, stopped = session.run(lambda rows: report.keep(session, rows))
+    if rows:
+        report.report(session, rows, stopped, json_only=as_json)
+    if stopped:
+        raise RunStopped(stopped, f"stopped by {stopped.name}")
+    if not any(row.measured for row in rows):
         sys.exit(1)
 
 
 def _parts(text: str | None, option: str) -> list[str]:
-    """What commas separate, each once."""
+    """The entries of a list separated by commas, each once."""
     from pipeline.errors import UsageError
 
     if text is None:
@@ -112,16 +112,11 @@ def _parts(text: str | None, option: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def _counts(procs: str | None) -> list[int]:
-    """Each once, the smallest first."""
-    return sorted({_count(text) for text in _parts(procs, "--procs")})
-
-
 def _count(text: str) -> int:
     from pipeline.errors import UsageError
 
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--procs: `{text}` is no number of processes", hint="such as 1,2,4")
+        raise UsageError(f"--procs: `{text}` is not a number of processes", hint="such as 1,2,4")
     return int(text)
 
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.commands.hardware_options import GPUS
-
-if TYPE_CHECKING:
-    from pipeline.doctor.report import MachineReport
-    from pipeline.doctor.rules.finding import Finding
 
 
 @click.command("doctor")
@@ -43,44 +36,23 @@ def doctor(
     from pipeline.distributed.signals import stoppable
     from pipeline.doctor.examine import examine
     from pipeline.doctor.rules import findings
-    from pipeline.errors import UsageError, system_errors_as
+    from pipeline.doctor.show import lines
+    from pipeline.errors import MachineUnfit, UsageError, system_errors_as
     from pipeline.utils.files import try_writing
+    from pipeline.utils.text import plural
 
     place = folder or (Path("runs") if Path("runs").is_dir() else Path())
     with stoppable(), system_errors_as(UsageError):
         if out is not None:
             try_writing(out)
-        machine = examine(place, procs=procs, quick=quick, say=_say)
+        machine = examine(place, procs=procs, quick=quick)
         found = findings(machine)
-        _show(machine, found, out, as_json=as_json)
-    _judge(found)
-
-
-def _say(measurement: str) -> None:
-    click.echo(f"measuring: {measurement}", err=True)
-
-
-def _show(
-    machine: MachineReport, found: Sequence[Finding], out: Path | None, *, as_json: bool
-) -> None:
-    from pipeline.doctor.show import lines
-
-    told = {
-        **machine.model_dump(mode="json"),
-        "findings": [dataclasses.asdict(finding) for finding in found],
-    }
-    text = json.dumps(told, indent=1)
-    click.echo(text if as_json else "\n".join(lines(machine, found)))
-    if out is not None:
-        out.write_text(text + "\n", "utf-8")
-
-
-def _judge(found: Sequence[Finding]) -> None:
-    """Raise MachineUnfit if a finding is an error."""
-    from pipeline.doctor.show import counted
-    from pipeline.errors import MachineUnfit
-
+        report = {**machine.model_dump(), "findings": [finding.model_dump() for finding in found]}
+        text = json.dumps(report, indent=1)
+        click.echo(text if as_json else "\n".join(lines(machine, found)))
+        if out is not None:
+            out.write_text(text + "\n", "utf-8")
     errors = [finding.name for finding in found if finding.severity == "error"]
     if errors:
         names = ", ".join(dict.fromkeys(errors))
-        raise MachineUnfit(f"training will fail here: {counted(len(errors), 'error')} ({names})")
+        raise MachineUnfit(f"training will fail here: {plural(len(errors), 'error')} ({names})")

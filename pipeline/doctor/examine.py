@@ -1,59 +1,181 @@
-"""Fill a MachineReport: the inventory, and what was measured."""
+"""Fill a MachineReport: the inventory, and the measurements one after another.
+
+A measurement that fails or reaches its time limit costs no other.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pipeline.doctor import collectives
-from pipeline.doctor.gpu_topology import seen
+import click
+
 from pipeline.doctor.inventory import environment, folders, host, kernel, network
-from pipeline.doctor.report import Collective, Device, Folder, MachineReport, Matmul
-from pipeline.doctor.session import FULL, QUICK, Session
+from pipeline.doctor.measurements import bandwidth
+from pipeline.doctor.ranks import RankResults, measure
+from pipeline.doctor.report import Device, Failure, Folder, MachineReport, Matmul
 from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.hardware.host import total_memory, usable_cores
+from pipeline.hardware.host import free_memory, total_memory, usable_cores
+from pipeline.utils.text import plural
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SHARE_OF_DISK = 10
+"""The measured file takes at most a tenth of the free space."""
+SHARE_OF_MEMORY = 4
+"""A buffer takes at most a quarter of a process's free memory; an operation has about three."""
+CUDA_FACTOR = 2
+"""Factor of all times with GPUs: CUDA and NCCL take seconds to start in every process."""
+TORCH_SECONDS = 40.0
+"""Time limit of importing torch, apart from the total: a slow disk takes as long with `--quick`,
+and later processes find the files in memory."""
+LIMITS = {"disk": 0.3, "matmul": 0.4, "copies": 0.3, "collectives": 0.7}
+"""Time limit of each measurement, as a share of the total."""
 
 
-def examine(
-    runs: Path, *, procs: int | None, quick: bool, say: Callable[[str], None]
-) -> MachineReport:
-    """Look at this machine and measure it with `procs` processes (None: one per GPU, or two).
+@dataclass(frozen=True, kw_only=True)
+class MeasurementBudget:
+    """Bytes and seconds of the measurements; `total` is all but importing torch."""
 
-    `say` is told what is measured next. Raises UsageError if there are fewer GPUs than `procs`.
-    """
+    sizes: tuple[int, ...]
+    """Bytes of the collectives."""
+    copy_bytes: int
+    disk_bytes: int
+    seconds: Mapping[str, float]
+    """Time of one repeated operation, by measurement; the disk's of writing and of reading each."""
+    total: float
+
+
+FULL = MeasurementBudget(
+    sizes=(64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    copy_bytes=256 * MIB,
+    disk_bytes=GIB,
+    seconds={"collectives": 0.3, "matmul": 1.0, "copies": 1.0, "disk": 4.0},
+    total=55.0,
+)
+QUICK = MeasurementBudget(
+    sizes=(64 * KIB, MIB, 16 * MIB, 64 * MIB),
+    copy_bytes=64 * MIB,
+    disk_bytes=256 * MIB,
+    seconds={"collectives": 0.1, "matmul": 0.3, "copies": 0.2, "disk": 1.0},
+    total=18.0,
+)
+
+
+@dataclass(kw_only=True)
+class Session:
+    """The measurements of one `pipe doctor`. Set `procs` and `device` after `torch`."""
+
+    budget: MeasurementBudget
+    gpus: bool
+    """Whether there are GPUs, with which everything takes longer."""
+    scratch: str | None
+    """Folder for the measurements' files; None for that of temporary files."""
+    procs: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    failures: list[Failure] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+
+    def torch(self) -> dict[str, Any]:
+        """What torch says of itself, or nothing. The total time begins after it."""
+        seconds = TORCH_SECONDS * self._patience
+        records = self._run("torch", {}, procs=1, seconds=seconds).all_records
+        self._began = time.monotonic()
+        return records[0] if records else {}
+
+    def measure(self, runs: Folder) -> dict[str, Any]:
+        """The measured fields of a report."""
+        dtypes = ["fp32", "bf16", *(["fp16"] if self.device == "cuda" else [])]
+        rates = self._disk(runs)
+        matmul = self._rates("matmul", {"dtypes": dtypes})
+        size = min(self.budget.copy_bytes, self._buffer())
+        rates |= self._rates("copies", {"size": size})
+        fields: dict[str, Any] = {"allreduce": [], "allgather": []}
+        for record in self._collectives():
+            fields[record["operation"]].append(bandwidth(**record, procs=self.procs))
+        for name in MachineReport.model_fields:
+            if name.endswith("_bytes_per_s"):
+                fields[name] = rates.get(name)
+        return {**fields, "matmul_flops": Matmul(**{"fp32": None, "bf16": None, **matmul})}
+
+    def _disk(self, folder: Folder) -> dict[str, float]:
+        size = min(self.budget.disk_bytes, (folder.free_bytes or 0) // SHARE_OF_DISK)
+        if not folder.writable or size < MIB:
+            reason = "it has no space left" if folder.writable else "it cannot be written to"
+            self._noted("disk", RankResults(failure=f"{folder.path}: {reason}"))
+            return {}
+        return self._rates("disk", {"folder": folder.path, "size": size}, procs=1)
+
+    def _collectives(self) -> tuple[dict[str, Any], ...]:
+        if self.procs == 1:
+            return ()
+        sizes = [size for size in self.budget.sizes if size <= self._buffer()]
+        return self._measure("collectives", {"sizes": sizes}).all_records
+
+    def _rates(self, name: str, settings: dict[str, Any], procs: int = 0) -> dict[str, float]:
+        """Rates by name; all ranks record the same ones."""
+        records = self._measure(name, settings, procs).all_records
+        return {name: rate for record in records for name, rate in record.items()}
+
+    def _buffer(self) -> int:
+        """Bytes of the largest buffer in each process."""
+        return free_memory() // self.procs // SHARE_OF_MEMORY
+
+    @property
+    def _patience(self) -> int:
+        return CUDA_FACTOR if self.gpus else 1
+
+    def _measure(self, name: str, settings: dict[str, Any], procs: int = 0) -> RankResults:
+        total = self.budget.total * self._patience
+        left = self._began + total - time.monotonic()
+        if left < 1:
+            return self._noted(name, RankResults(failure="no time was left for it", late=True))
+        settings["budget"] = self.budget.seconds[name]
+        seconds = min(left, LIMITS[name] * total)
+        return self._run(name, settings, procs=procs or self.procs, seconds=seconds)
+
+    def _run(self, name: str, settings: dict[str, Any], procs: int, seconds: float) -> RankResults:
+        click.echo(f"measuring: {name}", err=True)
+        target = f"pipeline.doctor.measurements:measure_{name}"
+        settings["device"] = self.device
+        results = measure(target, settings, procs=procs, seconds=seconds, within=self.scratch)
+        return self._noted(name, results)
+
+    def _noted(self, name: str, results: RankResults) -> RankResults:
+        """The results, which may be partial; a failure of theirs is noted."""
+        if results.failure:
+            late, printed = results.late, results.printed
+            failure = Failure(measurement=name, reason=results.failure, late=late, printed=printed)
+            self.failures.append(failure)
+        return results
+
+
+def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
+    """Inspect and measure this machine with `procs` processes (None: one per GPU, or two). Progress
+    is printed to standard error. Raises UsageError if there are fewer GPUs than `procs`."""
     places = folders(runs)
-    session = Session(
-        pace=QUICK if quick else FULL, say=say, gpus=gpu_count() > 0, scratch=_scratch(places)
-    )
+    budget = QUICK if quick else FULL
+    session = Session(budget=budget, gpus=gpu_count() > 0, scratch=_scratch(places))
     torch = session.torch()
-    told = torch.get("devices", ())
-    numbers = seen(told, gpu_uuids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    devices = _devices(told, numbers)
-    session.procs = _count(procs, len(devices))
+    devices = _devices(torch.get("devices", ()), gpu_uuids())
+    session.procs = _procs(procs, len(devices))
     if devices:
-        session.use_gpus()
-    disk = session.disk(places[0])
-    matmul = session.matmul()
-    copies = session.copies()
-    buses = session.collectives()
+        session.device, session.gpus = "cuda", True  # some GPUs only torch knows
     return MachineReport(
+        **session.measure(places[0]),
         device=session.device,
         devices=devices,
         procs=session.procs,
         taken=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         host_memory_bytes=total_memory(),
-        matmul_flops=Matmul.model_validate({"fp32": None, "bf16": None, **matmul}),
-        allreduce=_collectives("allreduce", collectives.allreduce, buses, session.procs),
-        allgather=_collectives("allgather", collectives.allgather, buses, session.procs),
-        **_rates(("host_copy", "h2d", "d2h", "h2d_pageable", "d2h_pageable"), copies),
-        **_rates(("disk_write", "disk_read"), disk),
         host=host(),
-        topology=topology(numbers),
+        topology=topology({each.number for each in devices if each.number is not None}),
         network=network(),
         software=software(torch),
         operators=operators(),
@@ -65,39 +187,24 @@ def examine(
 
 
 def _scratch(places: Iterable[Folder]) -> str | None:
-    """Without temporary files, what can be measured is measured where runs are written."""
+    """The folder of runs if temporary files cannot be written, else None."""
     usable = {place.use: place.path for place in places if place.writable}
     return None if "temporary files" in usable else usable.get("runs")
 
 
-def _devices(told: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> tuple[Device, ...]:
-    """With nvidia-smi's numbers, where it has one for each."""
-    known = numbers if len(numbers) == len(told) else [None] * len(told)
+def _devices(found: Sequence[Mapping[str, Any]], uuids: Mapping[int, str]) -> tuple[Device, ...]:
+    """torch's devices with nvidia-smi's numbers, if it knows the UUIDs of all."""
+    numbers = {uuid: number for number, uuid in uuids.items()}
+    known = all(device.get("uuid") in numbers for device in found)
     return tuple(
-        Device.model_validate({**each, "number": number})
-        for each, number in zip(told, known, strict=True)
+        Device(**device, number=numbers[device["uuid"]] if known else None) for device in found
     )
 
 
-def _count(procs: int | None, gpus: int) -> int:
+def _procs(procs: int | None, gpus: int) -> int:
     if gpus and procs is not None and procs > gpus:
         raise UsageError(
-            f"--procs {procs}, but this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
+            f"--procs {procs}, but this machine has {plural(gpus, 'GPU')}",
             hint="measure its processors instead: CUDA_VISIBLE_DEVICES= pipe doctor",
         )
     return procs or gpus or max(1, min(2, int(usable_cores())))
-
-
-def _collectives(
-    name: str,
-    make: Callable[[int, float, int], Collective],
-    records: Iterable[Mapping[str, Any]],
-    procs: int,
-) -> tuple[Collective, ...]:
-    mine = [record for record in records if record["operation"] == name]
-    return tuple(make(record["bytes"], record["seconds"], procs) for record in mine)
-
-
-def _rates(names: Iterable[str], found: Mapping[str, float]) -> dict[str, Any]:
-    """All fields of that kind, None for what was not measured."""
-    return {f"{name}_bytes_per_s": found.get(f"{name}_bytes_per_s") for name in names}

@@ -1,4 +1,4 @@
-"""Limits and settings of the system."""
+"""Read the host, the network, the folders, the kernel's limits and the environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,32 @@ import psutil
 from pipeline.doctor.report import Folder, Host, Interface, Kernel, Limit, Network
 from pipeline.hardware.host import free_memory, most_processes, usable_cores
 
+MEGABIT = 1e6
+LIMITS = {
+    "open_files": resource.RLIMIT_NOFILE,
+    "locked_memory": resource.RLIMIT_MEMLOCK,
+    "processes": resource.RLIMIT_NPROC,
+    "core": resource.RLIMIT_CORE,
+}
+MODEL = r"^model name\s*:\s*(.*\S)"
+CAPABILITIES = r"^CapEff:\s*([0-9a-f]+)$"
+CAP_IPC_LOCK = 1 << 14
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+VARIABLES = {
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_HOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_DISTRIBUTED_DEBUG", "MASTER_ADDR",
+}  # fmt: skip
+"""Variables that change how a run goes, besides those that begin with PREFIXES."""
+
 
 def host() -> Host:
-    """What this process may use, control groups counted in."""
+    """Processor, cores and memory, as far as affinity and control groups leave them."""
     swap = psutil.swap_memory()
     return Host(
         system=platform.platform(),
-        processor=_processor(Path("/proc/cpuinfo")),
+        processor=_search(MODEL, "/proc/cpuinfo") or platform.machine() or None,
         cores=usable_cores(),
         cores_present=os.cpu_count(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
@@ -31,20 +50,8 @@ def host() -> Host:
     )
 
 
-def _processor(file: Path) -> str | None:
-    """Its name; on machines whose kernel tells none, the architecture."""
-    for line in file.read_text("utf-8").splitlines() if file.exists() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine() or None
-
-
-MEGABIT = 1e6
-
-
 def network() -> Network:
-    """Interfaces that are up, and RDMA devices. A speed that the driver does not tell is None."""
+    """Interfaces that are up, and RDMA devices; a speed that the driver does not report is None."""
     interfaces = tuple(
         Interface(name=name, bits_per_s=state.speed * MEGABIT or None)
         for name, state in sorted(psutil.net_if_stats().items())
@@ -55,41 +62,35 @@ def network() -> Network:
 
 
 def folders(runs: Path) -> tuple[Folder, ...]:
-    """The folder where runs go, and that of temporary files."""
-    return (
-        _folder("runs", runs.resolve()),
-        _folder("temporary files", _temporary().resolve()),
-    )
-
-
-def _temporary() -> Path:
-    """Where Python puts temporary files, or would if it could write any."""
+    """The folder of runs, and that of temporary files."""
     try:
-        return Path(tempfile.gettempdir())
-    except OSError:
-        return Path(os.environ.get("TMPDIR") or "/tmp")
-
-
-def _folder(use: str, path: Path) -> Folder:
-    return Folder(
-        use=use,  # type: ignore[arg-type]
-        path=str(path),
-        filesystem=filesystem(path),
-        free_bytes=_free(path),
-        writable=_takes_files(path),
+        temporary = Path(tempfile.gettempdir())
+    except OSError:  # there is none that Python can write to
+        temporary = Path(os.environ.get("TMPDIR") or "/tmp")
+    places = {"runs": runs.resolve(), "temporary files": temporary.resolve()}
+    return tuple(
+        Folder(
+            use=use,  # type: ignore[arg-type]
+            path=str(path),
+            filesystem=filesystem(path),
+            free_bytes=_space(path)[1],
+            writable=_takes_files(path),
+        )
+        for use, path in places.items()
     )
 
 
-def _free(path: Path) -> int | None:
+def _space(path: Path) -> tuple[int | None, int | None]:
+    """All and free bytes of the file system; None if it cannot be asked."""
     try:
         figures = os.statvfs(path)
     except OSError:
-        return None
-    return figures.f_bavail * figures.f_frsize
+        return None, None
+    return figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
 
 
 def _takes_files(path: Path) -> bool:
-    """By trial: permissions do not say that a file system is full or out of files."""
+    """Whether a file can be written; permissions do not show that a file system is full."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(b"something")
@@ -99,8 +100,10 @@ def _takes_files(path: Path) -> bool:
 
 
 def filesystem(path: Path) -> str | None:
-    """Kind of the file system that an absolute `path` is on: of its mount point, the nearest above
-    it and of several there the last, which hides the others."""
+    """Kind of the file system that holds the absolute `path`.
+
+    It is that of the nearest mount point above, and the last one mounted there, which hides others.
+    """
     above = {str(parent) for parent in (path, *path.parents)}
     mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint in above]
     if not mounts:
@@ -109,51 +112,20 @@ def filesystem(path: Path) -> str | None:
     return [mount.fstype for mount in mounts if len(mount.mountpoint) == nearest][-1] or None
 
 
-LIMITS = {
-    "open_files": resource.RLIMIT_NOFILE,
-    "locked_memory": resource.RLIMIT_MEMLOCK,
-    "processes": resource.RLIMIT_NPROC,
-    "core": resource.RLIMIT_CORE,
-}
-CAP_IPC_LOCK = 14
-PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
-VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_HOME",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "MASTER_ADDR",
-)
-"""Variables that change how, or how fast, a run goes; with all that begin with PREFIXES."""
-
-
 def kernel() -> Kernel:
-    """What the system says; None where it does not."""
-    total, free = _shared_memory(Path("/dev/shm"))
-    overcommit = _text(Path("/proc/sys/vm/overcommit_memory"))
+    """Limits and settings; None if the system does not report one."""
+    total, free = _space(Path("/dev/shm"))
+    overcommit = _search(r"(\d+)", "/proc/sys/vm/overcommit_memory")
+    capabilities = _search(CAPABILITIES, "/proc/self/status")
     return Kernel(
         limits={name: _limit(number) for name, number in LIMITS.items()},
         processes_in_group=most_processes(),
-        locks_freely=_locks_freely(Path("/proc/self/status")),
+        locks_freely=bool(int(capabilities, 16) & CAP_IPC_LOCK) if capabilities else None,
         shared_memory_bytes=total,
         shared_memory_free_bytes=free,
-        transparent_huge_pages=_chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        transparent_huge_pages=_search(r"\[(\w+)\]", HUGE_PAGES),
         overcommit_memory=int(overcommit) if overcommit else None,
     )
-
-
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of `variables` that matter here, and no other: they may hold secrets."""
-    return {
-        name: value
-        for name, value in sorted(variables.items())
-        if name in VARIABLES or name.startswith(PREFIXES)
-    }
 
 
 def _limit(number: int) -> Limit:
@@ -163,27 +135,19 @@ def _limit(number: int) -> Limit:
     return Limit(soft=soft, hard=hard)
 
 
-def _locks_freely(status: Path) -> bool | None:
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(status) or "", re.MULTILINE)
-    return bool(int(found[1], 16) >> CAP_IPC_LOCK & 1) if found else None
-
-
-def _shared_memory(folder: Path) -> tuple[int | None, int | None]:
+def _search(pattern: str, file: str | Path) -> str | None:
+    """The pattern's group in the file's first line that has it; None without one."""
     try:
-        figures = os.statvfs(folder)
+        found = re.search(pattern, Path(file).read_text("utf-8"), re.MULTILINE)
     except OSError:
-        return None, None
-    return figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
-
-
-def _chosen(file: Path) -> str | None:
-    """The one in brackets: `always [madvise] never`."""
-    found = re.search(r"\[(\w+)\]", _text(file) or "")
+        return None
     return found[1] if found else None
 
 
-def _text(file: Path) -> str | None:
-    try:
-        return file.read_text("ascii").strip()
-    except OSError:
-        return None
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how a run goes, and no others, which may hold secrets."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name in VARIABLES or name.startswith(PREFIXES)
+    }

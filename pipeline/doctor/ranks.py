@@ -1,7 +1,11 @@
-"""Processes that measure something together, for a limited time."""
+"""Run a measurement in several processes, for a limited time.
+
+Each rank is `python -m pipeline.doctor.ranks TARGET FOLDER PARENT SETTINGS`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -10,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +22,30 @@ from pipeline.distributed.environment import place
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.utils import jsonl
-from pipeline.utils.process_tree import kill_sessions, none_left
+from pipeline.utils.process_tree import die_with, kill_sessions, none_left
 
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 LONGEST_REASON = 300
 LONGEST_PRINTED = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What the processes told, by rank, and why there is no more: `failure`, empty if there is all,
-    `late` if their time was up. `printed` is the end of what the process that failed printed."""
+class RankResults:
+    """Records that the ranks wrote, and why some may be missing."""
 
     records: tuple[tuple[dict[str, Any], ...], ...] = ()
+    """Records by rank."""
     failure: str = ""
+    """Reason in one line; empty if all ranks ended well."""
     late: bool = False
+    """Whether the time limit was reached."""
     printed: str = ""
+    """End of the output of the rank that failed."""
 
     @property
     def all_records(self) -> tuple[dict[str, Any], ...]:
-        """Those of every rank."""
+        """Records of all ranks."""
         return tuple(record for rank in self.records for record in rank)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _End:
-    """How the processes ended: which failed and why; an empty text if none did."""
-
-    failure: str = ""
-    rank: int = 0
-    late: bool = False
 
 
 def measure(
@@ -57,79 +55,76 @@ def measure(
     procs: int,
     seconds: float,
     within: str | None = None,
-) -> Told:
-    """Call `target`, a `module:function(settings, tell)`, in `procs` processes at once. It is told
-    a file too, `store`, in which the processes can meet.
+) -> RankResults:
+    """Call `target`, a `module:function(settings, record)`, in `procs` processes at once.
 
-    Whatever they do, this returns after `seconds` (and what it takes to start and kill processes),
-    with what was told until then. No process outlives the call, and none outlives this process.
-    Files of the measurement are in a folder of its own, that of temporary files or `within`.
+    `settings["store"]` names a file in which the processes can meet; `record` writes a result.
+
+    Returns after `seconds`, plus the time to start and to kill processes, whatever these do. No
+    process outlives the call or this process. Files are kept in a temporary folder, in `within` if
+    given.
     """
     try:
         scratch = tempfile.TemporaryDirectory(prefix="pipe-doctor-", dir=within)
     except OSError as error:
-        return Told(failure=f"it has no folder for its files: {in_words(error)}")
+        return RankResults(failure=f"it has no folder for its files: {in_words(error)}")
     with scratch as name, none_left():
         folder = Path(name)
-        started: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         try:
-            started += _started(target, settings, procs, folder)
-            end = _wait(started, folder, seconds)
+            processes += _start(target, settings, procs, folder)
+            results = _wait(processes, folder, seconds)
         except OSError as error:
-            end = _End(failure=f"no process could be started: {error}")
+            results = RankResults(failure=f"no process could be started: {error}")
         finally:
-            kill_sessions(started)
-        records = [tuple(jsonl.read(told(folder, rank))) for rank in range(procs)]
-        printed = _printed(folder, end.rank)[-LONGEST_PRINTED:] if end.failure else ""
-        return Told(records=tuple(records), failure=end.failure, late=end.late, printed=printed)
+            kill_sessions(processes)
+        records = (tuple(jsonl.read(_file(folder, rank, "jsonl"))) for rank in range(procs))
+        return replace(results, records=tuple(records))
 
 
-def told(folder: Path, rank: int) -> Path:
-    """Where a rank puts its records: apart from what libraries print."""
-    return folder / f"rank-{rank}.jsonl"
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank-{rank}.{kind}"
 
 
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.log"
-
-
-def _printed(folder: Path, rank: int) -> str:
-    log = _log(folder, rank)
-    return log.read_text("utf-8", errors="replace").strip() if log.exists() else ""
-
-
-def _started(
+def _start(
     target: str, settings: Mapping[str, Any], procs: int, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # -P: what lies in the user's folder must not stand in for our modules
-    command = [sys.executable, "-P", "-m", "pipeline.doctor.rank", target, str(folder)]
+    # -P: modules in the user's folder must not shadow ours
+    command = [sys.executable, "-P", "-m", "pipeline.doctor.ranks", target, str(folder)]
     command += [str(os.getpid()), json.dumps({**settings, "store": str(folder / "store")})]
+    threads = {"OMP_NUM_THREADS": str(cores_each(procs))}
     for rank in range(procs):
-        with _log(folder, rank).open("wb") as log:
+        with _file(folder, rank, "log").open("wb") as log:
             yield subprocess.Popen(
-                command, env=_environment(rank, procs), start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                command,
+                env={**threads, **os.environ, **place(rank, procs)},
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
 
-def _environment(rank: int, procs: int) -> dict[str, str]:
-    """As the ranks of a run have it: the cores shared among them."""
-    return {"OMP_NUM_THREADS": str(cores_each(procs)), **os.environ, **place(rank, procs)}
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> _End:
-    """Returns as soon as one failed, all ended well, or time is up."""
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> RankResults:
+    """Wait until a rank fails, all end, or the time is up."""
     deadline = time.monotonic() + seconds
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                return _End(failure=_reason(code, _printed(folder, rank)), rank=rank)
+                printed = _printed(folder, rank)
+                return RankResults(failure=_reason(code, printed), printed=printed)
         if all(code == 0 for code in codes):
-            return _End()
+            return RankResults()
         if time.monotonic() > deadline:
-            return _End(failure=f"given up after {seconds:.0f} s", late=True)
-        time.sleep(LOOK_SECONDS)
+            failure = f"given up after {seconds:.0f} s"
+            return RankResults(failure=failure, late=True, printed=_printed(folder, 0))
+        time.sleep(POLL_SECONDS)
+
+
+def _printed(folder: Path, rank: int) -> str:
+    log = _file(folder, rank, "log").read_text("utf-8", errors="replace")
+    return log.strip()[-LONGEST_PRINTED:]
 
 
 def _reason(code: int, printed: str) -> str:
@@ -137,3 +132,22 @@ def _reason(code: int, printed: str) -> str:
         return f"its process was killed ({signal.Signals(-code).name})"
     lines = printed.splitlines()
     return lines[-1][:LONGEST_REASON] if lines else f"exit code {code}"
+
+
+def main(target: str, folder: str, parent: str, settings: str) -> None:
+    """Call `target` in this rank; exit with code 1 and one line if it raises."""
+    die_with(int(parent))
+    file = _file(Path(folder), int(os.environ["RANK"]), "jsonl")
+    module, _, function = target.partition(":")
+    try:
+        measurement = getattr(importlib.import_module(module), function)
+        measurement(json.loads(settings), lambda record: jsonl.append(file, record))
+    except Exception as error:
+        print(" ".join(in_words(error).split()), file=sys.stderr, flush=True)
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # threads of communication libraries may never end
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

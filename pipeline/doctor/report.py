@@ -1,4 +1,4 @@
-"""Findings and measurements of a machine; the JSON that `pipe doctor` writes."""
+"""The machine report: inventory, measurements and findings, and the JSON that holds them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.errors import UsageError, in_words
+from pipeline.errors import UsageError, system_errors_as
 
 SCHEMA_VERSION: Final = 1
-
+Severity = Literal["error", "warning", "note"]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PerSecond = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 Rate = PerSecond | None
-"""Bytes or operations per second; None where it was not measured."""
+"""Bytes or operations per second; None if not measured."""
 
 
 class Record(BaseModel):
-    """Keys that are not known are passed over, so that later versions can add some."""
+    """Part of a report. Unknown keys are ignored, so that later versions can add some."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Device(Record):
-    """A GPU. `compute_capability` as in `9.0`; `number` is nvidia-smi's."""
+    """A GPU; `compute_capability` such as `9.0`, `number` as nvidia-smi counts."""
 
     name: str
     memory_bytes: Count
@@ -35,9 +35,10 @@ class Device(Record):
 
 
 class Collective(Record):
-    """One collective operation on `bytes` bytes: the tensor that is reduced, or the whole that is
-    gathered. `algbw` is bytes / seconds; `busbw` is what the busiest link carried (bandwidth.py);
-    both in bytes per second."""
+    """A collective on `bytes` bytes: the reduced tensor, or the whole gathered one.
+
+    `algbw` is bytes / seconds, `busbw` the rate of the busiest link.
+    """
 
     bytes: Count
     seconds: Positive
@@ -46,7 +47,7 @@ class Collective(Record):
 
 
 class Matmul(Record):
-    """Floating-point operations per second of one process, in matrix products of a dtype."""
+    """Floating-point operations per second of one process in matrix products, by dtype."""
 
     fp32: Rate
     bf16: Rate
@@ -54,23 +55,27 @@ class Matmul(Record):
 
 
 class Link(Record):
-    """How GPUs `a` and `b` reach each other, in nvidia-smi's words and with its numbers: NV18, PIX,
-    PXB, PHB, NODE, SYS."""
+    """The path between GPUs `a` and `b`, named as by nvidia-smi: NV18, PIX, PXB, PHB, NODE, SYS."""
 
     a: str
     b: str
     kind: str
 
+    @property
+    def is_nvlink(self) -> bool:
+        """Whether it is NVLink (NV4 is four links); NODE and the like are PCIe."""
+        return self.kind.startswith("NV")
+
 
 class Topology(Record):
-    """`numa` has the memory node of a GPU; both are empty where nothing tells."""
+    """Links between GPUs, and each GPU's NUMA node; both empty if unknown."""
 
     links: tuple[Link, ...] = ()
     numa: dict[str, str] = {}
 
 
 class Host(Record):
-    """The machine and its system. `cores` are what a process here may use, `cores_present` all."""
+    """The host; `cores` are those that processes here may use, `cores_present` all."""
 
     system: str | None = None
     processor: str | None = None
@@ -83,16 +88,16 @@ class Host(Record):
 
 
 class Limit(Record):
-    """A limit of the shell's `ulimit`; None is unlimited. Locked memory and core in bytes."""
+    """A limit of `ulimit`; None is unlimited. Locked memory and core dumps are in bytes."""
 
     soft: Count | None
     hard: Count | None
 
 
 class Kernel(Record):
-    """`limits` by name (open_files, locked_memory, processes, core). `processes_in_group` is what a
-    control group (a container, a job) allows of processes and threads together. `locks_freely`: the
-    limit of locked memory does not hold for this user."""
+    """Limits (open_files, locked_memory, processes, core) and settings of the kernel.
+    `processes_in_group` is the control group's limit of processes and threads; `locks_freely` is
+    true for a user whom the limit of locked memory does not bind."""
 
     limits: dict[str, Limit] = {}
     processes_in_group: Count | None = None
@@ -104,11 +109,10 @@ class Kernel(Record):
 
 
 class Software(Record):
-    """`packages`: version by name. `needs_torch`: the torch that a package was built for.
+    """Versions; `torch_cuda` and `nccl` are those that torch was built with.
 
-    `torch_cuda` and `nccl` are what torch was built with; `torch_problem` is why it cannot be
-    imported or cannot use the GPUs, in its own words. `gpus` are those of the driver that a process
-    here would see.
+    `needs_torch` is the torch that a package was built for, `torch_problem` why torch cannot be
+    imported or use the GPUs, `gpus` how many the driver shows to a process here.
     """
 
     python: str | None = None
@@ -122,7 +126,8 @@ class Software(Record):
 
 
 class Operators(Record):
-    """Programs that compile DeepSpeed's operators: paths, None where there is none."""
+    """Paths of the tools that compile DeepSpeed's operators; None if a tool is missing, and
+    `known` is false if none was looked for."""
 
     known: bool = False
     compiler: str | None = None
@@ -132,7 +137,7 @@ class Operators(Record):
 
 
 class Folder(Record):
-    """A place that is written to; `use` says for what."""
+    """A folder that runs write to, and the file system it is on."""
 
     use: Literal["runs", "temporary files"]
     path: str
@@ -142,22 +147,22 @@ class Folder(Record):
 
 
 class Interface(Record):
-    """A network interface that is up, loopback left out."""
+    """A network interface that is up, other than loopback."""
 
     name: str
     bits_per_s: Positive | None
 
 
 class Network(Record):
-    """`rdma`: the devices that reach other machines' memory (InfiniBand, RoCE)."""
+    """Network interfaces, and RDMA devices (InfiniBand, RoCE)."""
 
     interfaces: tuple[Interface, ...] = ()
     rdma: tuple[str, ...] = ()
 
 
 class Failure(Record):
-    """A measurement without a result, or without all of it, and why. `late`: its time was up, so
-    it may only be slow. `printed` is what its process printed last."""
+    """A measurement that failed or gave partial results; `late` if it reached its time limit.
+    `printed` is the end of its process's output."""
 
     measurement: str
     reason: str
@@ -166,10 +171,9 @@ class Failure(Record):
 
 
 class MachineReport(Record):
-    """A machine. What has no default must be in a file, with null where it is not known.
+    """A machine. Fields without a default are required in a file; null is unknown.
 
-    Rates are of one process while `procs` of them do the same, but for the disk's, which are of one
-    process alone. `taken` is the time in ISO form.
+    Rates are those of one process while `procs` do the same; the disk is measured by one alone.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -201,39 +205,42 @@ class MachineReport(Record):
 
     @property
     def gpus(self) -> dict[str, Device]:
-        """The devices by name, as the topology has them: `GPU` and nvidia-smi's number; their place
-        where it has told none."""
-        places = enumerate(self.devices)
-        return {f"GPU{place if one.number is None else one.number}": one for place, one in places}
+        """Devices by the topology's names: `GPU` and nvidia-smi's number, or else the index."""
+        pairs = enumerate(self.devices)
+        return {f"GPU{i if gpu.number is None else gpu.number}": gpu for i, gpu in pairs}
+
+
+class Finding(Record):
+    """Something that makes training fail (error), slow or fragile (warning), or is worth knowing
+    (note): what was `seen`, `why` it matters, what to `do`."""
+
+    severity: Severity
+    name: str
+    seen: str
+    why: str
+    do: str
 
 
 def read_machine(path: Path) -> MachineReport:
-    """The machine that `pipe doctor --out` described; raises UsageError for any other file."""
+    """The report in a file that `pipe doctor --out` wrote. Raises UsageError for any other file."""
+    with system_errors_as(UsageError):
+        content = path.read_bytes()
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = in_words(error) if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"{path} cannot be read: {reason}") from error
-    try:
-        return MachineReport.model_validate_json(text)
+        return MachineReport.model_validate_json(content)
     except ValidationError as error:
         raise UsageError(
-            f"{path} does not describe a machine: {_first(error)}",
+            f"{path} does not describe a machine: {_first_problem(error)}",
             hint=f"pipe doctor --out {path} writes such a file",
         ) from error
 
 
-def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, a version that this program does not know before everything
-    else."""
-    problems = error.errors()
-    for problem in problems:
-        if problem["loc"] == ("schema_version",):
-            return f"schema_version {problem['input']!r} is not known, only {SCHEMA_VERSION}"
-    problem = problems[0]
-    if problem["type"] == "json_invalid":
-        return "it is not JSON"
-    place = ".".join(map(str, problem["loc"]))
+def _first_problem(error: ValidationError) -> str:
+    problems = {problem["loc"]: problem for problem in reversed(error.errors())}
+    if version := problems.get(("schema_version",)):
+        return f"schema_version {version['input']!r} is not known, only {SCHEMA_VERSION}"
+    *_, (location, problem) = problems.items()
+    place = ".".join(map(str, location))
     if problem["type"] == "missing":
         return f"{place} is missing"
-    return f"{place}: {problem['msg']}" if place else problem["msg"]
+    message = "it is not JSON" if problem["type"] == "json_invalid" else problem["msg"]
+    return f"{place}: {message}" if place else message

@@ -1,63 +1,73 @@
-"""The report for people: sections of aligned lines, findings last."""
+"""Print the report for people: sections of aligned rows, findings last."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
-from pipeline.doctor.report import Collective, Limit, MachineReport
-from pipeline.doctor.rules.finding import SEVERITIES, Finding
-from pipeline.utils.text import human
+from pipeline.doctor.report import Finding, MachineReport, Record
+from pipeline.doctor.rules import SEVERITIES
+from pipeline.utils.text import align, human, plural
 
 Row = tuple[str, str]
 UNKNOWN = "-"
 WIDTH = 100
-OPERATORS = "compiler", "ninja", "cuda_home"
+RATES = {
+    "host_copy": "copy in host memory",
+    "h2d": "host to GPU, page-locked",
+    "h2d_pageable": "host to GPU, pageable",
+    "d2h": "GPU to host, page-locked",
+    "d2h_pageable": "GPU to host, pageable",
+    "disk_write": "disk, written, synced",
+    "disk_read": "disk, read, cache dropped",
+}
 
 
-def lines(machine: MachineReport, found: Sequence[Finding]) -> Iterator[str]:
-    """All of the report, line by line; `found` in the order in which it is told."""
-    sections = (
-        ("machine", _machine(machine)),
-        ("GPUs", _gpus(machine)),
-        ("network", _network(machine)),
-        ("software", _software(machine)),
-        ("limits", _limits(machine)),
-        ("environment", machine.environment.items()),
-        ("folders", _folders(machine)),
-        (f"measured, {_processes(machine)}", _rates(machine)),
-    )
-    for title, rows in sections:
-        yield from _section(title, list(rows))
+def lines(machine: MachineReport, findings: Sequence[Finding]) -> Iterator[str]:
+    """The report line by line; `findings` in the given order."""
+    each = ", per GPU" if machine.device == "cuda" else ", per process"
+    processes = plural(machine.procs, "process") + (each if machine.procs > 1 else "")
+    memory = [("memory", _size(machine.host_memory_bytes))]
+    yield from _section("machine", memory, _facts(machine.host))
+    yield from _section("GPUs", _gpus(machine))
+    yield from _section("network", _network(machine))
+    yield from _section("software", _facts(machine.software), machine.software.packages.items())
+    if machine.operators.known:
+        yield from _section("operators", list(_facts(machine.operators))[1:])  # without `known`
+    yield from _section("limits", _limits(machine), _facts(machine.kernel))
+    yield from _section("environment", machine.environment.items())
+    yield from _section("folders", _folders(machine))
+    yield from _section(f"measured, {processes}", _rates(machine))
     yield from _collectives(machine)
     yield "what will hurt"
-    yield from chain.from_iterable(map(_finding, found))
-    yield f"  {_summary(found) or 'nothing'}"
+    for finding in findings:
+        yield _wrapped(f"{finding.severity}: {finding.name}: {finding.seen}", 2)
+        yield _wrapped(f"why: {finding.why}", 4)
+        yield _wrapped(f"do:  {finding.do}", 4)
+        yield ""
+    counts = Counter(finding.severity for finding in findings)
+    counted = (plural(counts[name], name) for name in SEVERITIES if counts[name])
+    yield f"  {', '.join(counted) or 'nothing'}"
 
 
-def _section(title: str, rows: Sequence[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield title
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        yield f"  {name:<{width}}  {value}"
-    yield ""
+def _section(title: str, *parts: Iterable[Row]) -> Iterator[str]:
+    rows = [row for part in parts for row in part]
+    if rows:
+        yield from (title, *(f"  {line}" for line in align(rows, left=2)), "")
 
 
-def _machine(machine: MachineReport) -> Iterator[Row]:
-    host = machine.host
-    yield "system", host.system or UNKNOWN
-    yield "processor", host.processor or UNKNOWN
-    cores = UNKNOWN if host.cores is None else f"{host.cores:g}"
-    yield "cores", f"{cores} of {host.cores_present or UNKNOWN} usable"
-    if host.numa_nodes:
-        yield "memory nodes", str(host.numa_nodes)
-    yield "memory", f"{_bytes(machine.host_memory_bytes)}, {_bytes(host.memory_free_bytes)} free"
-    yield "swap", f"{_bytes(host.swap_bytes)}, {_bytes(host.swap_used_bytes)} in use"
+def _facts(record: Record) -> Iterator[Row]:
+    """The known numbers and texts of a record by name; names in `_bytes` are sizes."""
+    for name, value in record:
+        label = name.removesuffix("_bytes").replace("_", " ")
+        if isinstance(value, bool):
+            yield label, "yes" if value else "no"
+        elif isinstance(value, int | float):
+            yield label, human(value) if name.endswith("_bytes") else f"{value:g}"
+        elif isinstance(value, str):
+            yield label, value
 
 
 def _gpus(machine: MachineReport) -> Iterator[Row]:
@@ -67,13 +77,13 @@ def _gpus(machine: MachineReport) -> Iterator[Row]:
         yield "none", "training runs on the processor"
     for name, device in machine.gpus.items():
         free = f", {human(device.memory_free_bytes)} free" if device.memory_free_bytes else ""
-        capability = device.compute_capability or UNKNOWN
-        memory = human(device.memory_bytes)
-        yield name, f"{device.name}, {memory}{free}, compute capability {capability}"
+        memory = f"{human(device.memory_bytes)}{free}"
+        capability = f"compute capability {device.compute_capability or UNKNOWN}"
+        yield name, f"{device.name}, {memory}, {capability}"
     for link in machine.topology.links:
         yield f"{link.a}-{link.b}", link.kind
     for gpu, node in machine.topology.numa.items():
-        yield gpu, f"memory node {node}"
+        yield gpu, f"NUMA node {node}"
 
 
 def _network(machine: MachineReport) -> Iterator[Row]:
@@ -84,117 +94,56 @@ def _network(machine: MachineReport) -> Iterator[Row]:
         yield "RDMA", ", ".join(machine.network.rdma)
 
 
-def _software(machine: MachineReport) -> Iterator[Row]:
-    software = machine.software
-    yield "python", software.python or UNKNOWN
-    yield from software.packages.items()
-    versions = {"CUDA": software.torch_cuda, "NCCL": software.nccl, "driver": software.driver}
-    yield from ((name, version) for name, version in versions.items() if version)
-    if machine.operators.known:
-        for name in OPERATORS:
-            yield name.replace("_", " "), getattr(machine.operators, name) or "none"
-        yield "libaio", "yes" if machine.operators.libaio else "none"
-
-
 def _limits(machine: MachineReport) -> Iterator[Row]:
-    kernel = machine.kernel
-    for name, limit in kernel.limits.items():
-        size = name in ("locked_memory", "core")
-        yield name.replace("_", " "), _limit(limit, size=size)
-    if kernel.processes_in_group is not None:
-        yield "processes of the group", str(kernel.processes_in_group)
-    if kernel.shared_memory_bytes is not None:
-        free = _bytes(kernel.shared_memory_free_bytes)
-        yield "shared memory", f"{human(kernel.shared_memory_bytes)}, {free} free"
-    yield "transparent huge pages", kernel.transparent_huge_pages or UNKNOWN
-    overcommit = kernel.overcommit_memory
-    yield "overcommit", UNKNOWN if overcommit is None else str(overcommit)
-
-
-def _limit(limit: Limit, *, size: bool) -> str:
-    if limit.soft is None:
-        return "unlimited"
-    return human(limit.soft) if size else str(limit.soft)
+    for name, limit in machine.kernel.limits.items():
+        text = human if name in ("locked_memory", "core") else str
+        yield name.replace("_", " "), "unlimited" if limit.soft is None else text(limit.soft)
 
 
 def _folders(machine: MachineReport) -> Iterator[Row]:
     for folder in machine.folders:
         kind = folder.filesystem or UNKNOWN
-        yield folder.use, f"{folder.path} ({kind}, {_bytes(folder.free_bytes)} free)"
-
-
-def _processes(machine: MachineReport) -> str:
-    each = "GPU" if machine.device == "cuda" else "process"
-    return "1 process" if machine.procs == 1 else f"{machine.procs} processes, per {each}"
+        yield folder.use, f"{folder.path} ({kind}, {_size(folder.free_bytes)} free)"
 
 
 def _rates(machine: MachineReport) -> Iterator[Row]:
     for dtype, flops in machine.matmul_flops:
         if flops is not None or dtype != "fp16":
-            told = UNKNOWN if flops is None else f"{flops / 1e12:.3f} TFLOP/s"
-            yield f"matrix products, {dtype}", f"{told:>15}"
-    yield "copy in host memory", _rate(machine.host_copy_bytes_per_s)
-    if machine.device == "cuda":
-        yield "host to GPU, page-locked", _rate(machine.h2d_bytes_per_s)
-        yield "host to GPU, pageable", _rate(machine.h2d_pageable_bytes_per_s)
-        yield "GPU to host, page-locked", _rate(machine.d2h_bytes_per_s)
-        yield "GPU to host, pageable", _rate(machine.d2h_pageable_bytes_per_s)
-    else:
-        yield "between host and GPU", f"{'no GPU':>15}"
-    yield "disk, written, synced", _rate(machine.disk_write_bytes_per_s)
-    yield "disk, read, cache dropped", _rate(machine.disk_read_bytes_per_s)
+            rate = UNKNOWN if flops is None else f"{flops / 1e12:.3f} TFLOP/s"
+            yield f"matrix products, {dtype}", f"{rate:>15}"
+    for name, label in RATES.items():
+        if machine.device == "cuda" or "2" not in name:
+            yield label, _rate(getattr(machine, f"{name}_bytes_per_s"))
 
 
 def _collectives(machine: MachineReport) -> Iterator[str]:
     backend = "NCCL" if machine.device == "cuda" else "gloo"
     for name, rows in (("all-reduce", machine.allreduce), ("all-gather", machine.allgather)):
-        if not rows:
-            continue
-        yield f"{name}, {machine.procs} processes ({backend})"
-        yield f"  {'size':>10} {'time':>12} {'algorithm':>15} {'bus bandwidth':>15}"
-        yield from map(_collective, rows)
-        yield f"  latency: {rows[0].seconds * 1e6:.0f} us, at {_binary(rows[0].bytes)}"
-        yield ""
+        if rows:
+            yield f"{name}, {plural(machine.procs, 'process')} ({backend})"
+            yield f"  {'size':>10} {'time':>12} {'algorithm':>15} {'bus bandwidth':>15}"
+            for row in rows:
+                time = f"{row.seconds * 1e3:>9.3f} ms"
+                yield f"  {_binary(row.bytes):>10} {time} {_rate(row.algbw)} {_rate(row.busbw)}"
+            yield f"  latency: {rows[0].seconds * 1e6:.0f} us, at {_binary(rows[0].bytes)}"
+            yield ""
     if machine.procs == 1:
-        yield "one process: no all-reduce, no all-gather (--procs 2)"
-        yield ""
+        yield from ("one process: no all-reduce, no all-gather (--procs 2)", "")
 
 
-def _collective(row: Collective) -> str:
-    time = f"{row.seconds * 1e3:>9.3f} ms"
-    return f"  {_binary(row.bytes):>10} {time} {_rate(row.algbw)} {_rate(row.busbw)}"
+def _size(size: int | None) -> str:
+    return UNKNOWN if size is None else human(size)
 
 
-def _finding(finding: Finding) -> Iterator[str]:
-    yield _wrapped(f"{finding.severity}: {finding.name}: {finding.seen}", 2)
-    yield _wrapped(f"why: {finding.why}", 4)
-    yield _wrapped(f"do:  {finding.do}", 4)
-    yield ""
+def _rate(rate: float | None) -> str:
+    text = UNKNOWN if rate is None else f"{human(rate)}/s"
+    return f"{text:>15}"
+
+
+def _binary(size: int) -> str:
+    return f"{size / 2**20:.4g} MiB" if size >= 2**20 else f"{size / 2**10:.4g} KiB"
 
 
 def _wrapped(text: str, indent: int) -> str:
     first, rest = " " * indent, " " * (indent + 5)
     return click.wrap_text(text, width=WIDTH, initial_indent=first, subsequent_indent=rest)
-
-
-def _summary(found: Sequence[Finding]) -> str:
-    counts = Counter(finding.severity for finding in found)
-    return ", ".join(counted(counts[name], name) for name in SEVERITIES if counts[name])
-
-
-def counted(count: int, name: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"
-
-
-def _bytes(size: int | None) -> str:
-    return UNKNOWN if size is None else human(size)
-
-
-def _rate(rate: float | None) -> str:
-    told = UNKNOWN if rate is None else f"{human(rate)}/s"
-    return f"{told:>15}"
-
-
-def _binary(size: int) -> str:
-    return f"{size / 2**20:.4g} MiB" if size >= 2**20 else f"{size / 2**10:.4g} KiB"

@@ -1,4 +1,4 @@
-"""Versions, and what compiles operators; nothing heavy is imported."""
+"""Read versions, and find the tools that compile operators; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import re
 import shutil
 import subprocess
 import sysconfig
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.doctor.gpu_topology import among, parse_topology
+from pipeline.doctor.gpu_topology import parse_topology
 from pipeline.doctor.report import Operators, Software, Topology
 from pipeline.hardware.gpus import gpu_count
+from pipeline.utils.versions import versions
 
 PACKAGES = (
     "pipetrain", "torch", "torchvision", "torchaudio", "triton", "transformers", "deepspeed",
@@ -28,11 +28,11 @@ PACKAGES = (
 COMPANIONS = ("torchvision", "torchaudio")
 """Packages whose compiled code fits one torch only."""
 ANSWER_SECONDS = 10
-"""nvidia-smi takes seconds where no process keeps the driver awake."""
+"""Time limit of nvidia-smi, which takes seconds if no process keeps the driver awake."""
 
 
 def software(torch: Mapping[str, Any]) -> Software:
-    """Versions; `torch` is what torch_facts.py told, empty if nothing."""
+    """Versions; `torch` is what torch says of itself, or empty."""
     return Software(
         python=platform.python_version(),
         packages=versions(PACKAGES),
@@ -45,17 +45,8 @@ def software(torch: Mapping[str, Any]) -> Software:
     )
 
 
-def versions(names: Iterable[str]) -> dict[str, str]:
-    """Those of `names` that are installed."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 def needs_torch() -> dict[str, str]:
-    """The torch that each companion says it was built for."""
+    """The torch that each companion requires, by companion."""
     found = {}
     for name in COMPANIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -67,24 +58,35 @@ def needs_torch() -> dict[str, str]:
 
 def driver() -> str | None:
     """The version of NVIDIA's kernel driver."""
-    said = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return said.splitlines()[0].strip() if said else None
+    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0].strip() if answer else None
 
 
 def gpu_uuids() -> dict[int, str]:
-    """By nvidia-smi's number; empty without it."""
-    said = _ask("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader") or ""
-    rows = re.findall(r"^(\d+), *(\S+)$", said, re.MULTILINE)
+    """UUIDs of the GPUs by nvidia-smi's number; empty without it."""
+    answer = _output("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
+    rows = re.findall(r"^(\d+), *(\S+)$", answer, re.MULTILINE)
     return {int(number): uuid for number, uuid in rows}
 
 
 def topology(numbers: Collection[int]) -> Topology:
-    """How the GPUs of these numbers reach each other; empty without nvidia-smi."""
-    return among(parse_topology(_ask("nvidia-smi", "topo", "-m") or ""), numbers)
+    """Links between the GPUs with these numbers; empty without nvidia-smi."""
+    return parse_topology(_output("nvidia-smi", "topo", "-m"), numbers)
+
+
+def _output(*command: str) -> str:
+    """Output of a command; empty if it is missing, fails, or does not answer in time."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def operators() -> Operators:
-    """What DeepSpeed's operators are compiled with, found as torch and DeepSpeed look for it."""
+    """The tools that compile DeepSpeed's operators, found as torch and DeepSpeed find them."""
     chosen = os.environ.get("CXX", "c++").split()
     scripts = sysconfig.get_path("scripts")
     return Operators(
@@ -98,68 +100,16 @@ def operators() -> Operators:
 
 def _cuda_home() -> str | None:
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if given:
-        return given if (Path(given) / "bin/nvcc").exists() else None
     nvcc = shutil.which("nvcc")
-    if nvcc:
+    if nvcc and not given:
         return str(Path(nvcc).parent.parent)
-    return "/usr/local/cuda" if Path("/usr/local/cuda/bin/nvcc").exists() else None
+    home = given or "/usr/local/cuda"
+    return home if (Path(home) / "bin/nvcc").exists() else None
 
 
 def _has_libaio() -> bool:
-    """The library and its header."""
+    """Whether both the library and its header are installed."""
     folders = [Path("/usr/include"), Path("/usr/local/include")]
     folders += [Path(each) for each in os.environ.get("CPATH", "").split(os.pathsep) if each]
     header = any((folder / "libaio.h").exists() for folder in folders)
     return header and ctypes.util.find_library("aio") is not None
-
-
-def _ask(*command: str) -> str | None:
-    """What a command prints; None if it is not there, fails, or does not answer."""
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
-
-
-def measure(settings: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell one record; its `problem` is why there is no more to tell."""
-    try:
-        import torch
-    except Exception as error:  # a broken installation raises whatever it likes
-        tell({"problem": f"torch cannot be imported: {error}", "devices": []})
-        return
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        devices = list(_devices()) if torch.cuda.is_available() else []
-    problem = None if devices or not said else str(said[0].message).split("\n")[0]
-    tell({"cuda": torch.version.cuda, "nccl": _nccl(), "problem": problem, "devices": devices})
-
-
-def _devices() -> Iterator[dict[str, Any]]:
-    import torch
-
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield {
-            "name": properties.name,
-            "uuid": f"GPU-{properties.uuid}",
-            "memory_bytes": properties.total_memory,
-            "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
-            "compute_capability": f"{properties.major}.{properties.minor}",
-        }
-
-
-def _nccl() -> str | None:
-    """The NCCL that torch was built with."""
-    import torch
-    import torch.distributed as dist
-
-    if torch.version.cuda is None or not dist.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

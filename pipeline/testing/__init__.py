@@ -1,4 +1,4 @@
-"""For authors of stages: what a stage must keep to, checked, and what its tests need to run it.
+"""Check a stage against the stage contract, and run it in tests.
 
     from pipeline.testing import assert_conforms, context
 
@@ -8,7 +8,7 @@
     def test_run(tmp_path):
         plan = Sgd(lr=0.1).run(context(tmp_path))
 
-Works under any test runner; importing it imports neither one nor torch.
+Works under any test runner, and imports neither one nor torch.
 """
 
 from __future__ import annotations

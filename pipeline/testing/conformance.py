@@ -1,7 +1,8 @@
-"""Everything that a stage must keep to, in one call."""
+"""Check everything that the contract asks of a stage, in one call."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,10 +13,12 @@ from typing import Any
 from pipeline.contracts.signature import name_of
 from pipeline.errors import PluginError
 from pipeline.plan.registry import GROUP, Entry, Registry
-from pipeline.testing.behaviour import acceptance, preset_faults, refusal
-from pipeline.testing.declaration import field_violations, name_violations, run_violations
+from pipeline.testing import violations
+from pipeline.testing.helpers import problems
 
 Fields = Mapping[str, Any]
+HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
+"""Packages that only `run` may import: they take seconds, and `pipe check` takes none."""
 
 
 def assert_conforms(
@@ -30,18 +33,18 @@ def assert_conforms(
 def check_stage(
     stage: type, *, valid: Fields | None = None, invalid: Iterable[tuple[str, Fields]] = ()
 ) -> list[str]:
-    """What keeps the class from being a good stage, in words; nothing if it is one.
+    """The violations of the stage contract by a class, in words; empty for a good stage.
 
-    `valid` are fields of a slot as a recipe would have them, without any mistake (by default none,
-    which is right for a stage without required fields). `invalid` are pairs of fields with a
-    mistake and the dotted key at which a problem must be reported.
+    `valid` are fields of a slot as in a recipe, without any mistake; by default none, for a stage
+    without required fields. `invalid` are pairs of fields with a mistake and the dotted key at
+    which a problem must be reported.
 
-    Looked at are the entry point, the class, `run`'s annotations, each field (documented, a type
-    that a recipe can hold, a default within its bounds), its presets, what importing and checking
-    it imports, and how good and bad fields are answered. `run` is not called.
+    Checked are the entry point, the class, `run`'s annotations, each field (documented, a type that
+    a recipe can hold, a default within its bounds), presets, imports while importing and checking
+    it, and the answers to valid and invalid fields. `run` is not called.
     """
     pairs = list(invalid)
-    entries = _entries(stage)
+    entries = [entry for entry in Registry.installed().entries() if _leads_to(entry, stage)]
     found = [] if entries else [f"no entry point of the group `{GROUP}` leads to it"]
     for entry in entries or [_unregistered(stage)]:
         found += _violations(stage, entry, valid or {}, pairs)
@@ -55,30 +58,24 @@ def _violations(
     try:
         (registry if entry.name in registry else Registry([entry])).load(entry.name)
         if entry.name in registry:
-            yield from name_violations(stage, entry.name)
-        yield from run_violations(stage)
-        yield from field_violations(stage)
-        yield from acceptance(stage, valid)
-        yield from preset_faults(stage, entry.name)
+            yield from violations.in_name(stage, entry.name)
+        yield from violations.in_run(stage)
+        yield from violations.in_fields(stage)
+        yield from violations.with_valid(stage, valid)
+        yield from violations.in_presets(stage, entry.name)
         for key, fields in invalid:
-            yield from refusal(stage, key, fields)
+            yield from violations.with_invalid(stage, key, fields)
     except PluginError as error:
         yield str(error)
     yield from import_violations(entry.value, [valid, *(fields for _, fields in invalid)])
 
 
-def _entries(stage: type) -> list[Entry]:
-    """Installed entries that lead to the class. Only those that may are imported."""
-    return [
-        entry
-        for entry in Registry.installed().entries()
-        if entry.value.partition(":")[2] == stage.__qualname__ and _leads_to(entry, stage)
-    ]
-
-
 def _leads_to(entry: Entry, stage: type) -> bool:
+    """Whether the entry is the class; it is imported only if it has the class's name."""
     from importlib.metadata import EntryPoint
 
+    if entry.value.partition(":")[2] != stage.__qualname__:
+        return False
     try:
         return EntryPoint(entry.name, entry.value, GROUP).load() is stage
     except Exception:
@@ -87,17 +84,16 @@ def _leads_to(entry: Entry, stage: type) -> bool:
 
 def _unregistered(stage: type) -> Entry:
     value = f"{stage.__module__}:{stage.__qualname__}"
-    package = stage.__module__.partition(".")[0]
-    return Entry(
-        name=stage.__qualname__, value=value, distribution=package, version="(not installed)"
-    )
+    name, package = stage.__qualname__, stage.__module__.partition(".")[0]
+    return Entry(name=name, value=value, distribution=package, version="(not installed)")
 
 
-def import_violations(value: str, configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What importing the stage at `value` (`module:Class`) and then checking slots of these fields
-    imports too early."""
+def import_violations(value: str, configs: Sequence[Fields]) -> Iterator[str]:
+    """Heavy packages that are imported with the stage at `value` (`module:Class`), or while slots
+    with the fields in `configs` are checked."""
+    program = "from pipeline.testing.conformance import observe; observe()"
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline.testing.behaviour"],
+        [sys.executable, "-c", program],
         input=json.dumps({"value": value, "configs": list(configs)}),
         capture_output=True,
         text=True,
@@ -111,3 +107,21 @@ def import_violations(value: str, configs: Sequence[Mapping[str, Any]]) -> Itera
     for moment, names in json.loads(done.stdout.splitlines()[-1]).items():
         if names:
             yield f"{moment} imports {', '.join(names)} (import them inside run)"
+
+
+def observe() -> None:
+    """Print the heavy packages by the moment they are imported, for `import_violations`."""
+    given = json.load(sys.stdin)
+    before = HEAVY & sys.modules.keys()
+    entry = Entry(name="the.stage", value=given["value"], distribution="the package", version="")
+    try:
+        stage = Registry([entry]).load(entry.name)
+    except PluginError:  # a violation of its own
+        given["configs"] = []
+    imported = HEAVY & sys.modules.keys()
+    for fields in given["configs"]:
+        with contextlib.suppress(Exception):  # a violation of its own
+            problems(stage, fields)
+    then = HEAVY & sys.modules.keys() - imported
+    moments = {"importing it": imported - before, "checking it": then}
+    print(json.dumps({moment: sorted(names) for moment, names in moments.items()}))

@@ -1,4 +1,4 @@
-"""What a stage makes of a slot's fields, without a recipe around them."""
+"""Make and run a stage from a slot's fields, without a recipe around them."""
 
 from __future__ import annotations
 
@@ -18,33 +18,31 @@ from pipeline.run.metrics import Metrics
 def plan_view(
     slots: Mapping[str, Any] | None = None, *, procs: int = 1, device: str = "cpu"
 ) -> PlanView:
-    """What a stage's `check` is given: stages by slot, and how they will be launched."""
+    """The argument of a stage's `check`: stages by slot, and how they will be launched."""
     return PlanView(name="test", seed=0, procs=procs, device=device, slots=slots or {})
 
 
 def problems(
     stage: type, fields: Mapping[str, Any], *, plan: PlanView | None = None
 ) -> list[Problem]:
-    """Everything wrong with a slot of these fields; each problem's `key` starts at a field.
+    """All problems of a slot with these fields, plain values as in a recipe.
 
-    `fields` are plain values, as in a recipe. What is wrong with single fields comes alone; without
-    any, the stage's `check` is asked, with `plan`, or with no other slot. Raises what `check`
-    raises, and PluginError when the stage's fields cannot be understood.
+    Each problem's `key` starts at a field. If no field is at fault, the stage's `check` is called
+    with `plan`, by default one without other slots. Raises whatever `check` raises, and PluginError
+    if the stage's fields cannot be understood.
     """
     made, found = make(stage, fields)
-    if made is None:
-        return found
-    return checked(made, plan)
+    return found if made is None else checked(made, plan)
 
 
 def make(stage: type, fields: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
-    """The stage that these fields make, or None and what is wrong with them."""
+    """The stage with these fields, or None and their problems."""
     marks = SourceMap(keys={}, values={(): Location(file="fields")}, data=fields)
     return build(stage, fields, marks=marks, path=())
 
 
 def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
-    """What the stage's own `check` finds, if it has one."""
+    """The problems that the stage's own `check` yields, if it has one."""
     if not hasattr(made, "check"):
         return []
     return list(made.check(plan or plan_view({"slot": made})))
@@ -53,8 +51,8 @@ def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
 def context(run_dir: str | Path, *, seed: int = 0, dist: DistContext | None = None) -> Context:
     """The context of one CPU process without a process group, or of `dist`.
 
-    `run_dir` is made if need be. Rank 0's metrics go to its `metrics.jsonl`; what is logged goes to
-    the logger `pipe.testing`. Calls registered with `on_exit` are not made.
+    `run_dir` is created if missing. Rank 0's metrics go to its `metrics.jsonl`, logs to the logger
+    `pipe.testing`. Calls registered with `on_exit` are not made.
     """
     import torch
 

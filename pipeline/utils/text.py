@@ -1,11 +1,12 @@
-"""Tell how fast bytes go somewhere, now and then and at the end."""
+"""Text for people: suggestions, sizes, plurals, aligned columns, and the throughput of a copy."""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
@@ -38,6 +39,22 @@ def human(size: float) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 error`, `2 errors`, `2 processes`."""
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
+
+
+def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
+    """The rows as lines of columns, two blanks apart: the first `left` columns are aligned to the
+    left, the others to the right. A row may have fewer cells than the others."""
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    for row in rows:
+        cells = zip(row, widths, strict=False)
+        padded = (f"{cell:{'<' if i < left else '>'}{n}}" for i, (cell, n) in enumerate(cells))
+        yield "  ".join(padded).rstrip()
 
 
 class Throughput:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import Result
 
-from pipeline.bench import render, report
+from pipeline.bench import report
 from pipeline.bench import session as measuring
 from pipeline.distributed.signals import Interrupted
 from pipeline.run.journal import Journal
@@ -101,8 +101,8 @@ def test_rows_are_told_where_the_files_cannot_be_written(
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "bench.json")
 
-    monkeypatch.setattr(report, "save", full)
-    monkeypatch.setattr(render, "draw", full)
+    monkeypatch.setattr(report, "replace_text", full)
+    monkeypatch.setattr(report, "draw", full)
     result = bench("--strategies", "blue", "--procs", "1,2")
     assert result.exit_code == 1
     assert "blue          2        48" in result.stdout
@@ -118,7 +118,7 @@ def test_the_table_comes_before_the_picture(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(render, "draw", interrupted)
+    monkeypatch.setattr(report, "draw", interrupted)
     result = bench("--strategies", "blue", "--run-dir", "here")
     assert result.exit_code == 130
     assert "fastest that fits: blue on 2 processes, 48 tokens/s" in result.stdout
@@ -198,9 +198,12 @@ def test_what_a_screen_shows(bench: Callable[..., Result]) -> None:
     [
         (["--strategies", "blu"], "error: there is no strategy `blu` (did you mean `blue`?"),
         (["--strategies", "blue,,red1"], "error: --strategies blue,,red1: an empty entry"),
-        (["--procs", "1,two"], "error: --procs: `two` is no number of processes (such as 1,2,4)"),
-        (["--procs", "0"], "error: --procs: `0` is no number of processes"),
-        (["--procs", "1,-2"], "error: --procs: `-2` is no number of processes"),
+        (
+            ["--procs", "1,two"],
+            "error: --procs: `two` is not a number of processes (such as 1,2,4)",
+        ),
+        (["--procs", "0"], "error: --procs: `0` is not a number of processes"),
+        (["--procs", "1,-2"], "error: --procs: `-2` is not a number of processes"),
         (["--procs", ""], "error: --procs : an empty entry"),
         (
             ["--strategies", "blue", "wrap.stage=1"],

@@ -91,11 +91,11 @@ def test_a_strategy_that_can_be_shortened_is(
     for_benchmark = lambda self, trial: replace(self, bucket=float(trial.steps))  # noqa: E731
     monkeypatch.setattr(blue, "for_benchmark", for_benchmark, raising=False)
     trial = Trial(steps=7)
-    assert trials.another({"use": "wrap.blue"}, trial, registry) == {
+    assert trials.replacement({"use": "wrap.blue"}, trial, registry) == {
         "use": "wrap.blue", "bucket": 7.0,
     }  # fmt: skip
     wrong = {"use": "wrap.blue", "buket": 1}
-    assert trials.another(wrong, trial, registry) == wrong
+    assert trials.replacement(wrong, trial, registry) == wrong
 
 
 def test_processes_have_the_same_threads(
@@ -120,7 +120,7 @@ def test_processes_have_the_same_threads(
 def test_recipes_that_cannot_be_measured(
     real: dict[str, Any], slots: dict[str, None], message: str
 ) -> None:
-    kept = {k: v for k, v in real["stages"].items() if k not in {*trials, "consolidate", "export"}}
+    kept = {k: v for k, v in real["stages"].items() if k not in {*slots, "consolidate", "export"}}
     Path("r.yaml").write_text(json.dumps({**real, "stages": kept}))
     with pytest.raises(UsageError, match=message):
         trials.require_measurable(make_plan(load_recipe("r.yaml")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.doctor import collectives
+from pipeline.doctor.measurements import bandwidth
 from pipeline.doctor.report import (
     Folder,
     Host,
@@ -32,8 +32,8 @@ def healthy() -> MachineReport:
         procs=2,
         host_memory_bytes=64 * GB,
         matmul_flops=Matmul(fp32=1e11, bf16=1e12),
-        allreduce=(collectives.allreduce(1 << 20, 1e-3, 2),),
-        allgather=(collectives.allgather(1 << 20, 1e-3, 2),),
+        allreduce=(bandwidth("allreduce", 1 << 20, 1e-3, 2),),
+        allgather=(bandwidth("allgather", 1 << 20, 1e-3, 2),),
         host_copy_bytes_per_s=5e9,
         h2d_bytes_per_s=None,
         d2h_bytes_per_s=None,

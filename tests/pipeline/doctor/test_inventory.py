@@ -58,7 +58,7 @@ def test_processes_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\n")
-    assert inventory._processor(tmp_path / "cpuinfo") == "AMD EPYC 9654"
+    assert inventory._search(inventory.MODEL, tmp_path / "cpuinfo") == "AMD EPYC 9654"
     assert inventory.host().cores == host.usable_cores()
 
 
@@ -68,15 +68,21 @@ def test_environment_holds_no_secrets() -> None:
     assert inventory.environment(given) == expected
 
 
-def test_kernel(tmp_path: Path) -> None:
-    (tmp_path / "status").write_text("Name:\tpython\nCapEff:\t0000000000004000\n")
-    assert inventory._locks_freely(tmp_path / "status") is True
-    (tmp_path / "status").write_text("CapEff:\t0000000000000000\n")
-    assert inventory._locks_freely(tmp_path / "status") is False
-    assert inventory._locks_freely(tmp_path / "none") is None
-    (tmp_path / "enabled").write_text("always [madvise] never\n")
-    assert inventory._chosen(tmp_path / "enabled") == "madvise"
+def test_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "status"
+    file.write_text("Name:\tpython\nCapEff:\t0000000000004000\n")
+    assert inventory._search(inventory.CAPABILITIES, file) == "0000000000004000"
+    assert inventory._search(inventory.CAPABILITIES, tmp_path / "none") is None
     assert set(inventory.kernel().limits) == {"open_files", "locked_memory", "processes", "core"}
+    found: dict[str, str | None] = {}
+    monkeypatch.setattr(inventory, "_search", lambda pattern, _: found.get(pattern))
+    for capabilities, freely in (("4000", True), ("0", False), (None, None)):
+        found[inventory.CAPABILITIES] = capabilities
+        assert inventory.kernel().locks_freely is freely
+    monkeypatch.undo()
+    file.write_text("always [madvise] never\n")
+    monkeypatch.setattr(inventory, "HUGE_PAGES", file)
+    assert inventory.kernel().transparent_huge_pages == "madvise"
 
 
 def test_the_nearest_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

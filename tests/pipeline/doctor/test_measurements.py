@@ -6,19 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.doctor import (
-    collectives as bandwidth,
-)
-from pipeline.doctor import (
-    copies,
-    disk,
-    matmul,
-)
-from pipeline.doctor import (
-    software as torch_facts,
-)
-from pipeline.doctor.probes import seconds_each
+from pipeline.doctor import measurements
 from pipeline.doctor.ranks import measure
+from pipeline.doctor.timing import seconds_each
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +18,11 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_processes_exchange() -> None:
     settings = {"device": "cpu", "sizes": [1000, 4096], "budget": 0.01}
-    told = measure("pipeline.doctor.collectives:measure", settings, procs=2, seconds=60)
-    assert told.failure == ""
-    first, second = told.records
+    results = measure(
+        "pipeline.doctor.measurements:measure_collectives", settings, procs=2, seconds=60
+    )
+    assert results.failure == ""
+    first, second = results.records
     assert [(record["operation"], record["bytes"]) for record in first] == [
         ("allreduce", 1000),
         ("allgather", 1000),
@@ -40,7 +32,7 @@ def test_two_processes_exchange() -> None:
     assert second == ()
     for record in first:
         assert record["seconds"] > 0
-        result = getattr(bandwidth, record["operation"])(record["bytes"], record["seconds"], 2)
+        result = measurements.bandwidth(**record, procs=2)
         assert result.algbw == pytest.approx(record["bytes"] / record["seconds"])
         factor = {"allreduce": 1.0, "allgather": 0.5}[record["operation"]]
         assert result.busbw == pytest.approx(factor * result.algbw)
@@ -48,7 +40,9 @@ def test_two_processes_exchange() -> None:
 
 def test_the_disk(tmp_path: Path) -> None:
     records: list[dict[str, float]] = []
-    disk.measure({"folder": str(tmp_path), "size": 1 << 20, "budget": 5}, records.append)
+    measurements.measure_disk(
+        {"folder": str(tmp_path), "size": 1 << 20, "budget": 5}, records.append
+    )
     assert [set(record) for record in records] == [
         {"disk_write_bytes_per_s"},
         {"disk_read_bytes_per_s"},
@@ -65,17 +59,17 @@ def test_a_slow_disk_is_left_after_its_time(
     written: list[int] = []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr("os.fsync", lambda _: now.__setitem__(0, now[0] + 3))
-    monkeypatch.setattr(disk, "write_at", lambda _, offset, data: written.append(len(data)))
-    done, seconds = disk._write(0, memoryview(bytes(disk.PIECE)), 1 << 30, 5)
-    assert (done, seconds) == (2 * disk.BETWEEN_SYNCS, 6)
+    monkeypatch.setattr(measurements, "write_at", lambda _, offset, data: written.append(len(data)))
+    done, seconds = measurements._write(0, memoryview(bytes(measurements.PIECE)), 1 << 30, 5)
+    assert (done, seconds) == (2 * measurements.BETWEEN_SYNCS, 6)
     assert sum(written) == done
 
 
 def test_copies_and_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(matmul, "SMALLEST", 32)
-    monkeypatch.setattr(matmul, "LARGEST", 64)
+    monkeypatch.setattr(measurements, "SMALLEST", 32)
+    monkeypatch.setattr(measurements, "LARGEST", 64)
     records: list[dict[str, float]] = []
     settings = {
         "device": "cpu",
@@ -84,8 +78,8 @@ def test_copies_and_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "dtypes": ["fp32", "bf16"],
         "budget": 0.01,
     }
-    copies.measure(settings, records.append)
-    matmul.measure(settings, records.append)
+    measurements.measure_copies(settings, records.append)
+    measurements.measure_matmul(settings, records.append)
     assert [list(record) for record in records] == [["host_copy_bytes_per_s"], ["fp32"], ["bf16"]]
     assert all(rate > 0 for record in records for rate in record.values())
 
@@ -94,9 +88,9 @@ def test_copies_and_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_all_processes_measure_at_once(name: str) -> None:
     """Which tells that they met: all tell the rate of the slowest."""
     settings = {"device": "cpu", "size": 1 << 16, "dtypes": ["fp32"], "budget": 0.01}
-    told = measure(f"pipeline.doctor.{name}:measure", settings, procs=2, seconds=60)
-    assert told.failure == ""
-    first, second = told.records
+    results = measure(f"pipeline.doctor.measurements:measure_{name}", settings, procs=2, seconds=60)
+    assert results.failure == ""
+    first, second = results.records
     assert first == second != ()
 
 
@@ -117,7 +111,7 @@ def test_torch_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
     records: list[dict[str, object]] = []
-    torch_facts.measure({}, records.append)
+    measurements.measure_torch({}, records.append)
     assert records == [{"cuda": None, "nccl": None, "problem": None, "devices": []}]
 
 
@@ -131,5 +125,5 @@ def test_torch_tells_why_it_cannot_use_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.is_available", available)
     monkeypatch.setattr("torch.version.cuda", None)
     records: list[dict[str, object]] = []
-    torch_facts.measure({}, records.append)
+    measurements.measure_torch({}, records.append)
     assert records[0]["problem"] == "The NVIDIA driver on your system is too old"

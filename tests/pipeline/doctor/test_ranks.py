@@ -17,32 +17,32 @@ from pipeline.doctor.ranks import measure
 MEASUREMENTS = """
 import os, subprocess, sys, time
 
-def rates(settings, tell):
+def rates(settings, record):
     print("noise of a library")
     threads = os.environ["OMP_NUM_THREADS"]
-    tell({"rank": int(os.environ["RANK"]), "threads": threads, "size": settings["size"]})
+    record({"rank": int(os.environ["RANK"]), "threads": threads, "size": settings["size"]})
 
-def meet(settings, tell):
-    from pipeline.doctor.probes import Rendezvous
+def meet(settings, record):
+    from pipeline.doctor.timing import Rendezvous
     rank, together = int(os.environ["RANK"]), Rendezvous(settings)
     for late in (0, 1):
         time.sleep(0.5 * (rank == late))
-        tell({"slowest": together.slowest(rank + 2.0 * late), "left": time.monotonic()})
+        record({"slowest": together.slowest(rank + 2.0 * late), "left": time.monotonic()})
 
-def hang(settings, tell):
-    tell({"pid": os.getpid()})
+def hang(settings, record):
+    record({"pid": os.getpid()})
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
                              start_new_session=True)
-    tell({"pid": child.pid})
+    record({"pid": child.pid})
     time.sleep(60)
 
-def fail(settings, tell):
+def fail(settings, record):
     if os.environ["RANK"] == "1":
         print("before the end", flush=True)
         raise OSError(28, "No space left on device")
     time.sleep(60)
 
-def die(settings, tell):
+def die(settings, record):
     os.abort()
 """
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.doctor import collectives
+from pipeline.doctor.examine import FULL, QUICK
 from pipeline.doctor.gpu_topology import parse_topology
+from pipeline.doctor.measurements import bandwidth
 from pipeline.doctor.report import (
     Device,
     Failure,
+    Finding,
     Folder,
     Interface,
     Limit,
@@ -19,10 +22,7 @@ from pipeline.doctor.report import (
     Network,
     Record,
 )
-from pipeline.doctor.rules import findings
-from pipeline.doctor.rules.finding import Finding
-from pipeline.doctor.rules.measured import LARGE
-from pipeline.doctor.session import FULL, QUICK
+from pipeline.doctor.rules import LARGE, advice, findings
 
 GB = 10**9
 RECORDED = Path(__file__).parent / "topologies"
@@ -57,7 +57,7 @@ def told(machine: MachineReport) -> tuple[str, str, str]:
 
 
 def topology(machine: MachineReport, name: str) -> MachineReport:
-    table = parse_topology((RECORDED / f"{name}.txt").read_text())
+    table = parse_topology((RECORDED / f"{name}.txt").read_text(), range(8))
     return machine.model_copy(update={"topology": table})
 
 
@@ -173,22 +173,21 @@ def test_no_nvlink(gpus: MachineReport) -> None:
     assert told(topology(gpus, "pcie")) == (
         "warning",
         "no-nvlink",
-        "GPU0-GPU1, GPU0-GPU2, GPU0-GPU3, GPU1-GPU2 and 2 more pairs: no NVLink (NODE: several "
-        "host bridges of a processor, PHB: a PCIe host bridge, the processor, PIX: one PCIe "
-        "bridge, PXB: several PCIe bridges)",
+        "GPU0-GPU1, GPU0-GPU2, GPU0-GPU3, GPU1-GPU2 and 2 more pairs: no NVLink, only PCIe (NODE, "
+        "PHB, PIX, PXB)",
     )
 
 
 def test_nvlink_that_is_not_used(gpus: MachineReport) -> None:
     machine = topology(gpus, "nvswitch")
-    slow = (collectives.allreduce(256 << 20, 0.05, 2),)
+    slow = (bandwidth("allreduce", 256 << 20, 0.05, 2),)
     assert told(changed(machine, allreduce=slow)) == (
         "warning",
         "nvlink-unused",
         "all-reduce has a bus bandwidth of 5.4 GB/s, though NVLink connects all GPUs",
     )
     assert all(max(pace.sizes) >= LARGE for pace in (FULL, QUICK))  # which it goes by
-    fast = (collectives.allreduce(256 << 20, 0.001, 2),)
+    fast = (bandwidth("allreduce", 256 << 20, 0.001, 2),)
     assert findings(changed(machine, allreduce=fast)) == []
 
 
@@ -267,8 +266,6 @@ def test_locked_memory(healthy: MachineReport) -> None:
         "8.4 MB of memory may be locked (ulimit -l)",
     )
     assert findings(changed(machine, "kernel", locks_freely=True)) == []
-    fast = changed(machine, network=Network(rdma=("mlx5_0",)))
-    assert only(fast).why.endswith("and mlx5_0 cannot register memory")
 
 
 def test_memory(healthy: MachineReport) -> None:
@@ -302,7 +299,6 @@ def test_processes(healthy: MachineReport) -> None:
         "processes",
         "1024 processes and threads are allowed (pids.max of the control group)",
     )
-    assert told(limited(healthy, "core", None))[:2] == ("note", "core-dumps")
 
 
 @pytest.mark.parametrize(("threads", "hurts"), [("4", False), ("5", True), ("1", False)])
@@ -335,9 +331,6 @@ def test_threads(healthy: MachineReport, threads: str, hurts: bool) -> None:
         ("NCCL_SOCKET_IFNAME", "^eth,lo", "interface"),
         ("NCCL_SOCKET_IFNAME", "^=eth,lo", None),
         ("NCCL_SOCKET_IFNAME", "lo", None),
-        ("MASTER_ADDR", "8.8.8.8", "public-address"),
-        ("MASTER_ADDR", "10.0.0.1", None),
-        ("MASTER_ADDR", "node-0", None),
     ],
 )
 def test_environment(
@@ -373,12 +366,6 @@ def test_infiniband_that_is_switched_off(healthy: MachineReport) -> None:
         ({"free_bytes": GB}, "warning", "disk-space", "/data has 1.0 GB free"),
         ({"filesystem": "nfs4"}, "warning", "network-folder", "/data, for runs, is on nfs4"),
         ({"filesystem": "tmpfs"}, "warning", "folder-in-memory", "/data is on tmpfs"),
-        (
-            {"filesystem": "overlay"},
-            "note",
-            "container-layer",
-            "/data is in the container itself (overlay)",
-        ),
     ],
 )
 def test_folders(
@@ -394,28 +381,19 @@ def test_temporary_files(healthy: MachineReport) -> None:
     assert findings(changed(healthy, folders=(place,))) == []
 
 
-def test_a_slow_network(healthy: MachineReport) -> None:
-    slow, unknown = (Interface(name="eth0", bits_per_s=speed) for speed in (1e9, None))
-    machine = changed(healthy, network=Network(interfaces=(slow,)))
-    assert told(machine) == (
-        "note",
-        "slow-network",
-        "the fastest interface has 1 Gbit/s, and there is no RDMA",
-    )
-    for interfaces in ((slow, unknown), (Interface(name="eth1", bits_per_s=25e9),)):
-        assert findings(changed(healthy, network=Network(interfaces=interfaces))) == []
-
-
 def test_the_worst_comes_first(healthy: MachineReport) -> None:
-    machine = folder(healthy, writable=False, filesystem="overlay", free_bytes=GB)
+    machine = folder(healthy, writable=False, free_bytes=GB)
+    machine = changed(machine, "operators", libaio=False)
     assert [finding.severity for finding in findings(machine)] == ["error", "warning", "note"]
 
 
-def test_every_finding_is_documented() -> None:
-    """Each rule file's names are in the tables of docs/doctor.md."""
+def test_every_finding_has_advice_and_is_documented() -> None:
+    """findings.toml has what the rules find and no more; docs/doctor.md has its severity."""
     root = Path(__file__).parents[3]
-    rules = "".join(path.read_text() for path in (root / "pipeline/doctor/rules").glob("*.py"))
-    names = [part.partition('"')[0] for part in rules.split('name="')[1:]]
+    rules = (root / "pipeline/doctor/rules.py").read_text()
+    assert set(re.findall(r'_finding\("([\w-]+)"', rules)) == set(advice())
     documented = (root / "docs/doctor.md").read_text()
-    assert len(names) > 25
-    assert [name for name in names if f"| `{name}` |" not in documented] == []
+    row = r"^\| `([\w-]+)` \| (error|warning|note|error, warning) \|"
+    rows = re.findall(row, documented, re.MULTILINE)
+    severities = {name: texts["severity"] for name, texts in advice().items()}
+    assert dict(rows) == {**severities, "failed": "error, warning"}

@@ -137,7 +137,8 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "set": (
         ('where: Path = Path("here")', 'where: frozenset[str] = frozenset({"here"})'),
-        "its values have no stable JSON form: frozenset({'here'})",
+        "its values have no stable JSON form: expected str, bytes or os.PathLike object, not "
+        "frozenset",
     ),
     "no Context": (
         ("ctx: Context,", "ctx,"),

@@ -1,4 +1,4 @@
-"""Ranks of this machine that measure at the same time."""
+"""Time an action in a process of a measurement, or in several processes at the same moment."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+Record = Callable[[dict[str, Any]], None]
+"""Writes one result of a measurement."""
 FEWEST, MOST = 1, 50
-"""Repetitions: even what takes long is timed once after its warm-up."""
-
-
-def wait_for(device: str) -> None:
-    """GPUs work while the program goes on; wait until they are done."""
-    if device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
+"""Repetitions of an action, after its warm-up."""
+LEEWAY = 0.03
+"""Seconds from the last rank's arrival to the common departure: torch's file store polls every
+10 ms."""
 
 
 def seconds_each(
@@ -27,34 +24,35 @@ def seconds_each(
     budget: float,
     agree: Callable[[float], float] = lambda seconds: seconds,
 ) -> float:
-    """Mean seconds of one `action`, over as many as fit in `budget` seconds.
+    """Mean seconds of one `action`, repeated for about `budget` seconds.
 
-    `agree` makes one number of those of all ranks, which must repeat it equally often, and has them
+    `agree` returns one time for all ranks, which so repeat the action equally often, and makes them
     wait for each other.
     """
-    _timed(action, 1, device)  # caches, connections, clocks
+    _timed(action, 1, device)  # warm up caches, connections, clocks
     once = agree(_timed(action, 1, device))
     count = min(max(int(budget / once), FEWEST), MOST)
     return agree(_timed(action, count, device)) / count
 
 
 def _timed(action: Callable[[], object], count: int, device: str) -> float:
-    wait_for(device)
+    _synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
         action()
-    wait_for(device)
+    _synchronize(device)
     return max(time.perf_counter() - start, 1e-9)
 
 
-LEEWAY = 0.03
-"""Seconds between the last rank's coming and all ranks' going on: torch looks into its file every
-10 ms."""
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 class Rendezvous:
-    """This process among those of its measurement. They meet in a file, because a network between
-    them may be what is broken."""
+    """Meeting point of a measurement's processes: a file, as a network may be what is broken."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         import torch.distributed as dist
@@ -64,15 +62,13 @@ class Rendezvous:
         self._calls = 0
 
     def slowest(self, seconds: float) -> float:
-        """The longest of all ranks' times, on all of them, which leave this together
-        (collective)."""
+        """The longest time of all ranks; they return from this at the same moment (collective)."""
         if self._procs == 1:
             return seconds
         self._calls += 1
         own = {"seconds": seconds, "go": time.monotonic() + LEEWAY}
         self._store.set(f"{self._calls}/{self._rank}", json.dumps(own))
-        told = [json.loads(self._store.get(f"{self._calls}/{r}")) for r in range(self._procs)]
-        # one clock for all processes of a machine
-        time.sleep(max(0.0, max(each["go"] for each in told) - time.monotonic()))
-        longest: float = max(each["seconds"] for each in told)
-        return longest
+        ranks = [json.loads(self._store.get(f"{self._calls}/{r}")) for r in range(self._procs)]
+        # the processes of a machine share one clock
+        time.sleep(max(0.0, max(rank["go"] for rank in ranks) - time.monotonic()))
+        return float(max(rank["seconds"] for rank in ranks))

@@ -1,0 +1,231 @@
+"""The measurements, each a function that `ranks.measure` calls in processes of its own.
+
+Rates are bytes or operations per second. `budget` is the seconds for one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipeline.doctor.report import Collective
+from pipeline.doctor.timing import Record, Rendezvous, seconds_each
+from pipeline.utils.files import page_aligned, read_at, write_at
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE = 8 << 20
+"""Bytes of one read or write."""
+BETWEEN_SYNCS = 64 << 20
+"""Bytes written before an fsync; few, so that a slow disk is noticed in time."""
+SMALLEST, LARGEST = 512, 8192
+"""Rows of the matrices that are tried."""
+LONG_ENOUGH = {"cpu": 0.02, "cuda": 0.001}
+"""Seconds of a product that make the time to launch it negligible."""
+BATCHES = 4
+ITEM = 4
+"""Bytes of an fp32 element."""
+CROSSINGS = {"allreduce": 2, "allgather": 1}
+"""Times that all data but a process's own share crosses the busiest link."""
+
+
+def measure_torch(settings: Mapping[str, Any], record: Record) -> None:
+    """Record torch's CUDA, NCCL and devices; `problem` is why it cannot be imported or use them."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation may raise anything
+        record({"problem": f"torch cannot be imported: {error}", "devices": []})
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        devices = list(_devices()) if torch.cuda.is_available() else []
+    problem = None if devices or not caught else str(caught[0].message).split("\n")[0]
+    nccl = None
+    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    record({"cuda": torch.version.cuda, "nccl": nccl, "problem": problem, "devices": devices})
+
+
+def _devices() -> Iterator[dict[str, Any]]:
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield {
+            "name": properties.name,
+            "uuid": f"GPU-{properties.uuid}",
+            "memory_bytes": properties.total_memory,
+            "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
+            "compute_capability": f"{properties.major}.{properties.minor}",
+        }
+
+
+def measure_disk(settings: Mapping[str, Any], record: Record) -> None:
+    """Write up to `size` bytes in `folder` with `fsync`, then read them, as one process.
+
+    The page cache of the file is dropped before it is read (POSIX_FADV_DONTNEED). Caches of the
+    disk itself, of a file server or of a virtual machine's host are not.
+    """
+    data = memoryview(os.urandom(PIECE))  # some file systems and disks compress
+    # a file without a name leaves nothing, however this process ends
+    with tempfile.TemporaryFile(dir=settings["folder"], buffering=0) as file:
+        descriptor = file.fileno()
+        written, seconds = _write(descriptor, data, settings["size"], settings["budget"])
+        record({"disk_write_bytes_per_s": written / seconds})
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        read, seconds = _read(descriptor, written, settings["budget"])
+        record({"disk_read_bytes_per_s": read / seconds})
+
+
+def _write(descriptor: int, data: memoryview, size: int, budget: float) -> tuple[int, float]:
+    start, done = time.perf_counter(), 0
+    while done < size and time.perf_counter() - start < budget:
+        until = min(done + BETWEEN_SYNCS, size)
+        while done < until:
+            write_at(descriptor, done, data)
+            done += len(data)
+        os.fsync(descriptor)
+    return done, time.perf_counter() - start
+
+
+def _read(descriptor: int, size: int, budget: float) -> tuple[int, float]:
+    into = page_aligned(PIECE)
+    into[:] = bytes(PIECE)  # touch the pages
+    start, done = time.perf_counter(), 0
+    while done < size and time.perf_counter() - start < budget:
+        done += read_at(descriptor, done, into)
+    return done, time.perf_counter() - start
+
+
+def measure_copies(settings: Mapping[str, Any], record: Record) -> None:
+    """Copy `size` bytes within host memory, and to (h2d) and from (d2h) a GPU, page-locked and
+    pageable. All ranks copy at the same time; the slowest one's rate is recorded."""
+    import torch
+
+    device, size = settings["device"], settings["size"]
+    agree = Rendezvous(settings).slowest
+
+    def rate(name: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        seconds = seconds_each(
+            lambda: into.copy_(source), device=device, budget=settings["budget"], agree=agree
+        )
+        record({f"{name}_bytes_per_s": size / seconds})
+
+    host = torch.ones(size, dtype=torch.uint8)
+    rate("host_copy", torch.zeros(size, dtype=torch.uint8), host)
+    if device != "cuda":
+        return
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gpu = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    rate("h2d_pageable", gpu, host)
+    rate("d2h_pageable", host, gpu)
+    pinned = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+    rate("h2d", gpu, pinned)
+    rate("d2h", pinned, gpu)
+
+
+def measure_matmul(settings: Mapping[str, Any], record: Record) -> None:
+    """Multiply matrices in each of `dtypes`, under torch's default settings (no TF32).
+
+    All ranks compute at the same time; the slowest one's rate is recorded. The fastest of several
+    batches counts, as other programs on the machine only slow one down.
+    """
+    import torch
+
+    device = settings["device"]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    timed = partial(seconds_each, device=device, agree=Rendezvous(settings).slowest)
+    for name in settings["dtypes"]:
+        size = _large_enough(device, dtypes[name], timed)
+        product = _product(size, device, dtypes[name])
+        batch = settings["budget"] / BATCHES
+        fastest = min(timed(product, budget=batch) for _ in range(BATCHES))
+        record({name: 2 * size**3 / fastest})
+
+
+def _large_enough(device: str, dtype: torch.dtype, timed: Callable[..., float]) -> int:
+    """Rows of square matrices whose product keeps the device busy."""
+    size = SMALLEST
+    while size < LARGEST:
+        if timed(_product(size, device, dtype), budget=0) > LONG_ENOUGH[device]:
+            break
+        size *= 2
+    return size
+
+
+def _product(size: int, device: str, dtype: torch.dtype) -> Callable[[], object]:
+    import torch
+
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return lambda: left @ right
+
+
+def measure_collectives(settings: Mapping[str, Any], record: Record) -> None:
+    """Record operation, bytes and seconds on rank 0, for each of `sizes` (bytes, ascending).
+
+    `budget` is the seconds for one operation; sizes that would need far more are skipped.
+    """
+    import torch.distributed as dist
+
+    from pipeline.distributed.process_group import environment_dist
+
+    procs = int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(settings["store"], procs)  # type: ignore[attr-defined]
+    here = environment_dist(store, device=settings["device"])
+    timed = partial(
+        seconds_each,
+        device=settings["device"],
+        budget=settings["budget"],
+        agree=partial(_slowest, device=here.device),
+    )
+    for size in settings["sizes"]:
+        worst = 0.0
+        for name, real, action in _operations(size, procs, here.device):
+            seconds = timed(action)
+            worst = max(worst, seconds)
+            if here.is_main:
+                record({"operation": name, "bytes": real, "seconds": seconds})
+        if worst > 4 * settings["budget"]:
+            break
+    dist.destroy_process_group()
+
+
+def _operations(
+    size: int, procs: int, device: torch.device
+) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Name, bytes (`size` rounded to whole shares) and call of each operation."""
+    import torch
+    import torch.distributed as dist
+
+    share = max(size // ITEM // procs, 1)
+    whole = torch.zeros(share * procs, device=device)
+    yield "allreduce", whole.numel() * ITEM, lambda: dist.all_reduce(whole)
+    own = torch.ones(share, device=device)
+    yield "allgather", whole.numel() * ITEM, lambda: dist.all_gather_into_tensor(whole, own)
+
+
+def _slowest(seconds: float, *, device: torch.device) -> float:
+    """The longest time of all ranks; they return from this together (collective)."""
+    import torch
+    import torch.distributed as dist
+
+    longest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def bandwidth(operation: str, bytes: int, seconds: float, procs: int) -> Collective:
+    """The result of an operation on `bytes` bytes, with nccl-tests' definitions: the bus bandwidth
+    is 2 (n - 1) / n times the algorithm bandwidth in an all-reduce, (n - 1) / n in an all-gather.
+    """
+    rate = bytes / seconds
+    busbw = rate * CROSSINGS[operation] * (procs - 1) / procs
+    return Collective(bytes=bytes, seconds=seconds, algbw=rate, busbw=busbw)

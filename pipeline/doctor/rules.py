@@ -1,0 +1,274 @@
+"""Rules that find in a machine report what makes training fail or slow.
+
+A rule finds nothing in what is unknown. findings.toml has the severity and the advice by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pipeline.distributed.environment import LOOPBACK
+from pipeline.doctor.report import Finding, Link, MachineReport, Severity
+from pipeline.utils.text import human
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+BF16 = 8.0  # first compute capability with bf16 arithmetic
+MOSTLY_FREE = 0.9  # share of a GPU's memory; CUDA itself and a desktop take some
+LARGE = 64 << 20
+"""Bytes; the time of smaller exchanges is not that of the links."""
+NVLINK_BUSBW = 20e9
+"""Bytes per second: one link of the first NVLink in a direction, more than PCIe 3.0 reaches."""
+FATAL = {"torch", "matmul", "collectives"}  # fail only if no run can train
+CHECKPOINT = 7e9 * 12  # bytes of a 7B model's weights and AdamW's two moments in fp32
+SLOW_DISK = 200e6  # bytes per second
+SHARED = LOCKED = 1 << 30  # bytes; NVIDIA recommends --shm-size=1g for containers
+SWAP_IN_USE = 256 << 20
+LOW = 0.1  # share of host memory
+NEVER_OVERCOMMIT = 2
+FEW = 4096  # open files, or processes and threads
+HARMLESS = {"", "0", "OFF", "INFO"}
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "virtiofs", "afs"}
+"""Network file systems, but for parallel ones (Lustre, GPFS, BeeGFS, WekaFS)."""
+MEMORY = {"tmpfs", "ramfs"}
+LITTLE_SPACE = 10e9
+Findings = Iterator[Finding]
+
+
+def findings(machine: MachineReport) -> list[Finding]:
+    """All findings, the worst first."""
+    found = [finding for rule in RULES for finding in rule(machine)]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+@functools.cache
+def advice() -> dict[str, dict[str, Any]]:
+    """Severity, reason and remedy of each finding, by name."""
+    return tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
+
+
+def _finding(name: str, seen: str, **other: str) -> Finding:
+    """A finding with its advice, parts of which `other` replaces."""
+    return Finding.model_validate({**advice()[name], **other, "name": name, "seen": seen})
+
+
+def _below(value: float | None, bound: float) -> TypeGuard[float]:
+    return value is not None and value < bound
+
+
+def _torch(machine: MachineReport) -> Findings:
+    software = machine.software
+    problem = software.torch_problem or ""
+    if software.python is not None and "torch" not in software.packages:
+        yield _finding("torch", "torch is not installed")
+    elif problem.startswith("torch cannot be imported"):
+        yield _finding("torch", problem)
+    if software.torch_cuda and software.gpus == 0 and not machine.devices:
+        built = f"torch is built for CUDA {software.torch_cuda}"
+        yield _finding("no-driver", f"{built}, but there is no GPU with a driver")
+
+
+def _unusable_gpus(machine: MachineReport) -> Findings:
+    """The driver has GPUs that torch cannot use: a torch without CUDA, or a driver too old."""
+    software = machine.software
+    gpus, usable = software.gpus or 0, len(machine.devices)
+    unknown = any(failure.measurement == "torch" for failure in machine.failures)
+    if unknown or usable >= gpus or "torch" not in software.packages:
+        return
+    if usable:
+        seen = f"can use {usable} only"
+    elif software.torch_cuda is None and software.torch_problem is None:
+        seen = "was built without CUDA"
+    else:
+        cuda = f"for CUDA {software.torch_cuda} " if software.torch_cuda else ""
+        driver = f"driver {software.driver}" if software.driver else "the driver"
+        reason = software.torch_problem or "torch does not say why"
+        seen = f"{cuda}cannot use them under {driver}: {reason}"
+    yield _finding("driver", f"{gpus} GPUs, but torch {software.packages['torch']} {seen}")
+
+
+def _companions(machine: MachineReport) -> Findings:
+    """torchvision or torchaudio was built for another torch. A requirement without a build (2.8.0)
+    is met by any (2.8.0+cu128)."""
+    packages = machine.software.packages
+    torch = packages.get("torch", "")
+    version, _, build = torch.partition("+")
+    for name, needed in machine.software.needs_torch.items():
+        own = packages.get(name, "")
+        fits = needed in (torch, version) and own.partition("+")[2] in ("", build)
+        if torch and not fits:
+            seen = f"{name} {own} was built for torch {needed}, but torch is {torch}"
+            yield _finding("torchvision", seen)
+
+
+def _compilers(machine: MachineReport) -> Findings:
+    tools = machine.operators
+    if not tools.known:
+        return
+    names = {"C++ compiler": tools.compiler, "ninja": tools.ninja}
+    if missing := [name for name, path in names.items() if path is None]:
+        yield _finding("compiler", f"no {' and no '.join(missing)}")
+    if machine.devices and tools.cuda_home is None:
+        yield _finding("cuda-home", "no CUDA toolkit (nvcc) was found")
+    if not tools.libaio:
+        yield _finding("libaio", "no libaio with its header")
+
+
+def _gpus(machine: MachineReport) -> Findings:
+    old = [each for each in machine.devices if float(each.compute_capability or "inf") < BF16]
+    if old:
+        capability = f"compute capability {old[0].compute_capability}"
+        yield _finding("bf16", f"{old[0].name} has {capability}, below {BF16}")
+    kinds = sorted({device.name for device in machine.devices})
+    if len(kinds) > 1:
+        yield _finding("unlike-gpus", f"GPUs of different kinds: {', '.join(kinds)}")
+    for name, device in machine.gpus.items():
+        free, size = device.memory_free_bytes, device.memory_bytes
+        if _below(free, MOSTLY_FREE * size):
+            yield _finding("gpu-in-use", f"{name} has {human(free)} of {human(size)} free")
+
+
+def _links(machine: MachineReport) -> Findings:
+    links = machine.topology.links
+    if across := [link for link in links if link.kind == "SYS"]:
+        path = "only over the link between processors (SYS)"
+        yield _finding("across-numa", f"{_pairs(across)}: {path}")
+    if slow := [link for link in links if not link.is_nvlink and link.kind != "SYS"]:
+        kinds = ", ".join(sorted({link.kind for link in slow}))
+        yield _finding("no-nvlink", f"{_pairs(slow)}: no NVLink, only PCIe ({kinds})")
+    large = [each.busbw for each in machine.allreduce if each.bytes >= LARGE]
+    connected = machine.device == "cuda" and links and all(link.is_nvlink for link in links)
+    if connected and _below(max(large, default=None), NVLINK_BUSBW):
+        rate = f"{human(max(large))}/s"
+        seen = f"all-reduce has a bus bandwidth of {rate}, though NVLink connects all GPUs"
+        yield _finding("nvlink-unused", seen)
+
+
+def _pairs(links: Sequence[Link]) -> str:
+    named = ", ".join(f"{link.a}-{link.b}" for link in links[:4])
+    return f"{named} and {len(links) - 4} more pairs" if len(links) > 4 else named
+
+
+def _failures(machine: MachineReport) -> Findings:
+    for failure in machine.failures:
+        if failure.measurement == "torch" and failure.late:
+            yield _finding("slow-import", f"importing torch was {failure.reason}")
+        else:
+            fatal = failure.measurement in FATAL and not failure.late
+            other = {"severity": "error"} if fatal else {}
+            yield _finding("failed", f"{failure.measurement}: {failure.reason}", **other)
+
+
+def _disk(machine: MachineReport) -> Findings:
+    rate = machine.disk_write_bytes_per_s
+    if _below(rate, SLOW_DISK):
+        size, minutes = human(CHECKPOINT), CHECKPOINT / rate / 60
+        why = f"the checkpoint of a 7B model with its AdamW, {size}, takes {minutes:.0f} min"
+        yield _finding("slow-disk", f"{human(rate)}/s are written", why=why)
+
+
+def _shared_and_locked_memory(machine: MachineReport) -> Findings:
+    kernel = machine.kernel
+    free, size = kernel.shared_memory_free_bytes, kernel.shared_memory_bytes
+    if machine.procs > 1 and _below(free, SHARED) and size is not None:
+        room = f"{human(free)} of {human(size)} free"
+        yield _finding("shared-memory", f"/dev/shm has {room}, for {machine.procs} processes")
+    limit = _soft_limit(machine, "locked_memory")
+    if kernel.locks_freely is False and _below(limit, LOCKED):
+        yield _finding("locked-memory", f"{human(limit)} of memory may be locked (ulimit -l)")
+
+
+def _host_memory(machine: MachineReport) -> Findings:
+    swap = machine.host.swap_used_bytes or 0
+    if swap > SWAP_IN_USE:
+        yield _finding("swap", f"{human(swap)} of swap are in use")
+    free, total = machine.host.memory_free_bytes, machine.host_memory_bytes
+    if total is not None and _below(free, LOW * total):
+        yield _finding("host-memory", f"{human(free)} of {human(total)} of host memory are free")
+    if machine.kernel.overcommit_memory == NEVER_OVERCOMMIT:
+        yield _finding("overcommit", "vm.overcommit_memory is 2")
+
+
+def _soft_limit(machine: MachineReport, name: str) -> int | None:
+    """The soft limit; None if it is unlimited or unknown."""
+    limit = machine.kernel.limits.get(name)
+    return None if limit is None else limit.soft
+
+
+def _cores(machine: MachineReport) -> Findings:
+    cores, procs = machine.host.cores, machine.procs
+    if _below(cores, procs):
+        yield _finding("cores", f"{procs} processes share {cores:g} cores")
+    threads = machine.environment.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > 1 and _below(cores, int(threads) * procs):
+        seen = f"OMP_NUM_THREADS={threads} in {procs} processes on {cores:g} cores"
+        yield _finding("threads", seen)
+
+
+def _limits(machine: MachineReport) -> Findings:
+    files, processes = (_soft_limit(machine, name) for name in ("open_files", "processes"))
+    group = machine.kernel.processes_in_group
+    if _below(files, FEW):
+        yield _finding("open-files", f"a process may open {files} files (ulimit -n)")
+    for limit, source in (processes, "ulimit -u"), (group, "pids.max of the control group"):
+        if _below(limit, FEW):
+            yield _finding("processes", f"{limit} processes and threads are allowed ({source})")
+
+
+def _switches(machine: MachineReport) -> Findings:
+    """Variables that were set to find a fault, and forgotten."""
+    for name, effect in advice()["slow-switch"]["variables"].items():
+        value = machine.environment.get(name, "")
+        unused = name == "NCCL_IB_DISABLE" and not machine.network.rdma
+        if value.upper() not in HARMLESS and not unused:
+            yield _finding("slow-switch", f"{name}={value}", why=effect)
+
+
+def _interfaces(machine: MachineReport) -> Findings:
+    """Variables that choose no interface. NCCL uses any that match, gloo all that are named."""
+    up = [*(interface.name for interface in machine.network.interfaces), LOOPBACK]
+    nccl = machine.environment.get("NCCL_SOCKET_IFNAME", "")
+    gloo = machine.environment.get("GLOO_SOCKET_IFNAME", "")
+    missing = [name for name in gloo.split(",") if name and name not in up]
+    suffix = f"the interfaces that are up: {', '.join(up)}"
+    if len(up) > 1 and not _nccl_uses(nccl, up):
+        yield _finding("interface", f"NCCL_SOCKET_IFNAME={nccl}, but that leaves none of {suffix}")
+    if len(up) > 1 and missing:
+        choice = f"GLOO_SOCKET_IFNAME={gloo}"
+        yield _finding("interface", f"{choice}, but {missing[0]} is none of {suffix}")
+
+
+def _nccl_uses(choice: str, interfaces: Sequence[str]) -> list[str]:
+    """Interfaces that begin like a name in `choice`; after `=` they equal it, after `^` all others.
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
+    exactly = choice.removeprefix("^").startswith("=")
+    names = tuple(filter(None, choice.removeprefix("^").removeprefix("=").split(",")))
+    if not names:
+        return list(interfaces)
+    named = [one for one in interfaces if (one in names if exactly else one.startswith(names))]
+    return [one for one in interfaces if one not in named] if choice.startswith("^") else named
+
+
+def _folders(machine: MachineReport) -> Findings:
+    for folder in machine.folders:
+        path, kind, free = folder.path, folder.filesystem, folder.free_bytes
+        if not folder.writable:
+            yield _finding("not-writable", f"{path}, for {folder.use}, cannot be written to")
+        if kind in NETWORK:
+            yield _finding("network-folder", f"{path}, for {folder.use}, is on {kind}")
+        if folder.use == "runs" and _below(free, LITTLE_SPACE):
+            yield _finding("disk-space", f"{path} has {human(free)} free")
+        if folder.use == "runs" and kind in MEMORY:
+            yield _finding("folder-in-memory", f"{path} is on {kind}")
+
+
+RULES: tuple[Callable[[MachineReport], Findings], ...] = (
+    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _failures, _disk,
+    _shared_and_locked_memory, _host_memory, _cores, _limits, _switches, _interfaces,
+    _folders,
+)  # fmt: skip

@@ -1,0 +1,205 @@
+"""Find what a stage's class declares wrongly, and what it answers wrongly to fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import typing
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+from pipeline.contracts.data import Data
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
+from pipeline.contracts.signature import dataclasses_in, field_types, gives, init_fields, needs
+from pipeline.contracts.stage import Context
+from pipeline.contracts.tensors import Weights
+from pipeline.contracts.training import Checkpoints, TrainedRun
+from pipeline.errors import Problem
+from pipeline.plan.registry import kind_of
+from pipeline.planning.planner import Planners
+from pipeline.planning.presets import presets
+from pipeline.recipe.field_docs import plain_value
+from pipeline.recipe.fields import adapter, default_of, field_docs
+from pipeline.testing.helpers import checked, make
+
+KINDS: dict[str, type] = {
+    "model": ModelSource,
+    "adapter": ModelSource,
+    "precision": Precision,
+    "data": Data,
+    "optimizer": OptimizerPlan,
+    "wrap": Engine,
+    "checkpoint": Checkpoints,
+    "train": TrainedRun,
+    "consolidate": Weights,
+    "export": ExportedModel,
+}
+"""Artifact of each known kind of stage; a new kind may give anything."""
+
+
+def in_name(stage: type, name: str) -> Iterator[str]:
+    """A name is `kind.name`, and stages of a known kind give the kind's artifact."""
+    kind, _, rest = name.partition(".")
+    if not all(part.isidentifier() and part.islower() for part in (kind, rest)):
+        yield f"its name `{name}` is not kind.name in lower-case letters, digits and underscores"
+    given, wanted = gives(stage), KINDS.get(kind)
+    if wanted is not None and (given is None or not issubclass(given, wanted)):
+        shown = given.__name__ if given else "nothing"
+        fitting = [other for other, kind in KINDS.items() if given and issubclass(given, kind)]
+        hint = f" (call it {' or '.join(f'{other}.{rest}' for other in fitting)})"
+        yield (
+            f"is called `{name}`, but {kind_of(name)} stages give {wanted.__name__}, and it gives "
+            f"{shown}{hint if fitting else ''}"
+        )
+
+
+def in_run(stage: Any) -> Iterator[str]:
+    """`run(self, ctx: Context, ...)` takes artifacts by name and declares what it gives."""
+    hints = typing.get_type_hints(stage.run)
+    parameters = list(inspect.signature(stage.run).parameters.values())
+    if len(parameters) < 2 or hints.get(parameters[1].name) is not Context:
+        yield "run: the first parameter after `self` is not annotated with Context"
+    if "return" not in hints:
+        yield "run: the return annotation is missing (write `-> None` if it gives nothing)"
+    for parameter in parameters[2:]:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            yield f"run: `{parameter.name}` cannot be given by name"
+    taken = [(f"`{need.parameter}`", need.type) for need in needs(stage)]
+    for what, kind in [*taken, ("what it gives", gives(stage))]:
+        if kind is not None and kind.__module__ in ("builtins", "typing"):
+            yield f"run: {what} is of the type {kind.__name__}, which says nothing of its role"
+
+
+def in_fields(stage: type) -> Iterator[str]:
+    """Every field, at any depth, is documented and understood, and accepts its own default."""
+    unfit: list[str] = []
+    for prefix, kind in _nested(stage):
+        unfit += [*_undocumented(kind, prefix), *_unwritable_defaults(kind, prefix)]
+    try:
+        adapter(stage).json_schema()
+    except Exception as error:
+        unfit.append(f"there is no JSON Schema of its fields: {error}")
+    yield from unfit
+    if not unfit:
+        for prefix, kind in _nested(stage):
+            yield from _refused_defaults(kind, prefix)
+
+
+def _nested(stage: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """The class and the dataclasses in its fields, each with the prefix of its fields' keys."""
+    yield prefix, stage
+    for name, annotation in field_types(stage).items():
+        for below in dataclasses_in(annotation):
+            yield from _nested(below, f"{prefix}{name}.")
+
+
+def _undocumented(kind: type, prefix: str) -> Iterator[str]:
+    docs = field_docs(kind)
+    for field in init_fields(kind):
+        if field.name not in docs:
+            yield f"field `{prefix}{field.name}` has no string under it that says what it is"
+
+
+def _unwritable_defaults(kind: type, prefix: str) -> Iterator[str]:
+    for name, default in _defaults(kind).items():
+        try:
+            json.dumps(default)
+        except TypeError as error:
+            yield f"the default of field `{prefix}{name}` cannot be written in a recipe: {error}"
+
+
+def _refused_defaults(kind: type, prefix: str) -> Iterator[str]:
+    """Python does not hold a default to its field's bounds; a recipe with the default would be."""
+    defaults = _defaults(kind)
+    for problem in make(kind, defaults)[1]:
+        if problem.key.partition(".")[0] in defaults:
+            yield f"the default of field `{prefix}{problem.key}` is refused: {problem.message}"
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Defaults as in a recipe, of the fields that have one."""
+    found = {field.name: default_of(field) for field in init_fields(kind)}
+    return {n: plain_value(v) for n, v in found.items() if v is not dataclasses.MISSING}
+
+
+def with_valid(stage: type, valid: Mapping[str, Any]) -> Iterator[str]:
+    """Valid fields are accepted, unknown ones refused, and values written out mean the same."""
+    made, found = make(stage, valid)
+    if made is None:
+        yield f"valid fields are refused: {_listed(found)}"
+        return
+    if found := (yield from _checked(made)):
+        yield f"check refuses valid fields: {_listed(found)}"
+    unknown = make(stage, {**valid, "no_such_field": 1})[1]
+    if all(problem.key != "no_such_field" for problem in unknown):
+        yield "an unknown field is not refused"
+    try:  # the journal recognizes a finished stage by this
+        json.dumps(dataclasses.asdict(made), sort_keys=True, default=os.fspath)
+    except Exception as error:
+        fit = "use numbers, text, paths, tuples and mappings of them"
+        yield f"its values have no stable JSON form: {error} ({fit})"
+        return
+    again, found = make(stage, plain_value(made))  # as `pipe show` prints them
+    if again is None:
+        yield f"its values are refused when written out in full: {_listed(found)}"
+    elif again != made:
+        yield "is not equal to a stage of the same values"
+
+
+def with_invalid(stage: type, key: str, invalid: Mapping[str, Any]) -> Iterator[str]:
+    """Fields with a mistake at `key` are refused there."""
+    made, found = make(stage, invalid)
+    if made is not None:
+        found = yield from _checked(made)
+    if not found:
+        yield f"invalid fields are accepted: {dict(invalid)!r}"
+    elif all(problem.key != key for problem in found):
+        yield f"{dict(invalid)!r} has no problem at `{key}`, but: {_listed(found)}"
+
+
+def in_presets(stage: Any, use: str) -> Iterator[str]:
+    """Each strategy that the stage's planner offers is a slot without mistakes."""
+    offered, given = presets(Planners.installed(), use), gives(stage)
+    if offered and (given is None or not issubclass(given, Engine)):
+        yield "has presets, which are for stages that give an Engine"
+    for name, preset in offered.items():
+        if found := make(stage, preset.fields)[1]:
+            yield f"its preset `{name}` is refused: {_listed(found)}"
+
+
+def _checked(made: Any) -> Generator[str, None, list[Problem]]:
+    """Yield the violations of `check`; return the problems that it finds."""
+    try:
+        found: list[Any] = list(checked(made))
+    except Exception as error:
+        yield f"check raised {type(error).__name__} instead of yielding a Problem: {error}"
+        return []
+    for each in found:
+        if not isinstance(each, Problem):
+            yield f"check yields {type(each).__name__} instead of Problem"
+        elif each.key and not _names_field(type(made), each.key.split(".")):
+            yield f"check yields a problem whose key is no field: `{each.key}`"
+    return [each for each in found if isinstance(each, Problem)]
+
+
+def _names_field(stage: type, parts: list[str]) -> bool:
+    """Whether a dotted key leads to a field, as deep as there are dataclasses."""
+    owners = [stage]
+    for part in parts:
+        types = [field_types(owner)[part] for owner in owners if part in field_types(owner)]
+        if not types:
+            return part.isdecimal()
+        owners = [below for each in types for below in dataclasses_in(each)]
+        if not owners:
+            return True
+    return True
+
+
+def _listed(found: list[Problem]) -> str:
+    return "; ".join(str(dataclasses.replace(each, location=None)) for each in found)

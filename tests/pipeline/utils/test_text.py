@@ -1,0 +1,17 @@
+"""Text for people."""
+
+from __future__ import annotations
+
+from pipeline.utils.text import align, plural
+
+
+def test_plurals() -> None:
+    assert [plural(1, "process"), plural(2, "process")] == ["1 process", "2 processes"]
+    assert [plural(0, "error"), plural(3, "micro-batch")] == ["0 errors", "3 micro-batches"]
+
+
+def test_columns_are_aligned() -> None:
+    rows = [("name", "size", "more"), ("a", "10"), ("longer", "1", "x")]
+    assert list(align(rows)) == ["name    size  more", "a         10", "longer     1     x"]
+    assert list(align(rows[1:], left=2)) == ["a       10", "longer  1   x"]
+    assert list(align([])) == []
