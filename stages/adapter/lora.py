@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -18,9 +18,11 @@ from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 from stages.model.derived import DerivedSource
 
-FourBits = Literal["nf4", "fp4"]
-"""The 16 values that 4 bits stand for: quantiles of a normal distribution, or floating-point
-numbers."""
+if TYPE_CHECKING:
+    from stages.adapter.source import AdaptedSource
+
+QuantType = Literal["nf4", "fp4"]
+"""The 16 values of 4 bits: quantiles of a normal distribution, or floating-point numbers."""
 
 
 class AdaptedModel(DerivedSource):
@@ -29,17 +31,17 @@ class AdaptedModel(DerivedSource):
     @property
     @abstractmethod
     def trained(self) -> Sequence[str]:
-        """Names of the parameters that are trained, all of the adapter."""
+        """Names of the trained parameters, which are the adapter."""
 
     @property
     @abstractmethod
-    def quantize(self) -> FourBits | None:
-        """In which 4 bits the model's own linear layers are, if they are."""
+    def quantize(self) -> QuantType | None:
+        """The 4-bit type of the model's own linear layers; None if they are not quantized."""
 
     @abstractmethod
     def save_config(self, folder: Path) -> None:
-        """Write what peft needs beside the weights. Raises StageError for a training that an
-        adapter cannot express."""
+        """Write peft's configuration. Raises StageError for a training that an adapter cannot
+        express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Lora:
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which linear layers get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
     the head. Experts that are one tensor are no linear layers."""
-    quantize: FourBits | None = None
+    quantize: QuantType | None = None
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
     al. 2023, QLoRA). What is trained, merged and exported is the model with these weights."""
     train_also: tuple[str, ...] = ()
@@ -81,9 +83,9 @@ class Lora:
         builder = plan.before(self, Engine)
         if builder is not None:
             yield Problem(
-                message=f"comes behind slot `{builder}`, which builds the model, and would change "
+                message=f"stands after slot `{builder}`, which builds the model, and would change "
                 "nothing",
-                hint="move it up, behind the model slot",
+                hint="move it up, after the model slot",
             )
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
             yield Problem(
@@ -111,42 +113,39 @@ class Lora:
                 yield Problem(key="start_from", message=message, hint=hint)
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
-        from stages.adapter.source import AdaptedSource
-
-        source: AdaptedSource = self.declared(model, seed=ctx.seed)
-        source.tell(ctx.log)
+        source = self.declared(model, seed=ctx.seed)
+        source.log_summary(ctx.log)
         return source
 
-    def declared(self, model: ModelSource, *, seed: int) -> Any:
-        """The model with its adapter, of which nothing is said yet."""
-        from stages.adapter.nf4_linear import QuantisedSource
+    def declared(self, model: ModelSource, *, seed: int) -> AdaptedSource:
+        """The model with its adapter, without logging."""
+        from stages.adapter.nf4_linear import PackedSource
         from stages.adapter.source import AdaptedSource
 
-        base = model if self.quantize is None else QuantisedSource(model, self.quantize)
+        base = model if self.quantize is None else PackedSource(model, self.quantize)
         return AdaptedSource(self, base, seed=seed)
 
 
 def differences(stage: Lora, config: Path) -> Iterator[tuple[str, str]]:
-    """Where peft's `config` file means another function than `stage`: what, and what to do."""
+    """Settings in peft's `config` file that differ from the stage's: a message and a hint each."""
     try:
         saved: Any = json.loads(config.read_text("utf-8"))
     except (OSError, ValueError) as error:
         yield f"{config} cannot be read: {error}", ""
         return
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        yield f"{config} is of no LoRA", ""
+        yield f"{config} is not the configuration of a LoRA", ""
         return
     for key in ("rank_pattern", "alpha_pattern"):
         if saved.get(key):
-            yield f"its {key} gives layers settings of their own, which adapter.lora has not", ""
-    scaling = "rslora" if saved.get("use_rslora") else "standard"
-    told = {
+            yield f"its {key} gives layers settings of their own, which adapter.lora cannot", ""
+    settings = {
         "rank": saved.get("r"),
         "alpha": saved.get("lora_alpha"),
-        "scaling": scaling,
+        "scaling": "rslora" if saved.get("use_rslora") else "standard",
         "dora": bool(saved.get("use_dora")),
     }
-    for field, value in told.items():
+    for field, value in settings.items():
         own = getattr(stage, field)
         if value != own:
             yield f"was trained with {field}: {value}, this is {own}", f"set {field}: {value}"

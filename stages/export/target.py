@@ -1,6 +1,6 @@
 """The folder an export goes to: claim it, fill a partial one beside it, swap.
 
-Only what an earlier export of ours wrote is ever replaced: its manifest says what that is.
+Only files that an earlier export of ours wrote are ever replaced: its manifest lists them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
 
 PARTIAL = ".partial"
-"""Ends the name of an export that is not finished; it is removed when its plan changes."""
+"""Suffix of the folder of an unfinished export, which is emptied when its plan changes."""
 MARGIN = 16 << 20
-"""ResourceNeed for config and tokenizer beside the weights."""
+"""Bytes for config and tokenizer beside the weights."""
 
 
 def foreign(folder: Path) -> str | None:
@@ -54,14 +54,19 @@ def foreign(folder: Path) -> str | None:
 
 
 def target_of(name: str | None, ctx: Context) -> Path:
-    """Where the export goes; links are followed, so that it is replaced where it really is."""
+    """The folder of the export; links are followed, so that it is replaced where it really is."""
     folder = Path(name).expanduser() if name else ctx.run_dir / "export"
     return folder.resolve()
 
 
+def partial_of(folder: Path) -> Path:
+    """The folder in which the export is written until it is proven."""
+    return folder.with_name(folder.name + PARTIAL)
+
+
 def dry_run_folder(name: str | None, ctx: Context) -> str | None:
-    """A folder beside the one named, which is removed when the dry run ends; the run's own is in
-    a folder that is removed anyway."""
+    """A folder beside the one named, which is removed when the dry run ends; None for the run's
+    own, which is removed anyway."""
     if name is None:
         return None
     target = target_of(name, ctx)
@@ -84,13 +89,14 @@ def finished(folder: Path, plan: str) -> Manifest | None:
     return found if weights and same else None
 
 
-def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> tuple[Path, Manifest]:
-    """A partial folder beside `folder`, and what it already holds of the export `plan`.
+def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
+    """Make the partial folder of `folder`; the manifest of what it already holds of the export
+    `plan`.
 
-    Nobody else can claim it until `held` ends. Raises StageError when somebody has, and when either
+    No other process can claim it until `held` ends. Raises StageError when one has, and when either
     folder is not ours.
     """
-    partial, previous = folder.with_name(folder.name + PARTIAL), _previous(folder)
+    partial, previous = partial_of(folder), _previous(folder)
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
         previous.replace(folder)
@@ -102,12 +108,11 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> tuple[Path, Ma
     partial.mkdir(parents=True, exist_ok=True)
     _lock(partial, held)
     begun = manifest.load(partial)
-    if begun is not None and begun.plan == plan:
-        return partial, begun
-    clear(partial)
-    fresh = Manifest(plan=plan, block=BLOCK)
-    fresh.save(partial)
-    return partial, fresh
+    if begun is None or begun.plan != plan:
+        clear(partial)
+        begun = Manifest(plan=plan, block=BLOCK)
+        begun.save(partial)
+    return begun
 
 
 def _lock(partial: Path, held: contextlib.ExitStack) -> None:
@@ -132,7 +137,7 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
 
 
 def reject(partial: Path) -> None:
-    """A later export starts anew instead of going on with what is in the folder."""
+    """Make a later export start anew instead of going on with the files in the folder."""
     Manifest(plan="", block=BLOCK).save(partial)
 
 
@@ -155,8 +160,8 @@ def seal(partial: Path, finished: Manifest) -> None:
 
 
 def swap(partial: Path, folder: Path) -> Path | None:
-    """Put the finished partial folder in place of an earlier export. Returns where that is kept, if
-    somebody has changed a file beside its weights."""
+    """Put the finished partial folder in place of an earlier export. Returns where the earlier one
+    is kept if somebody has changed a file beside its weights."""
     previous = _previous(folder)
     if folder.exists():
         folder.replace(previous)
@@ -166,7 +171,7 @@ def swap(partial: Path, folder: Path) -> Path | None:
 
 
 def _retire(previous: Path, folder: Path) -> Path | None:
-    """Remove an earlier export, or move it to where it is kept, which is returned."""
+    """Remove an earlier export if it is as it was written. Returns where it is kept otherwise."""
     if not previous.exists():
         return None
     if _is_as_written(previous):
@@ -180,7 +185,7 @@ def _retire(previous: Path, folder: Path) -> Path | None:
 
 
 def _is_as_written(folder: Path) -> bool:
-    """Whether no file beside the weights holds anything else than what its export wrote."""
+    """Whether every file beside the weights is as its export wrote it."""
     with contextlib.suppress(ExportError):
         written = manifest.load(folder)
         if written is not None:
@@ -190,5 +195,5 @@ def _is_as_written(folder: Path) -> bool:
 
 
 def _previous(folder: Path) -> Path:
-    """Hidden, as nobody gives such a name to an export that is to be kept."""
+    """The place of the earlier export during a swap: hidden, a name that no export has."""
     return folder.with_name(f".{folder.name}.previous")
