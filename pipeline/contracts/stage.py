@@ -21,6 +21,9 @@ is not as it was left. A resume asks it, in one process, before the slot counts 
 stage that trains needs it, others where they would leave something outside of the run's folder or
 do what no step needs.
 
+`for_export`, an optional class attribute, maps fields to the values that `pipe export` gives them
+where a recipe sets them, as it trains nothing and runs on the CPU.
+
 For `pipe plan` and `pipe advise` a stage has a planner (`pipeline.planning.planner`), a class of
 its own, so that no run imports it.
 """

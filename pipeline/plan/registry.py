@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Iterable, Iterator
@@ -97,6 +98,17 @@ class Registry:
         if name not in self._loaded:
             self._loaded[name] = _load(self.entry(name))
         return self._loaded[name]
+
+    def giving(self, kind: type, *inputs: type) -> str:
+        """The stage that gives a `kind` and requires no artifacts but `inputs`; a built-in stage
+        comes before others. Raises PluginError when there is none."""
+        for entry in sorted(self.entries(), key=lambda entry: entry.distribution != BUILT_IN):
+            with contextlib.suppress(PluginError):
+                stage = self.load(entry.name)
+                required = {need.type for need in needs(stage) if not need.optional}
+                if issubclass(gives(stage) or object, kind) and required <= {*inputs}:
+                    return entry.name
+        raise PluginError(f"no installed stage gives {kind.__name__} without further slots")
 
     def hint(self, name: str) -> str:
         """Words for somebody who asked for a stage that is not there."""

@@ -99,12 +99,12 @@ class AdaptedSource(AdaptedModel):
                 "%.0f %% of the model's parameters are %s; %s", 100 * experts, SKIPPED, HINT
             )
         if known:
-            share = sum(known.values()) / (sum(sizes.values()) - trained)
+            packed = sum(known.values()) / (sum(sizes.values()) - trained)
             log.log(
-                logging.INFO if share > 0.5 else logging.WARNING,
+                logging.INFO if packed > 0.5 else logging.WARNING,
                 "%.0f %% of the model's weights are held in 4 bits: those of linear layers but the "
                 "head, not embeddings, nor experts that are one tensor",
-                100 * share,
+                100 * packed,
             )
 
     def save_config(self, folder: Path) -> None:

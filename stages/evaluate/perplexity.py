@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Totals:
-    """What was measured so far."""
+    """Sums over the documents scored so far."""
 
     documents: int = 0
     tokens: int = 0
-    """Scored ones."""
+    """Number of scored tokens."""
     bytes: int = 0
-    """Of the documents' text in UTF-8."""
+    """Bytes of the documents' text in UTF-8."""
     nats: float = 0.0
     """Sum of -log p over scored tokens."""
 
     def results(self, *, bytes_are_scored: bool) -> dict[str, Any]:
-        """JSON; see the stage for what the numbers mean. Raises StageError if nothing was scored,
-        or the model gives a number that is none."""
+        """The results, as JSON. Raises StageError if nothing was scored, or the model returns NaN
+        or infinity."""
         if not self.tokens:
             raise StageError("no document has two tokens", hint="set prepend_bos: true")
         mean = self.nats / self.tokens
@@ -59,8 +59,8 @@ def measure(
     *,
     most: int | None = None,
 ) -> Totals:
-    """Score the documents, `batch_size` windows at a time; of all of them no more than `most`
-    windows. The config's `window` is a number."""
+    """Score the documents, `batch_size` windows at a time, and no more than `most` windows of all
+    of them. The config's `window` is set."""
     totals = Totals()
     samples = itertools.islice(_samples(config, documents, encode, totals), most)
     loss = SummedLoss(model)
@@ -73,10 +73,7 @@ def measure(
 
 
 def _samples(
-    config: EvaluateLm,
-    documents: Iterable[str],
-    encode: Callable[[str], list[int]],
-    totals: Totals,
+    config: EvaluateLm, documents: Iterable[str], encode: Callable[[str], list[int]], totals: Totals
 ) -> Iterator[Sample]:
     assert config.window is not None
     stride = min(config.stride or config.window // 2, config.window)
@@ -89,8 +86,8 @@ def _samples(
 def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
     """The windows of a document, `stride` apart, each of at most `window` input tokens.
 
-    A window's labels are the tokens that no earlier one has; the others are its context. So each
-    token but the first is a label exactly once, and every one beyond the first window has at least
+    A window's labels are the tokens that no earlier window has; the others are its context. So each
+    token but the first is a label exactly once, and a token beyond the first window has at least
     `window - stride` tokens before it.
     """
     tokens = np.asarray(ids, dtype=np.int64)

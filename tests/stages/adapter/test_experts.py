@@ -75,7 +75,7 @@ def test_check_warns_of_experts_without_updates(
 def test_a_run_warns_of_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ctx = context(tmp_path)
     model = HfModel(config=config("mixtral"), init="random").run(ctx)
-    share = f"{expert_share(outline(model)):.0%}"
+    share = f"{expert_share(outline(model)):.0%}".replace("%", " %")
     with caplog.at_level(logging.WARNING, ctx.log.name):
         Lora().run(ctx, model)
     (record,) = [one for one in caplog.records if "experts" in one.getMessage()]
