@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,21 +85,11 @@ def _fits(folder: Path) -> bool:
     return size + size // 4 + ROOM < free_memory()
 
 
-class LazyTensors(Mapping[str, "Tensor"]):
-    """Tensors by name, each read when it is looked up."""
+class LazyTensors(dict[str, Any]):
+    """Tensors by name, each read when it is looked up: the values are functions of the name."""
 
-    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        self._names = names
-        self._read = read
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)(name)
 
 
 def reference(
@@ -116,9 +106,11 @@ def reference(
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     tied = ties(model)
-    values = LazyTensors(
-        dtypes.keys(), lambda name: tensors.read(tied.get(name, name)).to(dtypes[name])
-    )
+
+    def read(name: str) -> Tensor:
+        return tensors.read(tied.get(name, name)).to(dtypes[name])
+
+    values = LazyTensors(dict.fromkeys(dtypes, read))
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: values[name] for name in tensors.names() if name not in parameters}
     model.load_state_dict(buffers, strict=False, assign=True)
@@ -126,9 +118,7 @@ def reference(
     return _by_blocks(model, values, {*compat.block_classes(model), *external})
 
 
-def _by_blocks(
-    model: nn.Module, values: Mapping[str, Tensor], blocks: Collection[str]
-) -> nn.Module:
+def _by_blocks(model: nn.Module, values: LazyTensors, blocks: Collection[str]) -> nn.Module:
     """`model`, which runs with `values`; modules of the classes `blocks` are in memory one at a
     time."""
     from accelerate.hooks import attach_align_device_hook
@@ -167,7 +157,7 @@ def with_adapter(source: ModelSource, own: TensorReader, folder: Path) -> nn.Mod
 
     layers = (one for one in model.modules() if isinstance(one, peft.tuners.lora.LoraLayer))
     together = {*blocks, *(type(layer).__name__ for layer in layers)}
-    return _by_blocks(model, LazyTensors(list(model.state_dict()), read), together)
+    return _by_blocks(model, LazyTensors(dict.fromkeys(model.state_dict(), read)), together)
 
 
 def loaded_adapter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ class Manifest(_Strict):
     """The stage that wrote it, for `pipe verify`."""
     plan: str
     """Equal for exports of the same checkpoint into the same bytes."""
-    block: int
+    block: int = BLOCK
     """Bytes of a block."""
     weights: dict[str, WeightFile] = {}
     """Finished weight files."""
@@ -90,6 +90,11 @@ class Manifest(_Strict):
     def files(self) -> list[str]:
         """All of the export's files, including the manifest."""
         return sorted({*self.weights, *self.others, NAME})
+
+    def beside(self, folder: Path) -> dict[str, str]:
+        """Checksums of the files in `folder` beside the weights and the manifest."""
+        names = names_in(folder) - {NAME, *self.weights}
+        return {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in sorted(names)}
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
@@ -108,12 +113,6 @@ def load(folder: Path) -> Manifest | None:
         return Manifest.model_validate(content)
     except ValidationError as error:
         raise ExportError(f"{folder / NAME} is damaged: {error.error_count()} fields") from error
-
-
-def checksums(folder: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """Checksums of every file in a folder and its sub-folders but the manifest."""
-    names = names_in(folder) - {NAME, *without}
-    return {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in sorted(names)}
 
 
 def names_in(folder: Path) -> set[str]:

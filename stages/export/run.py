@@ -19,7 +19,7 @@ from pipeline.errors import ExportError, StageError, in_words
 from pipeline.utils.files import replace_text
 from pipeline.utils.text import Throughput, human
 from stages.export import target
-from stages.export.manifest import Manifest, WeightFile, checksums, facts_of, write_card
+from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
 from stages.export.plan import INDEX, index
 from stages.export.weight_files import Shard, check, prove_files, write
 
@@ -38,10 +38,7 @@ def export(
     plan = contents.plan(_digest_beside(ctx, contents))
     try:
         found = _from_main(ctx, lambda: target.finished(folder, plan.digest))
-        if found is None or any(
-            check(folder / part.file, part, found.weights[part.file].sums, ctx.dist)
-            for part in plan.parts
-        ):
+        if found is None or not all(_is_whole(ctx, folder, part, found) for part in plan.parts):
             found = _exported(ctx, contents, plan, folder, trained)
         else:
             ctx.log.info("%s holds this export already", folder)
@@ -70,7 +67,11 @@ def _digest_beside(ctx: Context, contents: Contents) -> str:
     if ctx.dist.is_main:
         with tempfile.TemporaryDirectory() as scratch:
             contents.save_beside(Path(scratch), dtype="fp32")
-            facts: list[Any] = [contents.writer, contents.prompt, checksums(Path(scratch))]
+            facts: list[Any] = [
+                contents.writer,
+                contents.prompt,
+                Manifest(plan="").beside(Path(scratch)),
+            ]
             if contents.source.frozen_base:
                 facts.append(contents.source.contents)
             text = json.dumps(facts, sort_keys=True)
@@ -107,7 +108,7 @@ def _exported(
             done = _from_main(ctx, lambda: _finish(ctx, contents, plan, folder, written, trained))
         except ExportError as error:
             if ctx.dist.is_main:
-                target.reject(partial)
+                Manifest(plan="").save(partial)  # a later export starts anew
             raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
     assert done is not None
     return done
@@ -117,7 +118,9 @@ def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -
     """Write the files that are missing, after reading back those of an interrupted export."""
     watch = Throughput(ctx.log, "writing weights", plan.total // ctx.dist.world_size)
     done = begun
-    missing = [part for part in plan.parts if not _is_there(ctx, partial, part, begun)]
+    missing = [part for part in plan.parts if not _is_whole(ctx, partial, part, begun)]
+    if len(missing) < len(plan.parts):
+        ctx.log.info("%d file(s) are there already", len(plan.parts) - len(missing))
     for first in range(0, len(missing), ctx.dist.world_size):
         parts = missing[first : first + ctx.dist.world_size]
         sums = write(partial, parts, plan.files, ctx.dist, watch.advance)
@@ -132,14 +135,10 @@ def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -
     return done
 
 
-def _is_there(ctx: Context, partial: Path, part: Shard, begun: Manifest) -> bool:
-    """Whether an earlier export has finished a file (collective)."""
-    if part.file not in begun.weights:
-        return False
-    if check(partial / part.file, part, begun.weights[part.file].sums, ctx.dist):
-        return False
-    ctx.log.info("%s is there already", part.file)
-    return True
+def _is_whole(ctx: Context, folder: Path, part: Shard, written: Manifest) -> bool:
+    """Whether a file in `folder` is finished and as it was written (collective)."""
+    entry = written.weights.get(part.file)
+    return entry is not None and not check(folder / part.file, part, entry.sums, ctx.dist)
 
 
 def _finish(
@@ -162,11 +161,9 @@ def _finish(
     ctx.log.info(
         "the export loads and computes the same (largest difference %.2g)", proof.difference
     )
-    others = checksums(partial, without=written.weights)
-    update = {"others": others, "facts": facts, "proof": proof, "writer": contents.writer}
-    done = written.model_copy(update=update)
-    target.seal(partial, done)
-    kept = target.swap(partial, folder)
+    update = {"facts": facts, "proof": proof, "writer": contents.writer}
+    done = written.model_copy(update={"others": written.beside(partial), **update})
+    kept = target.put_in_place(folder, done)
     if kept is not None:
         ctx.log.warning("files of the earlier export were changed: kept as %s", kept)
     return done

@@ -19,7 +19,7 @@ from pipeline.errors import ExportError, StageError
 from pipeline.utils.files import sync, sync_tree
 from pipeline.utils.text import human
 from stages.export import manifest
-from stages.export.manifest import BLOCK, Manifest
+from stages.export.manifest import Manifest
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
@@ -31,15 +31,15 @@ MARGIN = 16 << 20
 
 
 def foreign(folder: Path) -> str | None:
-    """Why `folder` must not be replaced; None when absent, empty or wholly an export of ours."""
+    """The reason why `folder` must not be replaced; None when absent, empty or wholly an export of
+    ours."""
     if not folder.exists():
         return None
     if not folder.is_dir():
         return f"{folder} is not a folder"
     if os.path.ismount(folder):
         return f"{folder} is a mount point, which cannot be replaced"
-    entries = manifest.names_in(folder)
-    if not entries and not any(folder.iterdir()):
+    if not any(folder.iterdir()):
         return None
     try:
         written = manifest.load(folder)
@@ -47,7 +47,7 @@ def foreign(folder: Path) -> str | None:
         return str(error)
     if written is None:
         return f"{folder} holds files that are not an export of ours"
-    others = sorted(entries - set(written.files))
+    others = sorted(manifest.names_in(folder) - set(written.files))
     if others and written.proof is not None:
         return f"{folder} holds files that its export did not write: {', '.join(others[:10])}"
     return None
@@ -62,6 +62,11 @@ def target_of(name: str | None, ctx: Context) -> Path:
 def partial_of(folder: Path) -> Path:
     """The folder in which the export is written until it is proven."""
     return folder.with_name(folder.name + PARTIAL)
+
+
+def _previous_of(folder: Path) -> Path:
+    """The hidden place of the earlier export during a swap."""
+    return folder.with_name(f".{folder.name}.previous")
 
 
 def dry_run_folder(name: str | None, ctx: Context) -> str | None:
@@ -79,14 +84,11 @@ def dry_run_folder(name: str | None, ctx: Context) -> str | None:
 
 def finished(folder: Path, plan: str) -> Manifest | None:
     """The manifest of the export `plan`, if `folder` holds that and nothing else."""
-    if foreign(folder) or not folder.is_dir():
-        return None
-    found = manifest.load(folder)
+    found = manifest.load(folder) if foreign(folder) is None else None
     if found is None or found.proof is None or found.plan != plan:
         return None
-    weights = all((folder / name).is_file() for name in found.weights)
-    same = manifest.checksums(folder, without=found.weights) == found.others
-    return found if weights and same else None
+    whole = all((folder / name).is_file() for name in found.weights)
+    return found if whole and found.others == found.beside(folder) else None
 
 
 def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
@@ -96,7 +98,7 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
     No other process can claim it until `held` ends. Raises StageError when one has, and when either
     folder is not ours.
     """
-    partial, previous = partial_of(folder), _previous(folder)
+    partial, previous = partial_of(folder), _previous_of(folder)
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
         previous.replace(folder)
@@ -110,7 +112,7 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
     begun = manifest.load(partial)
     if begun is None or begun.plan != plan:
         clear(partial)
-        begun = Manifest(plan=plan, block=BLOCK)
+        begun = Manifest(plan=plan)
         begun.save(partial)
     return begun
 
@@ -136,11 +138,6 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
             entry.unlink()
 
 
-def reject(partial: Path) -> None:
-    """Make a later export start anew instead of going on with the files in the folder."""
-    Manifest(plan="", block=BLOCK).save(partial)
-
-
 def require_space(folder: Path, size: int) -> None:
     """Raise StageError unless the file system has room for `size` bytes and a little more."""
     free = shutil.disk_usage(folder).free
@@ -151,18 +148,14 @@ def require_space(folder: Path, size: int) -> None:
         )
 
 
-def seal(partial: Path, finished: Manifest) -> None:
-    """Flush everything to disk, the final manifest last."""
+def put_in_place(folder: Path, finished: Manifest) -> Path | None:
+    """Flush the partial folder to disk, its final manifest last, and put it in place of an earlier
+    export. Returns where that one is kept if somebody has changed a file beside its weights."""
+    partial, previous = partial_of(folder), _previous_of(folder)
     sync_tree(partial)
     finished.save(partial)
     sync(partial / manifest.NAME)
     sync(partial)
-
-
-def swap(partial: Path, folder: Path) -> Path | None:
-    """Put the finished partial folder in place of an earlier export. Returns where the earlier one
-    is kept if somebody has changed a file beside its weights."""
-    previous = _previous(folder)
     if folder.exists():
         folder.replace(previous)
     partial.replace(folder)
@@ -171,7 +164,8 @@ def swap(partial: Path, folder: Path) -> Path | None:
 
 
 def _retire(previous: Path, folder: Path) -> Path | None:
-    """Remove an earlier export if it is as it was written. Returns where it is kept otherwise."""
+    """Remove an earlier export if the files beside its weights are as it wrote them; otherwise
+    move it to a place that is kept, and return that."""
     if not previous.exists():
         return None
     if _is_as_written(previous):
@@ -185,15 +179,8 @@ def _retire(previous: Path, folder: Path) -> Path | None:
 
 
 def _is_as_written(folder: Path) -> bool:
-    """Whether every file beside the weights is as its export wrote it."""
     with contextlib.suppress(ExportError):
         written = manifest.load(folder)
         if written is not None:
-            found = manifest.checksums(folder, without=written.weights)
-            return found.items() <= written.others.items()
+            return written.beside(folder).items() <= written.others.items()
     return not manifest.names_in(folder)
-
-
-def _previous(folder: Path) -> Path:
-    """The place of the earlier export during a swap: hidden, a name that no export has."""
-    return folder.with_name(f".{folder.name}.previous")
