@@ -26,17 +26,15 @@ QuantType = Literal["nf4", "fp4"]
 
 
 class AdaptedModel(DerivedSource):
-    """A model whose own weights stay as they are, with an adapter that is trained."""
+    """A model whose own weights are frozen, with an adapter that is trained."""
+
+    quantize: QuantType | None
+    """The 4-bit type of the model's own linear layers; None if they are not quantized."""
 
     @property
     @abstractmethod
     def trained(self) -> Sequence[str]:
         """Names of the trained parameters, which are the adapter."""
-
-    @property
-    @abstractmethod
-    def quantize(self) -> QuantType | None:
-        """The 4-bit type of the model's own linear layers; None if they are not quantized."""
 
     @abstractmethod
     def save_config(self, folder: Path) -> None:
@@ -82,17 +80,11 @@ class Lora:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
         builder = plan.before(self, Engine)
         if builder is not None:
-            yield Problem(
-                message=f"stands after slot `{builder}`, which builds the model, and would change "
-                "nothing",
-                hint="move it up, after the model slot",
-            )
+            message = f"stands after slot `{builder}`, which builds the model, and changes nothing"
+            yield Problem(message=message, hint="move it up, after the model slot")
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
-            yield Problem(
-                key="quantize",
-                message="needs bitsandbytes",
-                hint="pip install 'pipetrain[bitsandbytes]'",
-            )
+            hint = "pip install 'pipetrain[bitsandbytes]'"
+            yield Problem(key="quantize", message="needs bitsandbytes", hint=hint)
         if self.targets == "all-linear" and not any("expert" in name for name in self.train_also):
             from stages.adapter.experts import skipped_experts
 
@@ -100,16 +92,7 @@ class Lora:
         if self.targets == ():
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:
-            yield from self._start_problems(Path(self.start_from).expanduser())
-
-    def _start_problems(self, folder: Path) -> Iterator[Problem]:
-        from stages.adapter.compat import CONFIG, WEIGHTS
-
-        missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
-        for name in missing:
-            yield Problem(key="start_from", message=f"no {name} in {folder}")
-        if not missing:
-            for message, hint in differences(self, folder / CONFIG):
+            for message, hint in differences(self, Path(self.start_from).expanduser()):
                 yield Problem(key="start_from", message=message, hint=hint)
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
@@ -126,15 +109,22 @@ class Lora:
         return AdaptedSource(self, base, seed=seed)
 
 
-def differences(stage: Lora, config: Path) -> Iterator[tuple[str, str]]:
-    """Settings in peft's `config` file that differ from the stage's: a message and a hint each."""
+def differences(stage: Lora, folder: Path) -> Iterator[tuple[str, str]]:
+    """Reasons why the stage cannot go on from the adapter in a folder: a message and a hint
+    each."""
+    from stages.adapter.compat import CONFIG, WEIGHTS
+
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        yield f"no {' and no '.join(missing)} in {folder}", ""
+        return
     try:
-        saved: Any = json.loads(config.read_text("utf-8"))
+        saved: Any = json.loads((folder / CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        yield f"{config} cannot be read: {error}", ""
+        yield f"{folder / CONFIG} cannot be read: {error}", ""
         return
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        yield f"{config} is not the configuration of a LoRA", ""
+        yield f"{folder / CONFIG} is not the configuration of a LoRA", ""
         return
     for key in ("rank_pattern", "alpha_pattern"):
         if saved.get(key):

@@ -27,7 +27,7 @@ from stages.weights.views import JoinedReader
 if TYPE_CHECKING:
     from torch import nn
 
-    from stages.adapter.lora import Lora, QuantType
+    from stages.adapter.lora import Lora
 
 NUMBERED = frozenset("0123456789?[")
 """Characters of names and patterns that may mean one block and not another."""
@@ -39,6 +39,7 @@ class AdaptedSource(AdaptedModel):
     def __init__(self, stage: Lora, base: ModelSource, *, seed: int) -> None:
         super().__init__(base)
         self.stage = stage
+        self.quantize = stage.quantize
         self._seed = seed
 
     def build(self) -> nn.Module:
@@ -79,10 +80,6 @@ class AdaptedSource(AdaptedModel):
     @functools.cached_property
     def trained(self) -> Sequence[str]:
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
-
-    @property
-    def quantize(self) -> QuantType | None:
-        return self.stage.quantize
 
     def log_summary(self, log: logging.Logger) -> None:
         """Log the numbers of trained parameters and of weights in 4 bits. Raises StageError for

@@ -48,36 +48,26 @@ class EvaluateLm:
     files: str | tuple[str, ...] = ()
     """Paths or glob patterns of the files to measure perplexity on: .txt, .jsonl, .json (one object
     a line), also with .gz, or .parquet."""
-
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Key or column of the text in JSON and Parquet rows."""
-
     documents: Literal["file", "line"] = "file"
     """The documents of a .txt file: the whole file, or every line that is not blank."""
-
     prepend_bos: bool = False
     """Put the tokenizer's start token before every document."""
-
     window: Annotated[int, Ge(2)] | None = None
     """Tokens that the model reads at once, at most its number of positions; null: 1024, or that
     number if it is smaller."""
-
     stride: Count | None = None
     """Tokens from the start of one window to that of the next. A smaller stride gives tokens more
     context and takes more time. null: half of `window`."""
-
     batch_size: Count = 1
     """Windows, or examples of a task, of one forward pass."""
-
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks (EleutherAI's lm-evaluation-harness), which fetches their data."""
-
     task_folder: str | None = None
     """Folder with definitions of further tasks, in lm-eval's YAML."""
-
     num_fewshot: Annotated[int, Ge(0)] | None = None
     """Examples in the prompt of a task; null takes each task's own number."""
-
     limit: Count | None = None
     """Examples of each task; null takes all."""
 
@@ -88,17 +78,11 @@ class EvaluateLm:
             yield from problems("files", self.files)
         window = self.window or WINDOW
         if self.stride is not None and self.stride > window:
-            yield Problem(
-                key="stride",
-                message=f"{self.stride} leaves out tokens between windows of {window}",
-                hint="set a stride of at most window",
-            )
+            message = f"{self.stride} leaves out tokens between windows of {window}"
+            yield Problem(key="stride", message=message, hint="set a stride of at most window")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
-            yield Problem(
-                key="tasks",
-                message="needs the package lm_eval, which is not installed",
-                hint="pip install 'pipetrain[evaluate]'",
-            )
+            message = "needs the package lm_eval, which is not installed"
+            yield Problem(key="tasks", message=message, hint="pip install 'pipetrain[evaluate]'")
         if self.task_folder is not None and not Path(self.task_folder).expanduser().is_dir():
             yield Problem(key="task_folder", message=f"no such folder: {self.task_folder}")
         for key in ("task_folder", "num_fewshot", "limit"):

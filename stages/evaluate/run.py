@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +52,7 @@ def _measured(
     model = _load(exported.folder, source, on_gpu=ctx.dist.device.type == "cuda")
     results: dict[str, Any] = {"model": str(exported.folder)}
     if config.files:
-        whole = replace(config, window=_window(config, model))
-        results["text"] = _text(whole, model, source, BRIEF if briefly else None)
+        results["text"] = _text(config, model, source, BRIEF if briefly else None)
         ctx.log.info("%s", _shown(results["text"]))
     if config.tasks and not briefly:
         results["tasks"] = run_tasks(config, model, source.tokenizer())
@@ -70,24 +68,6 @@ def _shown(numbers: Mapping[str, Any]) -> str:
     )
 
 
-def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None) -> dict[str, Any]:
-    tokenizer = source.tokenizer()
-    start = []
-    if config.prepend_bos:
-        start = [tokenize.required_id(tokenizer, "bos_token", "prepend_bos")]
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        tokenize.check_ids(source, max(ids, default=0))
-        return start + ids
-
-    reader = DocumentReader(text_key=config.text_key, unit=config.documents)
-    opened = open_source(Source(files=config.files))
-    documents = reader.read(opened.parts, opened.reading())
-    totals = measure(config, model, documents, encode, most=most)
-    return totals.results(bytes_are_scored=config.prepend_bos and most is None)
-
-
 def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
     """The export as a user loads it, in eval mode."""
     from transformers import AutoModelForCausalLM
@@ -101,15 +81,28 @@ def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
     return model.eval()
 
 
-def _window(config: EvaluateLm, model: Any) -> int:
-    """The window's tokens: as configured, or as many as the model has positions."""
+def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None) -> dict[str, Any]:
+    """Perplexity on the files, of at most `most` windows."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.window is not None and positions is not None and config.window > positions:
         raise StageError(
             f"window is {config.window}, and the model has {positions} positions",
             hint=f"set window: {positions}",
         )
-    return config.window or min(positions or WINDOW, WINDOW)
+    window = config.window or min(positions or WINDOW, WINDOW)
+    tokenizer, start = source.tokenizer(), []
+    if config.prepend_bos:
+        start = [tokenize.required_id(tokenizer, "bos_token", "prepend_bos")]
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokenize.check_ids(source, max(ids, default=0))
+        return start + ids
+
+    reader = DocumentReader(text_key=config.text_key, unit=config.documents)
+    opened = open_source(Source(files=config.files))
+    documents = reader.read(opened.parts, opened.reading())
+    return measure(config, model, documents, encode, window, most)
 
 
 def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:
