@@ -181,4 +181,4 @@ def test_mistakes(
 def test_no_export_at_all(trained: Trained, tmp_path: Path) -> None:
     result = pipe("verify", tmp_path)
     assert result.exit_code == 2
-    assert "is no export of ours" in result.output
+    assert "is not an export of ours" in result.output
