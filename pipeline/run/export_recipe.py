@@ -85,10 +85,9 @@ def _checkpoint(run: str, step: str | None) -> str:
         if step is None:
             return store.locate(newest or names[-1])
         if step == "best":
-            best = best_of(store, names, 1)
-            if not best:
-                raise UsageError(f"no checkpoint of {run} has a loss on held-out data")
-            return store.locate(best.pop())
+            for best in best_of(store, names, 1):
+                return store.locate(best)
+            raise UsageError(f"no checkpoint of {run} has a loss on held-out data")
         name = f"step-{step:0>8}"
         if name not in names:
             there = ", ".join(str(step_number(one)) for one in names)
@@ -97,14 +96,13 @@ def _checkpoint(run: str, step: str | None) -> str:
 
 
 def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
-    """The recipe as YAML; `settings` are of the export slot. Raises UsageError, RecipeError,
-    PluginError."""
+    """The recipe as YAML, with `settings` of the export slot. Raises PipeError."""
     trained = {"use": Registry.installed().giving(TrainedRun), "checkpoint": choice.checkpoint}
     if choice.run is not None:
         recipe = load_recipe(choice.run / rundir.RECIPE)
         content = recipe.public()
         slots = _kept(recipe.name, content["stages"], trained)
-        if choice.model is not None:  # in place of the run's; an adapter on it stays
+        if choice.model is not None:  # an adapter on the run's model stays
             source = next(link.slot for link in _links(slots) if _gives(link, ModelSource))
             slots[source] = _model(choice.model)
         name, seed, env = recipe.name, recipe.seed, content.get("env", [])
@@ -162,15 +160,14 @@ def exports_of(run: Path) -> list[Path]:
     slots = [link.slot for link in _links(stages) if _gives(link, ExportedModel)]
     if not slots:
         raise UsageError(f"{run} exports nothing", hint="pipe export writes one")
-    finished = Journal(run / rundir.JOURNAL).finished()
-    records = {slot: done.record or {} for slot, done in finished.items()}
+    finished = Journal(run / rundir.JOURNAL).finished().items()
+    records = {slot: done.record or {} for slot, done in finished}
     named = (records.get(slot, {}).get("folder") or stages[slot].get("folder") for slot in slots)
     return [Path(folder or run / EXPORT).expanduser() for folder in named]
 
 
 def _links(slots: Mapping[str, Any]) -> Iterator[SlotType]:
-    """The slots with their stages' classes; None for stages that cannot be loaded any more, which
-    the export may not need."""
+    """The slots with their stages' classes; None for a stage that cannot be loaded any more."""
     registry = Registry.installed()
     for slot, spec in slots.items():
         kind = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,10 +44,18 @@ class ExportSettings:
             yield Problem(message=reason, key="folder", hint="name a new folder")
 
     def for_dry_run(self, ctx: Context) -> Self:
-        """The same export into a folder that is removed when the dry run ends."""
-        from stages.export.target import dry_run_folder
+        """The same export into a folder that is removed when the dry run ends: one beside the
+        target, or the run's own."""
+        from stages.export.target import target_of
 
-        return replace(self, folder=dry_run_folder(self.folder, ctx))
+        if self.folder is None:
+            return self
+        target = target_of(self.folder, ctx)
+        elsewhere = target.with_name(f"{target.name}.dry-run")
+        if ctx.dist.is_main:
+            shutil.rmtree(elsewhere, ignore_errors=True)
+            ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
+        return replace(self, folder=str(elsewhere))
 
     def verify_result(self, exported: ExportedModel) -> None:
         """Raise ExportError unless every file has the checksum that it was written with."""

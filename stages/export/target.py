@@ -69,19 +69,6 @@ def _previous_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.previous")
 
 
-def dry_run_folder(name: str | None, ctx: Context) -> str | None:
-    """A folder beside the one named, which is removed when the dry run ends; None for the run's
-    own, which is removed anyway."""
-    if name is None:
-        return None
-    target = target_of(name, ctx)
-    elsewhere = target.with_name(f"{target.name}.dry-run")
-    if ctx.dist.is_main:
-        shutil.rmtree(elsewhere, ignore_errors=True)
-        ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
-    return str(elsewhere)
-
-
 def finished(folder: Path, plan: str) -> Manifest | None:
     """The manifest of the export `plan`, if `folder` holds that and nothing else."""
     found = manifest.load(folder) if foreign(folder) is None else None
