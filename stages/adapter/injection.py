@@ -67,8 +67,12 @@ def inject(stage: Lora, model: nn.Module) -> None:
     the parameters that it trains beside them. Raises StageError for names that match nothing."""
     peft = import_peft()
     parameters = dict(model.named_parameters())
-    every = stage.targets == "all-linear"
-    config = peft_config(stage, _every_linear_layer(model) if every else None)
+    targets = None
+    if stage.targets == "all-linear":
+        targets = [name for name, _ in linear_layers(model)]
+        if not targets:
+            raise StageError(f"adapter.lora: {type(model).__name__} has no linear layers")
+    config = peft_config(stage, targets)
     config.init_lora_weights = False  # peft's values would be overwritten
     try:
         with quiet(), uninitialised():
@@ -104,13 +108,6 @@ def _train_also(
                 f"train_also: {pattern!r} matches no parameter of the model",
                 hint="they are called " + ", ".join(sorted(parameters)[-3:]) + ", ...",
             )
-
-
-def _every_linear_layer(model: nn.Module) -> list[str]:
-    found = [name for name, _ in linear_layers(model)]
-    if not found:
-        raise StageError(f"adapter.lora: {type(model).__name__} has no linear layers")
-    return found
 
 
 def layers(model: nn.Module) -> list[Layer]:

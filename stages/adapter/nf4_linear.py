@@ -126,13 +126,8 @@ class PackedSource(RoundedSource):
     """`base` with these weights packed, each unpacked for its product."""
 
     @functools.cached_property
-    def _rounded(self) -> ModelSource:
-        """Cached, as it looks for its layers once."""
-        return RoundedSource(self.base.inference_view, self.kind)
-
-    @property
     def inference_view(self) -> ModelSource:
-        return self._rounded
+        return RoundedSource(self.base.inference_view, self.kind)
 
     @property
     def export_view(self) -> ModelSource:

@@ -95,23 +95,15 @@ class AdapterContents:
     @property
     def usage(self) -> str:
         """Python that loads the adapter."""
-        before, options, kind = "", 'dtype="auto"', self.source.quantize
-        if kind is not None:
-            before = (
-                "from transformers import BitsAndBytesConfig\n\n"
-                f"# It was trained on top of the model in {kind}.\n"
-                f'config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{kind}")\n\n'
-            )
-            options += ", quantization_config=config"
-        if self.source.location is not None:
-            return (
-                f"{before}from peft import AutoPeftModelForCausalLM\n\n"
-                "model = AutoPeftModelForCausalLM.from_pretrained("
-                f'"path/to/this/folder", {options})'
-            )
+        imports, options, place = "AutoModelForCausalLM", 'dtype="auto"', self.source.location
+        if self.source.quantize is not None:
+            imports += ", BitsAndBytesConfig"
+            bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
+            options += f", quantization_config=BitsAndBytesConfig({bits})"
+        load = f'AutoModelForCausalLM.from_pretrained("{place}", {options})'
         return (
-            f"{before}from peft import PeftModel\n\n"
-            f"base = ...  # {self.source.name}, loaded with {options}\n"
+            f"from peft import PeftModel\nfrom transformers import {imports}\n\n"
+            f"base = {load if place else f'...  # {self.source.name}, loaded with {options}'}\n"
             'model = PeftModel.from_pretrained(base, "path/to/this/folder")'
         )
 
