@@ -19,9 +19,8 @@ ELEMENT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class EmaAverage:
-    """Keep an exponential moving average of the trained weights (Polyak & Juditsky 1992 in its
-    exponential form): after each update, average = decay x average + (1 - decay) x weight,
-    beginning with the initial weights.
+    """Keep an exponential moving average of the trained weights (Polyak & Juditsky 1992): after
+    each update, average = decay x average + (1 - decay) x weight, from the initial weights on.
 
     The slot stands between wrap and checkpoint, and works under every strategy. Each rank keeps the
     average of its own part of the master weights, in fp32, on the device of the masters: 4 bytes
@@ -40,10 +39,8 @@ class EmaAverage:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if plan.before(self, Checkpoints) is not None:
-            yield Problem(
-                message="the checkpoint slot comes before this one and would not save the average",
-                hint="put this slot between wrap and checkpoint",
-            )
+            message = "the checkpoint slot comes before this one and would not save the average"
+            yield Problem(message=message, hint="put this slot between wrap and checkpoint")
 
     def run(self, ctx: Context, engine: Engine) -> Engine:
         from stages.average.ema_engine import EmaEngine

@@ -42,8 +42,7 @@ class EmaEngine(Engine):
         if report.applied:
             for part in self.fragments():
                 if EMA in part.state:
-                    weight = part.state[WEIGHT].to(torch.float32)
-                    part.state[EMA].lerp_(weight, 1 - self._decay)
+                    part.state[EMA].lerp_(part.state[WEIGHT].float(), 1 - self._decay)
         return report
 
     def describe(self) -> Mapping[str, Any]:
@@ -94,8 +93,7 @@ class EmaEngine(Engine):
     def _copies(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Copies of this rank's part of each trained weight, in the order of fragments."""
         parts = (part for part in self._engine.fragments() if part.name in self._trained)
-        weights = (part.state[WEIGHT] for part in parts)
-        return [weight.to(dtype or weight.dtype, copy=True) for weight in weights]
+        return [(w := part.state[WEIGHT]).to(dtype or w.dtype, copy=True) for part in parts]
 
     def _put(self, values: list[Tensor]) -> None:
         """Replace the trained weights by these values (collective)."""
@@ -109,7 +107,5 @@ class EmaEngine(Engine):
         """The fragments with the average in the state of the trained ones."""
         kept = iter(self._averages)
         for part in fragments:
-            if part.name in self._trained:
-                yield dataclasses.replace(part, state={**part.state, EMA: next(kept)})
-            else:
-                yield part
+            average = {EMA: next(kept)} if part.name in self._trained else {}
+            yield dataclasses.replace(part, state={**part.state, **average})

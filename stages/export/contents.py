@@ -100,6 +100,8 @@ class AdapterContents:
             imports += ", BitsAndBytesConfig"
             bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
             options += f", quantization_config=BitsAndBytesConfig({bits})"
+        if self.source.revision is not None:
+            options += f', revision="{self.source.revision}"'
         load = f'AutoModelForCausalLM.from_pretrained("{place}", {options})'
         return (
             f"from peft import PeftModel\nfrom transformers import {imports}\n\n"
