@@ -41,8 +41,7 @@ class EvaluateLm:
     Results go to the screen and to `evaluation.json` in the run's folder. Rank 0 alone loads the
     model in the dtype of the export, while other ranks wait: on a machine with GPUs spread over
     all visible ones and, where they are too small, host memory; else in host memory. Memory: the
-    size of the export, and up to three times the logits of `batch_size` windows in fp32:
-    `batch_size` x `window` x vocabulary x 4 bytes.
+    size of the export, and up to three times `batch_size` x `window` x vocabulary x 4 bytes.
     """
 
     files: str | tuple[str, ...] = ()

@@ -34,7 +34,7 @@ def trained(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     stages = training(checkpoint={"every": 2}, train={"steps": STEPS}, wrap="wrap.fsdp") | EXPORT
     recipe = folder / "recipe.yaml"
     launch = {"procs": 2, "device": "cpu"}
-    content = {"name": "tiny", "run_dry": True, "launch": launch, "stages": stages}
+    content = {"name": "tiny", "dry_run": True, "launch": launch, "stages": stages}
     recipe.write_text(json.dumps(content))
     outcome = pipe.run(recipe)
     assert outcome.code == 0, outcome.stderr
@@ -88,7 +88,7 @@ def test_a_dry_run_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: 
     (tmp_path / "model.dry-run").write_text("in the way")
     launch = {"procs": 2, "device": "cpu"}
     recipe = tmp_path / "recipe.yaml"
-    content = {"name": "tiny", "run_dry": True, "launch": launch, "stages": stages}
+    content = {"name": "tiny", "dry_run": True, "launch": launch, "stages": stages}
     recipe.write_text(json.dumps(content))
     outcome = pipe.run(recipe)
     assert outcome.code == 1
