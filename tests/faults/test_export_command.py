@@ -52,7 +52,7 @@ def test_the_dry_run_leaves_nothing_and_changes_nothing(trained: Trained, tmp_pa
     ]
     recipe = json.loads((trained.run.parent / "recipe.yaml").read_text())
     plain = trained.run.parent / "plain.yaml"
-    plain.write_text(json.dumps(recipe | {"run_dry": False}))
+    plain.write_text(json.dumps(recipe | {"dry_run": False}))
     other = trained.pipe("run", str(plain), "--run-dir", str(tmp_path / "plain"))
     assert other.code == 0, other.stderr
     one, two = (run / "export/model.safetensors" for run in (trained.run, tmp_path / "plain"))
