@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("source", metavar="RUN|CHECKPOINT")
-@click.option("--step", help="Of a run: the step of the checkpoint, or `best` (default: newest).")
+@click.option("--step", help="The step of a run's checkpoint, or `best` (default: newest).")
 @click.option("--to", type=click.Path(path_type=Path), help="The folder to write.")
 @click.option(
     "--model",
-    help="Where architecture and tokenizer come from, if not from the checkpoint's run: a folder "
-    "in Hugging Face layout, a GGUF file or a hub id with its revision, ID@COMMIT.",
+    help="Architecture and tokenizer, if not those of the checkpoint's run: a folder in Hugging "
+    "Face layout, a GGUF file or a hub id with its revision, ID@COMMIT.",
 )
-@click.option("--dtype", help="fp32, bf16, fp16, or source: as in the model that was trained from.")
+@click.option("--dtype", help="fp32, bf16, fp16, or source (the dtypes of the model trained from).")
 @click.option("--max-shard-size", help="Largest weight file, such as 5GB.")
 @click.option("--procs", type=click.IntRange(min=1), help="Processes (default: up to 4).")
 @click.option(
     "--accept",
     type=click.Choice(["weights"]),
     multiple=True,
-    help="Take the weights that were not trained from the model as it is now.",
+    help="Export although the frozen weights of the model have changed since training.",
 )
 def export(
     source: str,
@@ -43,8 +43,8 @@ def export(
     """Write the model of a RUN's checkpoint, or of any CHECKPOINT, as a proven export.
 
     Needs no GPU and little memory. CHECKPOINT can have been saved by this program, DeepSpeed,
-    torch.distributed.checkpoint or transformers' Trainer. An interrupted export goes on when it is
-    asked for again.
+    torch.distributed.checkpoint or transformers' Trainer. The same command again continues an
+    interrupted export.
     """
     from pipeline.distributed.environment import worker_world_size
     from pipeline.errors import UsageError, system_errors_as
@@ -55,17 +55,14 @@ def export(
     from pipeline.run.export_recipe import chosen, recipe_text
     from pipeline.utils.files import replace_text
 
+    @system_errors_as(UsageError)
     def prepare() -> tuple[Plan, Path]:
-        with system_errors_as(UsageError):
-            return job()
-
-    def job() -> tuple[Plan, Path]:
         choice = chosen(source, step=step, model=model, to=to)
         settings: Mapping[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
         given = {key: value for key, value in settings.items() if value is not None}
         count = worker_world_size() or procs or min(4, cores_each(1))
         choice.job.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # The stages look for themselves what is there already, and whether it is as it should be.
+        # Every stage runs again: the export itself finds out which of its files are finished.
         (choice.job / rundir.JOURNAL).unlink(missing_ok=True)
         file = choice.job / "export.yaml"
         replace_text(file, recipe_text(choice, given, count))

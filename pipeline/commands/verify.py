@@ -17,10 +17,10 @@ import click
     help="Run the model code that came with the export, which some architectures need.",
 )
 def verify(folder: Path, trust_remote_code: bool) -> None:
-    """Prove that EXPORT, or what RUN has exported, is whole and computes what it did when made.
+    """Verify EXPORT, or the exports of RUN: the files are whole and compute what they did.
 
     Every byte is read and compared; then the model is loaded with transformers and run on the
-    prompt of its first proof. Exit code 1 if anything differs.
+    prompt that was used when it was exported. Exit code 1 if anything differs.
     """
     from pipeline.errors import UsageError
     from pipeline.run import rundir
@@ -30,25 +30,24 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
     for export in exports_of(folder) if (folder / rundir.RECIPE).is_file() else [folder]:
         if not export.is_dir():
             raise UsageError(f"{export} is not there", hint="`pipe resume RUN` finishes a run")
-        _prove(export, trust_remote_code=trust_remote_code)
+        _verify(export, trust_remote_code=trust_remote_code)
     click.echo("verified")
 
 
-def _prove(folder: Path, *, trust_remote_code: bool) -> None:
+def _verify(folder: Path, *, trust_remote_code: bool) -> None:
     from pipeline.errors import ExportError, UsageError, system_errors_as
     from pipeline.plan.registry import Registry
 
     name = _writer(folder)
-    kind = Registry.installed().load(name)
-    prove = getattr(kind, "verify", None)
-    if not callable(prove):
+    stage = Registry.installed().load(name)
+    if not callable(getattr(stage, "verify", None)):
         raise UsageError(f"the stage {name}, which wrote {folder}, cannot verify it")
     with system_errors_as(ExportError):
-        prove(folder, click.echo, trust_remote_code=trust_remote_code)
+        stage.verify(folder, click.echo, trust_remote_code=trust_remote_code)  # type: ignore[attr-defined]
 
 
 def _writer(folder: Path) -> str:
-    """The stage that wrote an export, as its manifest names it."""
+    """The stage that wrote an export, by its manifest."""
     from pipeline.contracts.export import EXPORT_MANIFEST
     from pipeline.errors import UsageError
 
@@ -58,7 +57,7 @@ def _writer(folder: Path) -> str:
     writer = content.get("writer") if isinstance(content, dict) else None
     if not isinstance(writer, str):
         raise UsageError(
-            f"{folder} is no export of ours: it holds no {EXPORT_MANIFEST} that says who wrote it",
-            hint="give the folder that `pipe export` or a run has written",
+            f"{folder} is not an export of ours: it has no {EXPORT_MANIFEST} with its writer",
+            hint="give a folder that `pipe export` or a run has written",
         )
     return writer

@@ -6,8 +6,11 @@ configuration; each field is documented by the string under it and bounded throu
 artifacts it needs and the one it gives. Importing a stage's module imports no torch.
 
 Optional methods are the protocols below; a stage has one by defining it, and the registry checks
-its signature when the stage is loaded. Questions of `pipe plan`, `pipe advise` and `pipe bench` are
-for a class of its own, the stage's planner (`pipeline.planning`), so that no run imports it.
+its signature when the stage is loaded. The class attribute `for_export`, also optional, maps fields
+to the values that `pipe export` gives them, as it trains nothing and runs on the CPU.
+
+Questions of `pipe plan`, `pipe advise` and `pipe bench` are for a class of its own, the stage's
+planner (`pipeline.planning`), so that no run imports it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import inspect
@@ -134,6 +135,17 @@ class Registry(Plugins[type]):
         """The first thing that a class lacks to be a stage. Raises PluginError for annotations that
         cannot be read."""
         return _fault(loaded) or _wrong_hook(loaded)
+
+    def giving(self, kind: type, *inputs: type) -> str:
+        """The stage that gives a `kind` and requires no artifacts but `inputs`; a built-in stage
+        comes before others. Raises PluginError when there is none."""
+        for entry in sorted(self.entries(), key=lambda entry: entry.distribution != BUILT_IN):
+            with contextlib.suppress(PluginError):
+                stage = self.load(entry.name)
+                required = {need.type for need in needs(stage) if not need.optional}
+                if issubclass(gives(stage) or object, kind) and required <= {*inputs}:
+                    return entry.name
+        raise PluginError(f"no installed stage gives {kind.__name__} without further slots")
 
     def hint(self, name: str) -> str:
         """Hint for a recipe that names a stage that is not installed."""

@@ -1,5 +1,4 @@
-"""What of peft and bitsandbytes is not their documented API, in one place; contract tests guard
-it."""
+"""Undocumented parts of peft and bitsandbytes, in one place; contract tests guard them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pipeline.utils.optional import optional
 
 
 def import_peft() -> Any:
-    """peft, without what it says about optional packages when it is first imported."""
+    """peft, without its messages about optional packages."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         bitsandbytes()  # which peft would import, with all that comes with it
     with optional("adapter.lora needs peft", hint="pip install 'pipetrain[adapter]'"):
@@ -25,8 +24,8 @@ def import_peft() -> Any:
 
 @functools.cache
 def bitsandbytes() -> Any:
-    """The package, without what it says of missing kernels, and without the ones that it would
-    fetch from the hub when it is imported."""
+    """bitsandbytes, without its messages about missing kernels, and without the kernels that it
+    would fetch from the hub when it is imported."""
     kernels = sys.modules.get("kernels")
     sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
@@ -42,7 +41,7 @@ def bitsandbytes() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without peft's advice, and the warnings of what it calls in transformers."""
+    """Silence peft's advice, and the warnings of the parts of transformers that it calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", FutureWarning)
@@ -51,13 +50,15 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninitialised() -> Iterator[None]:
-    """Updates made inside get no values: peft would compute DoRA's from weights that are not there
-    yet, or of which this process holds a part."""
+    """Leave DoRA's magnitudes without values: peft would compute them from weights that are not
+    there yet, or of which this process holds a part."""
     import torch
     from peft.tuners.lora.dora import DoraLinearLayer
 
     def declare(self: Any, *, base_layer: Any, **_: Any) -> None:
-        self.weight = torch.nn.Parameter(torch.empty(_outputs(base_layer)))
+        # A linear layer of torch, or of transformers' GPT-2 kind.
+        rows = base_layer.out_features if hasattr(base_layer, "out_features") else base_layer.nf
+        self.weight = torch.nn.Parameter(torch.empty(int(rows)))
 
     computed = DoraLinearLayer.update_layer
     DoraLinearLayer.update_layer = declare
@@ -65,11 +66,6 @@ def uninitialised() -> Iterator[None]:
         yield
     finally:
         DoraLinearLayer.update_layer = computed
-
-
-def _outputs(layer: Any) -> int:
-    """Of a linear layer of torch, or of transformers' GPT-2 kind."""
-    return int(layer.out_features if hasattr(layer, "out_features") else layer.nf)
 
 
 CONFIG = "adapter_config.json"
@@ -81,10 +77,8 @@ ADAPTER = "default"
 
 
 def name_in_file(name: str) -> str:
-    """The name under which peft saves a tensor of the module with updates.
-
-    It takes such a name too, and those that files of other versions have.
-    """
+    """The name under which peft saves a tensor of the module with updates; names that are already
+    in that form, also those of other versions of peft, are accepted too."""
     left_out = (ADAPTER, "base_layer", "modules_to_save")
     kept = [part for part in name.removeprefix(PREFIX).split(".") if part not in left_out]
     # A parameter in early versions of peft has since become a module's `weight`.

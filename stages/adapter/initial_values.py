@@ -1,7 +1,8 @@
-"""The tensors of a saved adapter, to go on from."""
+"""The values that an adapter begins with: fresh ones, or those of a saved adapter."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.adapter.compat import PREFIX, WEIGHTS, name_in_file
-from stages.adapter.injection import Layer, bound
+from stages.adapter.injection import Layer
 from stages.adapter.merging import read_rows, row_blocks
 from stages.model.declared import listed
 from stages.model.random_reader import unit_seed
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class FreshUpdates(TensorReader):
-    """A is a pure function of the seed and its name, B is zero, DoRA's magnitudes are the lengths
-    of the rows of the weights that `open_base` reads: the model begins as it is."""
+class InitialValues(TensorReader):
+    """A fresh adapter, which leaves the model as it is: A is uniform in [-b, b] with b = 1 /
+    sqrt(inputs), a pure function of the seed and its name (peft's rule, which is torch's for linear
+    layers: He et al. 2015, with a slope of sqrt(5)); B is zero; DoRA's magnitudes are the lengths
+    of the rows of the weights that `open_base` reads."""
 
     as_stored = True
     """Quick to make, as updates are small."""
@@ -37,25 +40,15 @@ class FreshUpdates(TensorReader):
         self._open_base = open_base
         self._base: TensorReader | None = None
         self._seed = seed
-        self._layers: dict[str, Layer] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for layer in layers:
-            shapes: dict[str, tuple[int, ...]] = {
-                layer.down: (layer.rank, layer.inputs),
-                layer.up: (layer.outputs, layer.rank),
-            }
-            if layer.dora:
-                shapes[layer.magnitude] = (layer.outputs,)
-            self._shapes |= shapes
-            self._layers |= dict.fromkeys(shapes, layer)
+        self._layers = {name: layer for layer in layers for name in layer.shapes}
 
     def names(self) -> Collection[str]:
-        return self._shapes.keys()
+        return self._layers.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        if name not in self._shapes:
+        if name not in self._layers:
             raise StageError(f"no tensor named {name}")
-        return TensorSpec(self._shapes[name], torch.float32)
+        return TensorSpec(self._layers[name].shapes[name], torch.float32)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         layer, spec = self._layers[name], self.spec(name)
@@ -65,8 +58,8 @@ class FreshUpdates(TensorReader):
             yield from pieces(torch.zeros(spec.numel), start, stop)
         else:
             generator = torch.Generator().manual_seed(unit_seed(self._seed, name))
-            values = torch.empty(spec.numel)
-            values.uniform_(-bound(layer), bound(layer), generator=generator)
+            bound = 1 / math.sqrt(layer.inputs)
+            values = torch.empty(spec.numel).uniform_(-bound, bound, generator=generator)
             yield from pieces(values, start, stop)
 
     def _lengths(self, layer: Layer, start: int, stop: int) -> Iterator[Tensor]:
@@ -91,7 +84,7 @@ def saved_updates(
     layers: Sequence[Layer],
     base: TensorReader,
 ) -> TensorReader:
-    """The tensors of `model` that are `trained`, as `folder` holds them, under the model's names.
+    """The `trained` tensors of `model` from the adapter in `folder`, under the model's names.
 
     peft saves the weight of a head beside its update: it has to be that of `base`. Raises
     StageError when the adapter is of another model or of other settings.
@@ -101,11 +94,12 @@ def saved_updates(
     wanted = {name_in_file(name): name for name in trained}
     own = {PREFIX + layer.weight: layer.weight for layer in layers}
     missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    refusal = f"the adapter in {folder} is not of this model and these settings"
     if missing or extra - own.keys():
         parts = [f"missing {listed(missing)}"] * bool(missing)
         parts += [f"unexpected {listed(extra)}"] * bool(extra)
         raise StageError(
-            f"the adapter in {folder} is not of this model and these settings: " + "; ".join(parts),
+            f"{refusal}: {'; '.join(parts)}",
             hint="targets, dora and train_also must be those that it was trained with",
         )
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
@@ -113,8 +107,7 @@ def saved_updates(
         found = reader.spec(stored[file]).shape
         if found != shapes[name]:
             raise StageError(
-                f"the adapter in {folder} is not of this model and these settings: {name} has "
-                f"shape {list(found)} instead of {list(shapes[name])}"
+                f"{refusal}: {name} has shape {list(found)} instead of {list(shapes[name])}"
             )
     for file in extra:
         if not _same(reader, stored[file], base, own[file]):

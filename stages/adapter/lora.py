@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -18,28 +18,28 @@ from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
 from stages.model.derived import DerivedSource
 
-FourBits = Literal["nf4", "fp4"]
-"""The 16 values that 4 bits stand for: quantiles of a normal distribution, or floating-point
-numbers."""
+if TYPE_CHECKING:
+    from stages.adapter.source import AdaptedSource
+
+QuantType = Literal["nf4", "fp4"]
+"""The 16 values of 4 bits: quantiles of a normal distribution, or floating-point numbers."""
 
 
 class AdaptedModel(DerivedSource):
-    """A model whose own weights stay as they are, with an adapter that is trained."""
+    """A model whose own weights are frozen, with an adapter that is trained."""
+
+    quantize: QuantType | None
+    """The 4-bit type of the model's own linear layers; None if they are not quantized."""
 
     @property
     @abstractmethod
     def trained(self) -> Sequence[str]:
-        """Names of the parameters that are trained, all of the adapter."""
-
-    @property
-    @abstractmethod
-    def quantize(self) -> FourBits | None:
-        """In which 4 bits the model's own linear layers are, if they are."""
+        """Names of the trained parameters, which are the adapter."""
 
     @abstractmethod
     def save_config(self, folder: Path) -> None:
-        """Write what peft needs beside the weights. Raises StageError for a training that an
-        adapter cannot express."""
+        """Write peft's configuration. Raises StageError for a training that an adapter cannot
+        express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Lora:
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which linear layers get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
     the head. Experts that are one tensor are no linear layers."""
-    quantize: FourBits | None = None
+    quantize: QuantType | None = None
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
     al. 2023, QLoRA). What is trained, merged and exported is the model with these weights."""
     train_also: tuple[str, ...] = ()
@@ -80,17 +80,11 @@ class Lora:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
         builder = plan.before(self, Engine)
         if builder is not None:
-            yield Problem(
-                message=f"comes behind slot `{builder}`, which builds the model, and would change "
-                "nothing",
-                hint="move it up, behind the model slot",
-            )
+            message = f"stands after slot `{builder}`, which builds the model, and changes nothing"
+            yield Problem(message=message, hint="move it up, after the model slot")
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
-            yield Problem(
-                key="quantize",
-                message="needs bitsandbytes",
-                hint="pip install 'pipetrain[bitsandbytes]'",
-            )
+            hint = "pip install 'pipetrain[bitsandbytes]'"
+            yield Problem(key="quantize", message="needs bitsandbytes", hint=hint)
         if self.targets == "all-linear" and not any("expert" in name for name in self.train_also):
             from stages.adapter.experts import skipped_experts
 
@@ -98,55 +92,50 @@ class Lora:
         if self.targets == ():
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:
-            yield from self._start_problems(Path(self.start_from).expanduser())
-
-    def _start_problems(self, folder: Path) -> Iterator[Problem]:
-        from stages.adapter.compat import CONFIG, WEIGHTS
-
-        missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
-        for name in missing:
-            yield Problem(key="start_from", message=f"no {name} in {folder}")
-        if not missing:
-            for message, hint in differences(self, folder / CONFIG):
+            for message, hint in differences(self, Path(self.start_from).expanduser()):
                 yield Problem(key="start_from", message=message, hint=hint)
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
-        from stages.adapter.source import AdaptedSource
-
-        source: AdaptedSource = self.declared(model, seed=ctx.seed)
-        source.tell(ctx.log)
+        source = self.declared(model, seed=ctx.seed)
+        source.log_summary(ctx.log)
         return source
 
-    def declared(self, model: ModelSource, *, seed: int) -> Any:
-        """The model with its adapter, of which nothing is said yet."""
-        from stages.adapter.nf4_linear import QuantisedSource
+    def declared(self, model: ModelSource, *, seed: int) -> AdaptedSource:
+        """The model with its adapter, without logging."""
+        from stages.adapter.nf4_linear import PackedSource
         from stages.adapter.source import AdaptedSource
 
-        base = model if self.quantize is None else QuantisedSource(model, self.quantize)
+        base = model if self.quantize is None else PackedSource(model, self.quantize)
         return AdaptedSource(self, base, seed=seed)
 
 
-def differences(stage: Lora, config: Path) -> Iterator[tuple[str, str]]:
-    """Where peft's `config` file means another function than `stage`: what, and what to do."""
+def differences(stage: Lora, folder: Path) -> Iterator[tuple[str, str]]:
+    """Reasons why the stage cannot go on from the adapter in a folder: a message and a hint
+    each."""
+    from stages.adapter.compat import CONFIG, WEIGHTS
+
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        yield f"no {' and no '.join(missing)} in {folder}", ""
+        return
     try:
-        saved: Any = json.loads(config.read_text("utf-8"))
+        saved: Any = json.loads((folder / CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        yield f"{config} cannot be read: {error}", ""
+        yield f"{folder / CONFIG} cannot be read: {error}", ""
         return
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        yield f"{config} is of no LoRA", ""
+        yield f"{folder / CONFIG} is not the configuration of a LoRA", ""
         return
     for key in ("rank_pattern", "alpha_pattern"):
         if saved.get(key):
-            yield f"its {key} gives layers settings of their own, which adapter.lora has not", ""
-    scaling = "rslora" if saved.get("use_rslora") else "standard"
-    told = {
+            yield f"its {key} gives layers settings of their own, which adapter.lora cannot", ""
+    settings = {
         "rank": saved.get("r"),
         "alpha": saved.get("lora_alpha"),
-        "scaling": scaling,
+        "scaling": "rslora" if saved.get("use_rslora") else "standard",
         "dora": bool(saved.get("use_dora")),
     }
-    for field, value in told.items():
+    for field, value in settings.items():
         own = getattr(stage, field)
         if value != own:
             yield f"was trained with {field}: {value}, this is {own}", f"set {field}: {value}"

@@ -10,7 +10,6 @@ import torch
 
 from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
-from stages.adapter.injection import Layer
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import ComputedReader, JoinedReader
@@ -18,20 +17,20 @@ from stages.weights.views import ComputedReader, JoinedReader
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.contracts.tensors import TensorReader
     from stages.adapter.injection import Layer
 
 
 class MergedWeights(ComputedReader, Weights):
-    """Tensors of the model without updates, in fp32 where one was merged; of what was trained as a
-    whole, the trained ones. A few rows and one layer's update are in memory at a time."""
+    """Tensors of the model without updates: merged ones in fp32, and the trained values of
+    parameters that were trained as a whole. A few rows and one layer's update are in memory at a
+    time."""
 
     def __init__(
         self, trained: Weights, base: TensorReader, layers: Sequence[Layer], settings: str
     ) -> None:
         self.identity = hashlib.sha256(f"{trained.identity} {settings}".encode()).hexdigest()
         self._trained = trained
-        updates = {name for one in layers for name in (one.down, one.up, one.magnitude)}
+        updates = {name for layer in layers for name in layer.shapes}
         whole = [
             renamed(name, name.replace(".base_layer.", "."))
             for name in trained.names()
@@ -61,11 +60,11 @@ class MergedWeights(ComputedReader, Weights):
         rows, columns = self.spec(name).shape
         for top, bottom in row_blocks(rows, columns, start, stop):
             weight = read_rows(self._base, name, top, bottom, columns)
-            block = updated(layer, weight, *self._of(layer), top, bottom).view(-1)
+            block = _merged(layer, weight, *self._update_of(layer), slice(top, bottom)).view(-1)
             begin = top * columns
             yield block[max(start - begin, 0) : stop - begin]
 
-    def _of(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _update_of(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
         """A, B and magnitudes of the layer that is being merged."""
         if self._update is None or self._update[0] != layer.name:
             read = self._trained.read
@@ -81,8 +80,8 @@ class MergedWeights(ComputedReader, Weights):
 def row_blocks(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """First and last row + 1 of the blocks of a few MiB in fp32 that hold elements [start, stop).
 
-    Blocks lie at the same rows whatever is asked for, so that a value does not depend on it: how a
-    product is summed depends on how many rows it has.
+    Blocks lie at the same rows whatever the range, so that a value does not depend on the range:
+    how a product is summed depends on its number of rows.
     """
     height = max(CHUNK // (4 * max(columns, 1)), 1)
     first = start // max(columns, 1) // height * height
@@ -99,25 +98,19 @@ def read_rows(reader: TensorReader, name: str, top: int, bottom: int, columns: i
     return rows.view(bottom - top, columns)
 
 
-def updated(
-    layer: Layer,
-    weight: Tensor,
-    down: Tensor,
-    up: Tensor,
-    magnitude: Tensor | None,
-    top: int,
-    bottom: int,
+def _merged(
+    layer: Layer, weight: Tensor, down: Tensor, up: Tensor, magnitude: Tensor | None, rows: slice
 ) -> Tensor:
-    """Rows [top, bottom) of a weight, given in fp32, with the update in.
+    """Some rows of a weight, given in fp32, with the update merged in.
 
     W + s B A (Hu et al. 2021, section 4.1); under DoRA each row of that is then given its own
     length (Liu et al. 2024, eq. 5). A transposed weight has the update transposed.
     """
     if layer.transposed:
-        return weight + layer.scaling * (down[:, top:bottom].T @ up.T)
-    both = weight + layer.scaling * (up[top:bottom] @ down)
+        return weight + layer.scaling * (down[:, rows].T @ up.T)
+    both = weight + layer.scaling * (up[rows] @ down)
     if magnitude is None:
         return both
     lengths = torch.linalg.vector_norm(both, dim=1, keepdim=True)
-    scaled: Tensor = magnitude[top:bottom, None] / lengths * both
+    scaled: Tensor = magnitude[rows, None] / lengths * both
     return scaled

@@ -1,9 +1,9 @@
-"""Weights as 4 bits hold them: packed, and as the values that come out again."""
+"""Weights in 4 bits (NF4 or FP4): packed, and as the values that they stand for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +16,15 @@ from stages.weights.views import ComputedReader
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.adapter.lora import FourBits
+    from stages.adapter.lora import QuantType
 
 
 BLOCK = 64
 """Elements that share a scale: the paper's block size, and bitsandbytes' default."""
-
 SCALE = 4
-"""Bytes of one, in fp32."""
+"""Bytes of a scale, in fp32."""
+STEP = CHUNK // torch.float32.itemsize // BLOCK * BLOCK
+"""Elements that are quantized at a time: whole blocks."""
 
 
 def code_bytes(elements: int) -> int:
@@ -36,24 +37,24 @@ def packed_bytes(elements: int) -> int:
     return code_bytes(elements) + math.ceil(elements / BLOCK) * SCALE
 
 
-def codes(values: Tensor, kind: FourBits) -> Tensor:
-    """Of flat fp32 values that begin with a block; uint8, two in each."""
-    quantised: Tensor = bitsandbytes().functional.quantize_4bit(
+def codes(values: Tensor, kind: QuantType) -> Tensor:
+    """The codes of flat fp32 values that begin with a block; uint8, two in each."""
+    quantized: Tensor = bitsandbytes().functional.quantize_4bit(
         values, blocksize=BLOCK, quant_type=kind, compress_statistics=False
     )[0]
-    return quantised.view(-1)
+    return quantized.view(-1)
 
 
 def scales(values: Tensor) -> Tensor:
-    """Of the blocks of flat fp32 values that begin with a block; fp32."""
+    """The scales of the blocks of flat fp32 values that begin with a block; fp32."""
     missing = -values.numel() % BLOCK
     return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK).abs().amax(1)
 
 
-def values(
-    codes: Tensor, scales: Tensor, elements: int, kind: FourBits, dtype: torch.dtype
+def dequantize(
+    codes: Tensor, scales: Tensor, elements: int, kind: QuantType, dtype: torch.dtype
 ) -> Tensor:
-    """What codes and scales stand for, flat. Needs bitsandbytes to be imported."""
+    """The values of codes and scales, flat. Needs bitsandbytes to be imported."""
     # Flat, as bitsandbytes 0.50 on CPUs takes the scales of rows wrongly that are no whole blocks.
     made: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
         codes, scales, BLOCK, kind, [elements], dtype
@@ -61,38 +62,43 @@ def values(
     return made.view(-1)
 
 
-def rounded(given: Tensor, kind: FourBits) -> Tensor:
-    """What flat fp32 values that begin with a block are after they were in 4 bits."""
-    return values(codes(given, kind), scales(given), given.numel(), kind, torch.float32)
+def rounded(values: Tensor, kind: QuantType) -> Tensor:
+    """Flat fp32 values that begin with a block, quantized and dequantized."""
+    return dequantize(codes(values, kind), scales(values), values.numel(), kind, torch.float32)
 
 
-def unpack(packed: Tensor, shape: Sequence[int], kind: FourBits, dtype: torch.dtype) -> Tensor:
+def unpack(packed: Tensor, shape: Sequence[int], kind: QuantType, dtype: torch.dtype) -> Tensor:
     """The weight that is packed in a flat contiguous tensor, whatever dtype its bytes are held
     in. Needs bitsandbytes to be imported."""
     elements = math.prod(shape)
     held, border = packed.view(torch.uint8), code_bytes(elements)
     # Copied, as what a strategy gathers need not begin where fp32 may.
     factors = held[border : packed_bytes(elements)].clone().view(torch.float32)
-    return values(held[: math.ceil(elements / 2)], factors, elements, kind, dtype).view(shape)
+    return dequantize(held[: math.ceil(elements / 2)], factors, elements, kind, dtype).view(shape)
 
 
-STEP = CHUNK // torch.float32.itemsize // BLOCK * BLOCK
-"""Elements that are quantised at a time: whole blocks."""
-
-
-class _FourBitReader(ComputedReader):
-    """Tensors of `base`, which it closes; some weights in 4 bits."""
+class _QuantizedReader(ComputedReader):
+    """Tensors of `base`, which it closes; some of its weights are replaced, by the names that
+    `names` gives them, with what quantizing makes of them."""
 
     as_stored = False
-    """Quantising takes longer than sending what came of it."""
+    """Quantizing takes longer than sending its result."""
 
-    def __init__(self, base: TensorReader, kind: FourBits) -> None:
+    def __init__(self, base: TensorReader, names: Mapping[str, str], kind: QuantType) -> None:
         self._base = base
-        self._kind: FourBits = kind
+        self._names = names
+        self._weights = {made: weight for weight, made in names.items()}
+        self._kind: QuantType = kind
 
     @property
     def others(self) -> TensorReader:
         return self._base
+
+    def names(self) -> Collection[str]:
+        return [self._names.get(name, name) for name in self._base.names()]
+
+    def computes(self, name: str) -> bool:
+        return name in self._weights
 
     def close(self) -> None:
         self._base.close()
@@ -107,25 +113,17 @@ class _FourBitReader(ComputedReader):
             yield first, values
 
 
-class PackedReader(_FourBitReader):
+class PackedReader(_QuantizedReader):
     """Weights of `layers` as bytes, `<layer>.packed` in place of `<layer>.weight`."""
 
-    def __init__(self, base: TensorReader, layers: Collection[str], kind: FourBits) -> None:
-        super().__init__(base, kind)
-        self._weights = {f"{layer}.packed": f"{layer}.weight" for layer in layers}
-
-    def names(self) -> Collection[str]:
-        packed = set(self._weights.values())
-        return [*(name for name in self._base.names() if name not in packed), *self._weights]
+    def __init__(self, base: TensorReader, layers: Collection[str], kind: QuantType) -> None:
+        super().__init__(base, {f"{one}.weight": f"{one}.packed" for one in layers}, kind)
 
     def spec(self, name: str) -> TensorSpec:
-        if name not in self._weights:
+        if not self.computes(name):
             return self._base.spec(name)
         elements = self._base.spec(self._weights[name]).numel
         return TensorSpec((packed_bytes(elements),), torch.uint8)
-
-    def computes(self, name: str) -> bool:
-        return name in self._weights
 
     def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         weight = self._weights[name]
@@ -151,22 +149,15 @@ class PackedReader(_FourBitReader):
             yield scales(values).view(torch.uint8)[max(start - at, 0) : stop - at]
 
 
-class RoundedReader(_FourBitReader):
+class RoundedReader(_QuantizedReader):
     """All tensors under their own names; weights of `layers` as fp32 values that 4 bits hold."""
 
-    def __init__(self, base: TensorReader, layers: Collection[str], kind: FourBits) -> None:
-        super().__init__(base, kind)
-        self._rounded = {f"{layer}.weight" for layer in layers}
-
-    def names(self) -> Collection[str]:
-        return self._base.names()
+    def __init__(self, base: TensorReader, layers: Collection[str], kind: QuantType) -> None:
+        super().__init__(base, {f"{one}.weight": f"{one}.weight" for one in layers}, kind)
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._base.spec(name)
         return spec._replace(dtype=torch.float32) if self.computes(name) else spec
-
-    def computes(self, name: str) -> bool:
-        return name in self._rounded
 
     def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         for first, values in self._blocks(name, start, stop):

@@ -21,20 +21,20 @@ from stages.model.declared import outline
 from stages.model.derived import DerivedSource
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from stages.adapter.lora import FourBits
+    from stages.adapter.lora import QuantType
 
 
-class FourBitLinear(nn.Linear):
-    """Multiplies by a weight that is unpacked for each product, in the dtype of the input. It gets
-    no gradient."""
+class PackedLinear(nn.Linear):
+    """A linear layer with a frozen weight that is unpacked for each product, in the dtype of the
+    input."""
 
-    def __init__(self, like: nn.Linear, kind: FourBits) -> None:
+    def __init__(self, like: nn.Linear, kind: QuantType) -> None:
         nn.Module.__init__(self)
         bitsandbytes()
         self.in_features, self.out_features = like.in_features, like.out_features
-        self.kind: FourBits = kind
+        self.kind: QuantType = kind
         elements = like.in_features * like.out_features
         self.stands_for = {"packed": elements}
         held = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=like.weight.device)
@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: FourBits
+        ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: QuantType
     ) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.shape, ctx.kind = shape, kind
@@ -73,38 +73,33 @@ class _Product(torch.autograd.Function):
         return grad @ unpack(packed, ctx.shape, ctx.kind, grad.dtype), None, None, None
 
 
-def suited(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers that are packed, by name: torch's own. Errors of the head show most."""
+def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers that are quantized, by name: torch's own, without the head, whose errors
+    show most."""
     for name, module in linear_layers(model):
         if type(module) is nn.Linear:
             yield name, module
 
 
-def pack_layers(model: nn.Module, kind: FourBits) -> None:
-    """Put packed layers, not yet filled, in place of those that are suited."""
-    for name, module in list(suited(model)):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, FourBitLinear(module, kind))
-
-
-def round_layers(model: nn.Module, kind: FourBits) -> None:
-    """Give the layers that are suited the fp32 values that their weights have in 4 bits."""
-    for _, module in suited(model):
+def round_layers(model: nn.Module, kind: QuantType) -> None:
+    """Give the quantizable layers the fp32 values that their weights have in 4 bits."""
+    for _, module in quantizable(model):
         weight = module.weight
         weight.data = rounded(weight.data.reshape(-1), kind).view(weight.shape)
 
 
-class _FourBitSource(DerivedSource):
-    """`base`, whose linear layers but the head have weights that 4 bits hold."""
+class RoundedSource(DerivedSource):
+    """`base` in an ordinary module; the weights of linear layers but the head are the values that
+    4 bits hold."""
 
-    def __init__(self, base: ModelSource, kind: FourBits) -> None:
+    def __init__(self, base: ModelSource, kind: QuantType) -> None:
         super().__init__(base)
-        self.kind: FourBits = kind
+        self.kind: QuantType = kind
 
     @functools.cached_property
     def layers(self) -> Collection[str]:
         """Names of these layers. Raises StageError when there is none."""
-        found = frozenset(name for name, _ in suited(outline(self.base)))
+        found = frozenset(name for name, _ in quantizable(outline(self.base)))
         if not found:
             raise StageError(
                 f"{self.name} has no linear layers to hold in 4 bits", hint="leave out quantize"
@@ -114,40 +109,6 @@ class _FourBitSource(DerivedSource):
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.base.fingerprint} {self.kind}".encode()).hexdigest()
-
-
-class QuantisedSource(_FourBitSource):
-    """A source that keeps them packed, and unpacks each for its product."""
-
-    @functools.cached_property
-    def _rounded(self) -> ModelSource:
-        """One, as it finds its layers once."""
-        return RoundedSource(self.base.inference_view, self.kind)
-
-    @property
-    def inference_view(self) -> ModelSource:
-        return self._rounded
-
-    @property
-    def export_view(self) -> ModelSource:
-        return RoundedSource(self.base.export_view, self.kind)
-
-    @property
-    def skeleton(self) -> ModelSource:
-        return self.base.skeleton
-
-    def build(self) -> nn.Module:
-        model = self.base.build()
-        pack_layers(model, self.kind)
-        return model
-
-    def weights(self) -> TensorReader:
-        return PackedReader(self.base.weights(), self.layers, self.kind)
-
-
-class RoundedSource(_FourBitSource):
-    """This model in an ordinary module: its weights are the values that come out of 4 bits. Its
-    base is a plain one."""
 
     @property
     def inference_view(self) -> ModelSource:
@@ -159,3 +120,29 @@ class RoundedSource(_FourBitSource):
 
     def weights(self) -> TensorReader:
         return RoundedReader(self.base.weights(), self.layers, self.kind)
+
+
+class PackedSource(RoundedSource):
+    """`base` with these weights packed, each unpacked for its product."""
+
+    @functools.cached_property
+    def inference_view(self) -> ModelSource:
+        return RoundedSource(self.base.inference_view, self.kind)
+
+    @property
+    def export_view(self) -> ModelSource:
+        return RoundedSource(self.base.export_view, self.kind)
+
+    @property
+    def skeleton(self) -> ModelSource:
+        return self.base.skeleton
+
+    def build(self) -> nn.Module:
+        model = self.base.build()
+        for name, module in list(quantizable(model)):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, PackedLinear(module, self.kind))
+        return model
+
+    def weights(self) -> TensorReader:
+        return PackedReader(self.base.weights(), self.layers, self.kind)

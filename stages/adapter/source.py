@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,26 +14,23 @@ from typing import TYPE_CHECKING
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.tensors import TensorReader, Weights
 from pipeline.errors import StageError
-from stages.adapter.experts import HINT, SKIPPED, built_share
-from stages.adapter.initial_values import FreshUpdates, saved_updates
-from stages.adapter.injection import Layer, inject, layers
+from stages.adapter.experts import HINT, SKIPPED, expert_share
+from stages.adapter.initial_values import InitialValues, saved_updates
+from stages.adapter.injection import Layer, inject, layers, save_config
 from stages.adapter.lora import AdaptedModel
 from stages.adapter.merging import MergedWeights
-from stages.adapter.saving import save_config
 from stages.model.declared import outline, stands_for, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import JoinedReader
 
 if TYPE_CHECKING:
-    from logging import Logger
-
     from torch import nn
 
-    from stages.adapter.lora import FourBits, Lora
+    from stages.adapter.lora import Lora
 
 NUMBERED = frozenset("0123456789?[")
-"""Characters of names and patterns that may tell one block from another."""
+"""Characters of names and patterns that may mean one block and not another."""
 
 
 class AdaptedSource(AdaptedModel):
@@ -41,6 +39,7 @@ class AdaptedSource(AdaptedModel):
     def __init__(self, stage: Lora, base: ModelSource, *, seed: int) -> None:
         super().__init__(base)
         self.stage = stage
+        self.quantize = stage.quantize
         self._seed = seed
 
     def build(self) -> nn.Module:
@@ -79,57 +78,39 @@ class AdaptedSource(AdaptedModel):
         return layers(self.outline)
 
     @functools.cached_property
-    def _trained(self) -> Sequence[str]:
+    def trained(self) -> Sequence[str]:
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
 
-    @property
-    def trained(self) -> Sequence[str]:
-        return self._trained
-
-    @property
-    def quantize(self) -> FourBits | None:
-        return self.stage.quantize
-
-    def tell(self, log: Logger) -> None:
-        """Say what is trained and what is held how. Raises StageError for names that the model has
-        not."""
+    def log_summary(self, log: logging.Logger) -> None:
+        """Log the numbers of trained parameters and of weights in 4 bits. Raises StageError for
+        names that match nothing in the model."""
         known = stands_for(self.outline)
         sizes = {n: known.get(n) or p.numel() for n, p in self.outline.named_parameters()}
         trained = sum(sizes[name] for name in self.trained)
         log.info(
             "%d layers get updates; %s parameters are trained", len(self.layers), f"{trained:,}"
         )
-        experts = built_share(outline(self.base), self.trained)
+        experts = expert_share(outline(self.base), self.trained)
         if experts and self.stage.targets == "all-linear":
-            log.warning("%s %s; %s", f"{experts:.0%}", SKIPPED, HINT)
+            log.warning(
+                "%.0f %% of the model's parameters are %s; %s", 100 * experts, SKIPPED, HINT
+            )
         if known:
-            share = sum(known.values()) / (sum(sizes.values()) - trained)
-            say = log.info if share > 0.5 else log.warning
-            say(
+            packed = sum(known.values()) / (sum(sizes.values()) - trained)
+            log.log(
+                logging.INFO if packed > 0.5 else logging.WARNING,
                 "%.0f %% of the model's weights are held in 4 bits: those of linear layers but the "
                 "head, not embeddings, nor experts that are one tensor",
-                100 * share,
+                100 * packed,
             )
 
     def save_config(self, folder: Path) -> None:
-        save_config(
-            self.stage,
-            folder,
-            model=self.outline,
-            layers=self.layers,
-            trained=self.trained,
-            base=self.location,
-            revision=self.revision,
-        )
+        save_config(self.stage, folder, self.outline, base=self.location, revision=self.revision)
 
     @functools.cached_property
-    def _borrowed(self) -> Collection[str]:
+    def frozen_base(self) -> Collection[str]:
         named = self.outline.named_parameters(remove_duplicate=False)
         return frozenset(name for name, parameter in named if not parameter.requires_grad)
-
-    @property
-    def frozen_base(self) -> Collection[str]:
-        return self._borrowed
 
     @property
     def inference_view(self) -> ModelSource:
@@ -153,7 +134,7 @@ class AdaptedSource(AdaptedModel):
 
     def _updates(self, base: TensorReader) -> TensorReader:
         if self.stage.start_from is None:
-            return FreshUpdates(self.layers, self.base.inference_view.weights, seed=self._seed)
+            return InitialValues(self.layers, self.base.inference_view.weights, seed=self._seed)
         folder = Path(self.stage.start_from).expanduser()
         return saved_updates(folder, self.outline, self.trained, self.layers, base)
 

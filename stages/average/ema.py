@@ -14,37 +14,33 @@ from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 
 ELEMENT = 4
-"""Bytes of it, in fp32."""
+"""Bytes of an element of the average, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmaAverage:
-    """Keep an exponential moving average of the trained weights (Polyak & Juditsky 1992 in its
-    exponential form): after each update, average = decay x average + (1 - decay) x weight,
-    beginning with the weights as they are at first.
+    """Keep an exponential moving average of the trained weights (Polyak & Juditsky 1992): after
+    each update, average = decay x average + (1 - decay) x weight, from the initial weights on.
 
     The slot stands between wrap and checkpoint, and works under every strategy. Each rank keeps the
-    average of its own part of the master weights, in fp32, where they are: 4 bytes for each of
-    their elements. (With masters on NVMe, every update reads them once more.) Checkpoints hold it,
-    so it goes on exactly, on any strategy and number of processes. `weights: ema` in the
-    consolidate slot exports it. A training that goes on from a checkpoint without one begins it
-    with the weights of that checkpoint.
+    average of its own part of the master weights, in fp32, on the device of the masters: 4 bytes
+    for each of their elements. (With masters on NVMe, every update reads them once more.)
+    Checkpoints hold the average, so a resume continues it exactly, on any strategy and number of
+    processes; from a checkpoint without one, it begins with the weights of that checkpoint.
+    `weights: ema` in the consolidate slot exports it.
     """
 
     decay: Annotated[float, Gt(0), Lt(1)] = 0.999
-    """How much of the average is kept at an update. 1 / (1 - decay) updates are about what it
-    remembers."""
+    """Share of the average that is kept at an update; it covers about 1 / (1 - decay) updates."""
 
     evaluate: bool = True
-    """Evaluate the average on held-out samples, instead of the weights. While it is evaluated, a
-    copy of the rank's part of the weights is kept aside."""
+    """Evaluate the average on held-out samples, instead of the weights. An evaluation keeps a copy
+    of the rank's part of the weights."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if plan.before(self, Checkpoints) is not None:
-            yield Problem(
-                message="the checkpoint slot comes before this one and would not save the average",
-                hint="put this slot between wrap and checkpoint",
-            )
+            message = "the checkpoint slot comes before this one and would not save the average"
+            yield Problem(message=message, hint="put this slot between wrap and checkpoint")
 
     def run(self, ctx: Context, engine: Engine) -> Engine:
         from stages.average.ema_engine import EmaEngine

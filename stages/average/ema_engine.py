@@ -1,4 +1,4 @@
-"""The live side of average.ema: an engine around any other."""
+"""The engine of average.ema, around any other engine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class EmaEngine(Engine):
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         report = self._engine.step(lr_scale=lr_scale, should_step=should_step)
         if report.applied:
-            for weight, average in self._pairs(self._engine.fragments()):
-                average.lerp_(weight.to(torch.float32), 1 - self._decay)
+            for part in self.fragments():
+                if EMA in part.state:
+                    part.state[EMA].lerp_(part.state[WEIGHT].float(), 1 - self._decay)
         return report
 
     def describe(self) -> Mapping[str, Any]:
@@ -66,7 +67,7 @@ class EmaEngine(Engine):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """With the average in the place of the weights, if that was asked for."""
+        """Put the average in the place of the weights, if the stage is to evaluate it."""
         if not self._evaluate:
             yield
             return
@@ -78,7 +79,7 @@ class EmaEngine(Engine):
             self._put(weights)
 
     def close(self) -> None:
-        """The inner engine is closed by who made it."""
+        """Release the average; the slot that made the inner engine closes it."""
         self._inner = None
         self._averages.clear()
         if "model" in vars(self):
@@ -90,34 +91,21 @@ class EmaEngine(Engine):
         return self._inner
 
     def _copies(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Of this rank's part of each trained weight, in the order of fragments."""
-        weights = (
-            part.state[WEIGHT] for part in self._engine.fragments() if self._is_averaged(part)
-        )
-        return [weight.to(dtype or weight.dtype, copy=True) for weight in weights]
+        """Copies of this rank's part of each trained weight, in the order of fragments."""
+        parts = (part for part in self._engine.fragments() if part.name in self._trained)
+        return [(w := part.state[WEIGHT]).to(dtype or w.dtype, copy=True) for part in parts]
 
     def _put(self, values: list[Tensor]) -> None:
-        """Let the trained weights be these (collective)."""
-        parts = self._engine.restore(self._engine.state())
+        """Replace the trained weights by these values (collective)."""
         kept = iter(values)
-        for part in parts:
-            if self._is_averaged(part):
+        for part in self._engine.restore(self._engine.state()):
+            if part.name in self._trained:
                 part.state[WEIGHT].copy_(next(kept))
         self._engine.sync_compute_weights()
 
-    def _is_averaged(self, part: Fragment) -> bool:
-        return part.name in self._trained
-
-    def _pairs(self, fragments: Iterator[Fragment]) -> Iterator[tuple[Tensor, Tensor]]:
-        kept = iter(self._averages)
-        for part in fragments:
-            if self._is_averaged(part):
-                yield part.state[WEIGHT], next(kept)
-
     def _extended(self, fragments: Iterator[Fragment]) -> Iterator[Fragment]:
+        """The fragments with the average in the state of the trained ones."""
         kept = iter(self._averages)
         for part in fragments:
-            if self._is_averaged(part):
-                yield dataclasses.replace(part, state={**part.state, EMA: next(kept)})
-            else:
-                yield part
+            average = {EMA: next(kept)} if part.name in self._trained else {}
+            yield dataclasses.replace(part, state={**part.state, **average})

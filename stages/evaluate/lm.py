@@ -22,7 +22,9 @@ from stages.data.files import problems
 
 Count = Annotated[int, Gt(0)]
 WINDOW = 1024
-"""Tokens, if the recipe does not say."""
+"""Tokens of a window without a setting."""
+FILE = "evaluation.json"
+"""In the run's folder: slot -> results of its stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,52 +32,41 @@ class EvaluateLm:
     """Measure the exported model: its perplexity on text files, and tasks of lm-eval.
 
     Perplexity is exp(-sum of log p(token | tokens before it) / number of tokens), over the tokens
-    of all documents together, each document by itself, so that long ones count for more. A document
-    longer than `window` is read in windows that overlap, and each token is scored once, in the
-    first window that has it. A document's first token is not scored, unless `prepend_bos` puts one
-    before it. `bits_per_byte` is the same sum in bits over the bytes of the text in UTF-8, which
-    compares models of different tokenizers; it is left out without scoring first tokens.
+    of all documents together, so that long documents count for more. A document longer than
+    `window` is read in windows that overlap, and each token is scored once, in the first window
+    that has it. A document's first token is not scored, unless `prepend_bos` puts one before it;
+    then `bits_per_byte` is the same sum in bits over the bytes of the text in UTF-8, which compares
+    models of different tokenizers.
 
-    Results go to the screen and to `evaluation.json` in the run's folder. The model is loaded in
-    the dtype of the export by rank 0 alone, while other ranks wait: on a machine with GPUs spread
-    over those that it sees and, where they are too small, host memory; else in host memory. It
-    takes the size of the export, and the logits of `batch_size` windows in fp32: `batch_size` x
-    `window` x vocabulary x 4 bytes, up to three times.
+    Results go to the screen and to `evaluation.json` in the run's folder. Rank 0 alone loads the
+    model in the dtype of the export, while other ranks wait: on a machine with GPUs spread over
+    all visible ones and, where they are too small, host memory; else in host memory. Memory: the
+    size of the export, and up to three times `batch_size` x `window` x vocabulary x 4 bytes.
     """
 
     files: str | tuple[str, ...] = ()
-    """Paths or glob patterns of .txt, .jsonl, .json (one object a line) or .parquet files whose
-    perplexity to measure; all but the last also with .gz."""
-
+    """Paths or glob patterns of the files to measure perplexity on: .txt, .jsonl, .json (one object
+    a line), also with .gz, or .parquet."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Key or column of the text in JSON and Parquet rows."""
-
     documents: Literal["file", "line"] = "file"
-    """What one document of a .txt file is: the whole file, or every line that is not blank."""
-
+    """The documents of a .txt file: the whole file, or every line that is not blank."""
     prepend_bos: bool = False
     """Put the tokenizer's start token before every document."""
-
     window: Annotated[int, Ge(2)] | None = None
-    """Tokens that the model reads at once, at most what its positions allow; null: 1024, or those
-    if they are fewer."""
-
+    """Tokens that the model reads at once, at most its number of positions; null: 1024, or that
+    number if it is smaller."""
     stride: Count | None = None
-    """Tokens from the start of one window to that of the next. The fewer, the more context a token
-    has, and the more is computed. null: half of `window`."""
-
+    """Tokens from the start of one window to that of the next. A smaller stride gives tokens more
+    context and takes more time. null: half of `window`."""
     batch_size: Count = 1
     """Windows, or examples of a task, of one forward pass."""
-
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks (EleutherAI's lm-evaluation-harness), which fetches their data."""
-
     task_folder: str | None = None
     """Folder with definitions of further tasks, in lm-eval's YAML."""
-
     num_fewshot: Annotated[int, Ge(0)] | None = None
-    """Examples in the prompt of a task; null takes what each task says."""
-
+    """Examples in the prompt of a task; null takes each task's own number."""
     limit: Count | None = None
     """Examples of each task; null takes all."""
 
@@ -86,28 +77,21 @@ class EvaluateLm:
             yield from problems("files", self.files)
         window = self.window or WINDOW
         if self.stride is not None and self.stride > window:
-            yield Problem(
-                key="stride",
-                message=f"{self.stride} leaves out tokens between windows of {window}",
-                hint="at most as many as window",
-            )
+            message = f"{self.stride} leaves out tokens between windows of {window}"
+            yield Problem(key="stride", message=message, hint="set a stride of at most window")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
-            yield Problem(
-                key="tasks",
-                message="needs the package lm_eval, which is not installed",
-                hint="pip install 'pipetrain[evaluate]'",
-            )
+            message = "needs the package lm_eval, which is not installed"
+            yield Problem(key="tasks", message=message, hint="pip install 'pipetrain[evaluate]'")
         if self.task_folder is not None and not Path(self.task_folder).expanduser().is_dir():
             yield Problem(key="task_folder", message=f"no such folder: {self.task_folder}")
-        if not self.tasks:
-            for key in ("task_folder", "num_fewshot", "limit"):
-                if getattr(self, key) is not None:
-                    yield Problem(key=key, message="only means something with tasks")
+        for key in ("task_folder", "num_fewshot", "limit"):
+            if not self.tasks and getattr(self, key) is not None:
+                yield Problem(key=key, message="has no effect without tasks")
 
     def run(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
         from stages.evaluate.run import evaluate
 
-        return evaluate(self, ctx, exported, model)
+        return evaluate(self, ctx, exported, model, briefly=False)
 
     def run_dry(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
         from stages.evaluate.run import evaluate
@@ -115,16 +99,12 @@ class EvaluateLm:
         return evaluate(self, ctx, exported, model, briefly=True)
 
 
-FILE = "evaluation.json"
-"""In the run's folder: slot -> what its stage has measured."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedModel(Durable):
-    """What was measured of an exported model."""
+    """The results of evaluating an exported model."""
 
     file: Path
-    """Where it is written down, under the slot's name."""
+    """The JSON file that holds them, under the slot's name."""
     slot: str
     results: Mapping[str, Any]
     """JSON."""
@@ -153,7 +133,7 @@ def _sum(results: Mapping[str, Any]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Empty where there is none, or none that can be read."""
+    """The results in a file by slot; empty if it cannot be read."""
     try:
         known = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):

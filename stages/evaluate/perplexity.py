@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,78 +20,54 @@ if TYPE_CHECKING:
     from stages.evaluate.lm import EvaluateLm
 
 
-@dataclass
-class Totals:
-    """What was measured so far."""
-
-    documents: int = 0
-    tokens: int = 0
-    """Scored ones."""
-    bytes: int = 0
-    """Of the documents' text in UTF-8."""
-    nats: float = 0.0
-    """Sum of -log p over scored tokens."""
-
-    def results(self, *, bytes_are_scored: bool) -> dict[str, Any]:
-        """JSON; see the stage for what the numbers mean. Raises StageError if nothing was scored,
-        or the model gives a number that is none."""
-        if not self.tokens:
-            raise StageError("no document has two tokens", hint="set prepend_bos: true")
-        mean = self.nats / self.tokens
-        if not math.isfinite(mean):
-            raise StageError(f"the model's mean loss is {mean}")
-        facts: dict[str, Any] = {
-            "perplexity": math.exp(mean) if mean < math.log(1e300) else None,
-            "loss": mean,
-            "tokens": self.tokens,
-            "documents": self.documents,
-        }
-        if bytes_are_scored:
-            facts["bits_per_byte"] = self.nats / math.log(2) / self.bytes
-        return facts
-
-
 def measure(
     config: EvaluateLm,
     model: Any,
     documents: Iterable[str],
     encode: Callable[[str], list[int]],
-    *,
-    most: int | None = None,
-) -> Totals:
-    """Score the documents, `batch_size` windows at a time; of all of them no more than `most`
-    windows. The config's `window` is a number."""
-    totals = Totals()
-    samples = itertools.islice(_samples(config, documents, encode, totals), most)
+    window: int,
+    most: int | None,
+) -> dict[str, Any]:
+    """Score the documents, `batch_size` windows at a time, and no more than `most` windows of all
+    of them; the results as JSON. Raises StageError if nothing was scored, or the model returns NaN
+    or infinity."""
+    totals, nats = Counter[str](), 0.0
+    stride = min(config.stride or window // 2, window)
+
+    def samples() -> Iterator[Sample]:
+        for document in documents:
+            totals["documents"] += 1
+            totals["bytes"] += len(document.encode())
+            yield from windows(encode(document), window, stride)
+
+    left = itertools.islice(samples(), most)
     loss = SummedLoss(model)
     device = model.get_input_embeddings().weight.device
-    while batch := list(itertools.islice(samples, config.batch_size)):
+    while batch := list(itertools.islice(left, config.batch_size)):
         with torch.no_grad():
-            totals.nats += float(loss(collate(batch, 0, device)))
-        totals.tokens += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
-    return totals
-
-
-def _samples(
-    config: EvaluateLm,
-    documents: Iterable[str],
-    encode: Callable[[str], list[int]],
-    totals: Totals,
-) -> Iterator[Sample]:
-    assert config.window is not None
-    stride = min(config.stride or config.window // 2, config.window)
-    for document in documents:
-        totals.documents += 1
-        totals.bytes += len(document.encode())
-        yield from windows(encode(document), config.window, stride)
+            nats += float(loss(collate(batch, 0, device)))
+        totals["tokens"] += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
+    if not totals["tokens"]:
+        raise StageError("no document has two tokens", hint="set prepend_bos: true")
+    mean = nats / totals["tokens"]
+    if not math.isfinite(mean):
+        raise StageError(f"the model's mean loss is {mean}")
+    results = {
+        "perplexity": math.exp(mean) if mean < math.log(1e300) else None,
+        "loss": mean,
+        "tokens": totals["tokens"],
+        "documents": totals["documents"],
+    }
+    if config.prepend_bos and most is None:
+        results["bits_per_byte"] = nats / math.log(2) / totals["bytes"]
+    return results
 
 
 def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
     """The windows of a document, `stride` apart, each of at most `window` input tokens.
 
-    A window's labels are the tokens that no earlier one has; the others are its context. So each
-    token but the first is a label exactly once, and every one beyond the first window has at least
-    `window - stride` tokens before it.
+    A window's labels are the tokens that no earlier window has. So each token but the first is a
+    label once, and a token beyond the first window has at least `window - stride` before it.
     """
     tokens = np.asarray(ids, dtype=np.int64)
     scored = 0

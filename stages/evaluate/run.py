@@ -1,11 +1,10 @@
-"""The live side of evaluate.lm."""
+"""Run evaluate.lm: load the export, score text, run tasks."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,14 @@ from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
+from pipeline.utils.optional import optional
 from stages.data import tokenize
 from stages.data.documents import DocumentReader
 from stages.data.fields import Source
 from stages.data.sources import open_source
 from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel
 from stages.evaluate.perplexity import measure
+from stages.export.logits import loading
 from stages.model import compat
 from stages.model.declared import outline
 
@@ -31,14 +32,10 @@ BRIEF = 2
 
 
 def evaluate(
-    config: EvaluateLm,
-    ctx: Context,
-    exported: ExportedModel,
-    source: ModelSource,
-    *,
-    briefly: bool = False,
+    config: EvaluateLm, ctx: Context, exported: ExportedModel, source: ModelSource, *, briefly: bool
 ) -> EvaluatedModel:
-    """Measure on rank 0, tell all. `briefly` takes a few windows and no task."""
+    """Measure on rank 0; every rank returns the results (collective). `briefly` takes a few windows
+    and no task."""
     text = None
     if ctx.dist.is_main:
         text = json.dumps(_measured(config, ctx, exported, source, briefly=briefly))
@@ -55,21 +52,45 @@ def _measured(
     model = _load(exported.folder, source, on_gpu=ctx.dist.device.type == "cuda")
     results: dict[str, Any] = {"model": str(exported.folder)}
     if config.files:
-        whole = replace(config, window=_window(config, model))
-        results["text"] = _text(whole, model, source, BRIEF if briefly else None)
-        shown = "  ".join(f"{name} {_shown(value)}" for name, value in results["text"].items())
-        ctx.log.info("%s", shown)
+        results["text"] = _text(config, model, source, BRIEF if briefly else None)
+        ctx.log.info("%s", _shown(results["text"]))
     if config.tasks and not briefly:
         results["tasks"] = run_tasks(config, model, source.tokenizer())
         for task, numbers in results["tasks"].items():
-            told = [f"{name} {_shown(value)}" for name, value in numbers.items()]
-            ctx.log.info("%s: %s", task, "  ".join(told))
+            ctx.log.info("%s: %s", task, _shown(numbers))
     return results
 
 
+def _shown(numbers: Mapping[str, Any]) -> str:
+    return "  ".join(
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in numbers.items()
+    )
+
+
+def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
+    """The export as a user loads it, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    trusted = compat.is_remote_code(outline(source.export_view))
+    places = {"device_map": "auto"} if on_gpu else {}
+    with loading(f"transformers cannot load {folder}"):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, trust_remote_code=trusted, **places
+        )
+    return model.eval()
+
+
 def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None) -> dict[str, Any]:
-    tokenizer = source.tokenizer()
-    start = []
+    """Perplexity on the files, of at most `most` windows."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if config.window is not None and positions is not None and config.window > positions:
+        raise StageError(
+            f"window is {config.window}, and the model has {positions} positions",
+            hint=f"set window: {positions}",
+        )
+    window = config.window or min(positions or WINDOW, WINDOW)
+    tokenizer, start = source.tokenizer(), []
     if config.prepend_bos:
         start = [tokenize.required_id(tokenizer, "bos_token", "prepend_bos")]
 
@@ -81,52 +102,16 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
     reader = DocumentReader(text_key=config.text_key, unit=config.documents)
     opened = open_source(Source(files=config.files))
     documents = reader.read(opened.parts, opened.reading())
-    totals = measure(config, model, documents, encode, most=most)
-    return totals.results(bytes_are_scored=config.prepend_bos and most is None)
-
-
-def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
-    """The export as a user loads it, in eval mode."""
-    from transformers import AutoModelForCausalLM
-
-    declared = outline(source.export_view)
-    kind: Any = type(declared) if compat.is_remote_code(declared) else AutoModelForCausalLM
-    places = {"device_map": "auto"} if on_gpu else {}
-    try:
-        with compat.quiet():
-            model = kind.from_pretrained(folder, dtype="auto", local_files_only=True, **places)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise StageError(f"transformers cannot load {folder}: {error}") from error
-    return model.eval()
-
-
-def _window(config: EvaluateLm, model: Any) -> int:
-    """As asked for, or as the model allows."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    most: int = positions or WINDOW
-    if config.window is not None and positions is not None and config.window > positions:
-        raise StageError(
-            f"window is {config.window}, and the model has {positions} positions",
-            hint=f"set window: {positions}",
-        )
-    return config.window or min(most, WINDOW)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return measure(config, model, documents, encode, window, most)
 
 
 def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Task -> its numbers, and the version of its definition, JSON. Raises StageError for a name
+    """Task -> its numbers, and the version of its definition, as JSON. Raises StageError for a name
     that lm-eval does not know."""
-    try:
+    with optional("tasks need lm_eval", hint="pip install 'pipetrain[evaluate]'"):
         import lm_eval
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise StageError(
-            f"tasks need lm_eval: {error}", hint="pip install 'pipetrain[evaluate]'"
-        ) from error
     folder = config.task_folder and str(Path(config.task_folder).expanduser())
     manager = TaskManager(include_path=folder)
     known = {*manager.all_tasks}
@@ -140,14 +125,13 @@ def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:
         limit=config.limit,
         task_manager=manager,
     )
-    results = {
+    return {
         task: {**_numbers(facts), "version": str(found["versions"].get(task))}
         for task, facts in found["results"].items()
     }
-    return results
 
 
 def _numbers(facts: Mapping[str, Any]) -> dict[str, float | None]:
-    """What is a number among a task's facts, under lm-eval's names (`METRIC,FILTER`)."""
+    """The numbers among a task's facts, under lm-eval's names (`METRIC,FILTER`)."""
     found = {name: value for name, value in facts.items() if isinstance(value, int | float)}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.contracts.export import ExportedModel
@@ -14,28 +13,22 @@ from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import Problem
 from stages.adapter.lora import AdaptedModel
-from stages.export import safetensors
+from stages.export.safetensors import ExportSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportAdapter:
+class ExportAdapter(ExportSettings):
     """Write the trained adapter without the model, in peft's layout, then prove that peft loads it
     onto the model and computes the same.
 
-    The model with the adapter merged into it is what `export.safetensors` writes.
+    `export.safetensors` writes the model with the adapter merged into it.
     """
 
-    folder: str | None = None
-    """Where the adapter goes; the run's folder `export` when not set. An earlier export there is
-    replaced once the new one is proven; anything else there is refused."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of the weights in the file. An adapter is small, so it can keep what was trained."""
-    prompt: str = "The quick brown fox jumps over the lazy dog."
-    """Text on which the logits of the loaded and the trained model are compared. Without a
-    tokenizer, fixed token ids are used."""
+    """Dtype of the weights in the file. An adapter is small enough to keep the trained values."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from safetensors.problems(self.folder, self.prompt)
+        yield from super().check(plan)
         for model in plan.giving(ModelSource):
             for name in ("vocab_size", "new_weights"):
                 if getattr(model, name, None):
@@ -46,38 +39,18 @@ class ExportAdapter:
                     )
 
     def run(
-        self,
-        ctx: Context,
-        weights: Weights,
-        model: AdaptedModel,
-        trained: TrainedRun | None = None,
+        self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun | None = None
     ) -> ExportedModel:
-        from stages.export.adapter_contents import AdapterContents
+        from stages.export.contents import AdapterContents
         from stages.export.run import export
         from stages.export.target import target_of
 
-        contents = AdapterContents(model, weights, dtype=self.dtype, prompt=self.prompt)
+        contents = AdapterContents(
+            source=model, trained=weights, prompt=self.prompt, dtype=self.dtype
+        )
         return export(target_of(self.folder, ctx), ctx, contents, trained)
 
     def run_dry(
         self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun
     ) -> ExportedModel:
-        from stages.export.target import dry_run_folder
-
-        elsewhere = dry_run_folder(self.folder, ctx)
-        return replace(self, folder=elsewhere).run(ctx, weights, model, trained)
-
-    def verify_result(self, exported: ExportedModel) -> None:
-        """Every file has the checksum that it was written with. Raises ExportError."""
-        from stages.export.verify import prove_whole
-
-        prove_whole(exported.folder, lambda proven: None, alone=False)
-
-    @classmethod
-    def verify(
-        cls, folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool
-    ) -> None:
-        """What `pipe verify` does with a folder that this stage has written. Raises ExportError."""
-        from stages.export.adapter_contents import verify
-
-        verify(folder, tell, trust_remote_code=trust_remote_code)
+        return self.for_dry_run(ctx).run(ctx, weights, model, trained)

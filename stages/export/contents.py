@@ -1,129 +1,177 @@
-"""What a folder is to hold beside each other, and how it is proven."""
+"""The content of an export: a model or an adapter, the files beside its weights, and its proof."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import contextlib
+import functools
+import gc
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.tensors import Weights
-from stages.export.card import MODEL_USAGE, Usage
-from stages.export.logits import logits, reference
-from stages.export.plan import ExportPlan, make_plan
-from stages.export.proof import compare, prove_model, token_ids
+from pipeline.contracts.precision import torch_dtype
+from pipeline.contracts.tensors import TensorReader, Weights
+from pipeline.errors import ExportError, StageError
+from stages.adapter.compat import WEIGHTS, name_in_file
+from stages.export.logits import loaded, logits, reference, with_adapter
+from stages.export.manifest import Proof
+from stages.export.plan import ExportPlan, digest, make_plan
+from stages.export.proof import compare, record, token_ids
+from stages.export.weight_files import Shard
+from stages.model import compat
+from stages.model.assets import save_tokenizer
 from stages.model.declared import outline
-from stages.weights.views import JoinedReader
+from stages.weights.change import renamed
+from stages.weights.converted import ConvertedReader
+from stages.weights.views import CastReader, JoinedReader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.export.manifest import Proof
+    from stages.adapter.lora import AdaptedModel
 
 MERGED_TOLERANCE = 1e-4
 """Largest difference of fp32 logits, relative to the largest of them, that may come from adding
 before multiplying instead of after."""
 
 
-class Contents(ABC):
-    """An export: its weight files, what lies beside them, and the proof of both."""
-
-    writer: str
-    """The stage, for `pipe verify`."""
-    usage: Usage
-    source: ModelSource
-    prompt: str
-
-    @abstractmethod
-    def plan(self, beside: str) -> ExportPlan:
-        """What goes where; `beside` is a digest of everything else. Raises StageError."""
-
-    @abstractmethod
-    def save_beside(self, folder: Path, *, dtype: str) -> None:
-        """Write what others need beside the weights."""
-
-    def close(self) -> None:
-        """Release what was opened for it."""
-
-    @abstractmethod
-    def prove(self, folder: Path, plan: ExportPlan) -> Proof:
-        """Load the folder as others do and compare with what was trained. Raises ExportError."""
-
-
-class ModelContents(Contents):
+@dataclass(frozen=True, kw_only=True)
+class ModelContents:
     """A model in Hugging Face layout."""
 
-    writer = "export.safetensors"
-    usage = MODEL_USAGE
+    writer: ClassVar = "export.safetensors"
+    library: ClassVar = "transformers"
+    usage: ClassVar = (
+        "from transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")'
+    )
+    source: ModelSource
+    trained: Weights
+    prompt: str
+    dtype: str
+    max_shard_size: int
 
-    def __init__(
-        self, source: ModelSource, trained: Weights, *, dtype: str, max_shard_size: int, prompt: str
-    ) -> None:
-        self.source = source
-        self.prompt = prompt
-        self._trained = trained
-        self._weights = source.merge_trained(trained)
-        self._dtype = dtype
-        self._max_shard_size = max_shard_size
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """The trained weights, with adapters merged into them."""
+        return self.source.merge_trained(self.trained)
 
     def plan(self, beside: str) -> ExportPlan:
-        return make_plan(
-            self.source.export_view, self._weights, self._dtype, self._max_shard_size, beside=beside
-        )
+        """The tensors and their files; `beside` is a digest of all else. Raises StageError."""
+        view = self.source.export_view
+        return make_plan(view, self.weights, self.dtype, self.max_shard_size, beside=beside)
 
     def save_beside(self, folder: Path, *, dtype: str) -> None:
+        """Write the files that others need beside the weights."""
         self.source.export_view.save_assets(folder, dtype=dtype)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
-        if self._weights is not self._trained:
-            self._prove_assembled()
-        return prove_model(folder, self.source.export_view, plan.tensors, plan.outline, self.prompt)
+        """Load the folder as others do and compare its logits with the trained model's. Raises
+        ExportError."""
+        ids = token_ids(self.source, self.prompt)
+        if self.weights is not self.trained:
+            merged = logits(reference(self.source.export_view, self.weights), ids)
+            compare(merged, trained_logits(self.source, self.trained, ids), MERGED_TOLERANCE)
+        return prove_model(folder, self.source.export_view, plan, ids)
 
     def close(self) -> None:
-        if self._weights is not self._trained:
-            self._weights.close()
+        """Close the weights that adapters were merged into."""
+        if self.weights is not self.trained:
+            self.weights.close()
 
-    def _prove_assembled(self) -> None:
-        """The exported model computes what the trained one does, both in fp32."""
-        ids = token_ids(self.source, self.prompt)
-        compare(
-            in_full_precision(self.source.export_view, self._weights, ids),
-            trained_logits(self.source, self._trained, ids),
-            MERGED_TOLERANCE,
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterContents:
+    """`adapter_model.safetensors` and `adapter_config.json`, with the model's tokenizer."""
+
+    writer: ClassVar = "export.adapter"
+    library: ClassVar = "peft"
+    source: AdaptedModel
+    trained: Weights
+    prompt: str
+    dtype: str
+
+    @property
+    def usage(self) -> str:
+        """Python that loads the adapter."""
+        imports, options, place = "AutoModelForCausalLM", 'dtype="auto"', self.source.location
+        if self.source.quantize is not None:
+            imports += ", BitsAndBytesConfig"
+            bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
+            options += f", quantization_config=BitsAndBytesConfig({bits})"
+        if self.source.revision is not None:
+            options += f', revision="{self.source.revision}"'
+        load = f'AutoModelForCausalLM.from_pretrained("{place}", {options})'
+        return (
+            f"from peft import PeftModel\nfrom transformers import {imports}\n\n"
+            f"base = {load if place else f'...  # {self.source.name}, loaded with {options}'}\n"
+            'model = PeftModel.from_pretrained(base, "path/to/this/folder")'
         )
 
+    def plan(self, beside: str) -> ExportPlan:
+        """The tensors and their file; `beside` is a digest of all else. Raises StageError."""
+        held = set(self.trained.names())
+        missing = [name for name in self.source.trained if name not in held]
+        if missing:
+            raise StageError(f"the checkpoint has no {missing[0]}: it is of another adapter")
+        names = [renamed(name, name_in_file(name)) for name in self.source.trained]
+        files = self._cast(ConvertedReader(self.trained, names))
+        parts = [Shard(file=WEIGHTS, tensors={n: files.spec(n) for n in files.names()})]
+        return ExportPlan(
+            outline=outline(self.source.export_view),
+            tensors=files,
+            files=files,
+            parts=parts,
+            dtype=self.dtype,
+            digest=digest(parts, self.trained.identity, beside),
+        )
 
-def trained_logits(source: ModelSource, trained: Weights, ids: Tensor) -> Tensor:
-    """What the model computes with a checkpoint's values and, where it left any out, the source's;
-    in fp32, shape (1, length, vocabulary)."""
+    def save_beside(self, folder: Path, *, dtype: str) -> None:
+        """Write peft's configuration, and the tokenizer if the model has one."""
+        self.source.save_config(folder)
+        with contextlib.suppress(StageError):
+            save_tokenizer(self.source.tokenizer(), folder)
+
+    def prove(self, folder: Path, plan: ExportPlan) -> Proof:
+        """Load the adapter onto the model in fp32, one block at a time, and compare the logits with
+        the trained ones. Raises ExportError."""
+        ids = token_ids(self.source, self.prompt)
+        expected = trained_logits(self.source, self._cast(self.trained), ids)
+        base = self.source.export_view
+        with contextlib.closing(base.weights()) as own:
+            found = logits(with_adapter(base, own, folder), ids)
+        proof = record(ids, found, expected)
+        return proof.model_copy(update={"quantize": self.source.quantize})
+
+    def _cast(self, reader: TensorReader) -> TensorReader:
+        """Tensors in the dtype of the file."""
+        dtype = torch_dtype(self.dtype)
+        return CastReader(reader, lambda _: dtype)
+
+
+Contents = ModelContents | AdapterContents
+
+
+def prove_model(folder: Path, source: ModelSource, plan: ExportPlan, ids: Tensor) -> Proof:
+    """Load the folder as a user would and compare its logits with a reference: the declared module
+    with the checkpoint's values, in the loaded one's dtypes, one block in memory at a time. Both
+    run on the CPU, one after the other. Raises ExportError."""
+    trusted = compat.is_remote_code(plan.outline)
+    with loaded(folder, trust_remote_code=trusted) as model:
+        name, trained = type(model).__name__, type(plan.outline).__name__
+        if name != trained:
+            raise ExportError(f"the export loads as {name}, trained was {trained}")
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        found = logits(model, ids)
+        del model
+    gc.collect()
+    return record(ids, found, logits(reference(source, plan.tensors, dtypes), ids))
+
+
+def trained_logits(source: ModelSource, trained: TensorReader, ids: Tensor) -> Tensor:
+    """The trained model's logits in fp32, shape (1, length, vocabulary): from a checkpoint's values
+    and, for tensors that it left out, the source's."""
     plain = source.inference_view
-    with_source = Overlaid(trained, plain)
-    try:
-        return in_full_precision(plain, with_source, ids)
-    finally:
-        with_source.close_source()
-
-
-def in_full_precision(source: ModelSource, tensors: Weights, ids: Tensor) -> Tensor:
-    """Logits of the source's module with these values cast to fp32, one block at a time."""
-    names = outline(source).state_dict()
-    dtypes = {
-        name: torch.float32 if tensor.is_floating_point() else tensor.dtype
-        for name, tensor in names.items()
-    }
-    return logits(reference(source, tensors, dtypes), ids)
-
-
-class Overlaid(JoinedReader, Weights):
-    """A checkpoint's tensors, and the source's where it has none."""
-
-    def __init__(self, trained: Weights, source: ModelSource) -> None:
-        self.identity = trained.identity
-        self._source_reader = source.weights()
-        super().__init__(trained, self._source_reader)
-
-    def close_source(self) -> None:
-        """Close what was opened here."""
-        self._source_reader.close()
+    with contextlib.closing(plain.weights()) as own:
+        return logits(reference(plain, JoinedReader(trained, own)), ids)

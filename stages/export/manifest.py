@@ -1,21 +1,32 @@
-"""What an export says of itself: `export.json`, with which it can be verified at any time."""
+"""The description of an export: `export.json`, by which it can be verified at any time, and the
+model card."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
 from pipeline.contracts.export import EXPORT_MANIFEST
 from pipeline.errors import ExportError
+from pipeline.run import rundir
 from pipeline.utils.files import replace_text
-from stages.adapter.lora import FourBits
+from pipeline.utils.text import human
+from stages.adapter.lora import QuantType
+
+if TYPE_CHECKING:
+    from pipeline.contracts.model import ModelSource
+    from pipeline.contracts.stage import Context
+    from pipeline.contracts.training import TrainedRun
+    from stages.export.plan import ExportPlan
 
 NAME = EXPORT_MANIFEST
+CARD = "README.md"
 WRITERS = ("export.safetensors", "export.adapter")
 """The stages that write such exports."""
 BLOCK = 1 << 24
@@ -38,7 +49,7 @@ class WeightFile(_Strict):
 
 
 class Position(_Strict):
-    """The logits at one position of the prompt, in short."""
+    """A summary of the logits at one position of the prompt."""
 
     norm: float
     """L2 norm over the vocabulary."""
@@ -47,25 +58,25 @@ class Position(_Strict):
 
 
 class Proof(_Strict):
-    """What the model computes on a prompt."""
+    """The logits that an export computed when it was made."""
 
     prompt: list[int]
     """Token ids."""
     logits: list[Position]
     difference: float
     """Largest difference of any logit to the trained model's when the export was made."""
-    quantize: FourBits | None = None
-    """Of an adapter: in which 4 bits the linear layers of its model were."""
+    quantize: QuantType | None = None
+    """The 4-bit type of the linear layers below an adapter; None if they are not quantized."""
 
 
 class Manifest(_Strict):
-    """Of an export that is being written, as long as `proof` is None; then of a proven one."""
+    """The state of an export: unfinished while `proof` is None, then proven."""
 
     writer: str = WRITERS[0]
     """The stage that wrote it, for `pipe verify`."""
     plan: str
     """Equal for exports of the same checkpoint into the same bytes."""
-    block: int
+    block: int = BLOCK
     """Bytes of a block."""
     weights: dict[str, WeightFile] = {}
     """Finished weight files."""
@@ -77,18 +88,31 @@ class Manifest(_Strict):
 
     @property
     def files(self) -> list[str]:
-        """All of the export's files, this one too."""
+        """All of the export's files, including the manifest."""
         return sorted({*self.weights, *self.others, NAME})
+
+    def beside(self, folder: Path) -> dict[str, str]:
+        """Checksums of the files in `folder` beside the weights and the manifest."""
+        names = names_in(folder) - {NAME, *self.weights}
+        return {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in sorted(names)}
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
         replace_text(folder / NAME, self.model_dump_json(indent=1) + "\n")
 
 
-def checksums(folder: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """Of every file in a folder and its sub-folders but the manifest."""
-    names = names_in(folder) - {NAME, *without}
-    return {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in sorted(names)}
+def load(folder: Path) -> Manifest | None:
+    """The manifest of a finished or unfinished export; None for any other folder.
+
+    Raises ExportError when it is one of ours, but damaged.
+    """
+    content = _json(folder / NAME)
+    if content.get("writer") not in WRITERS:
+        return None
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        raise ExportError(f"{folder / NAME} is damaged: {error.error_count()} fields") from error
 
 
 def names_in(folder: Path) -> set[str]:
@@ -96,18 +120,66 @@ def names_in(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
 
 
-def load(folder: Path) -> Manifest | None:
-    """The manifest of a folder that an export has written, or was writing; None for any other.
+def facts_of(
+    ctx: Context, source: ModelSource, plan: ExportPlan, trained: TrainedRun | None
+) -> dict[str, str]:
+    """Facts about the model and the run that trained it, one line each."""
+    count = sum(len(part.tensors) for part in plan.parts)
+    size = human(sum(part.size for part in plan.parts))
+    run = _training_run(ctx, trained)
+    facts = {
+        "name": run.name if run else Path(source.name).name,
+        "architecture": type(plan.outline).__name__,
+        "trained from": Path(source.name).name,
+        "weights": f"{count} tensors, {size}, {plan.dtype}",
+    }
+    if run is not None:
+        facts |= {"run": run.name, "seed": str(ctx.seed)}
+    if trained is not None:
+        done = trained.progress
+        counts = {"steps": done.step, "samples": done.samples, "target tokens": done.tokens}
+        facts |= {name: f"{count:,}" for name, count in counts.items()}
+        facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
+    with contextlib.suppress(KeyError):
+        engine = _json(run and run / rundir.ENGINE)
+        facts["strategy"] = f"{engine['engine']} on {engine['world_size']} processes"
+    with contextlib.suppress(KeyError):
+        packages = _json(run and run / rundir.ENVIRONMENT)["packages"]
+        facts["made with"] = ", ".join(f"{name} {version}" for name, version in packages.items())
+    return facts
 
-    Raises ExportError when it is one of ours, but damaged.
-    """
-    try:
-        content: Any = json.loads((folder / NAME).read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(content, dict) or content.get("writer") not in WRITERS:
-        return None
-    try:
-        return Manifest.model_validate(content)
-    except ValidationError as error:
-        raise ExportError(f"{folder / NAME} is damaged: {error.error_count()} fields") from error
+
+def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
+    """The folder of this run or of the run that saved the checkpoint, whichever trained the model;
+    None if that is not known."""
+    folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
+    return next((folder for folder in folders if (folder / rundir.ENGINE).is_file()), None)
+
+
+def _json(file: Path | None) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(file.read_text("utf-8")) if file else None
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:
+    """Write the model card: a line for each fact, and the Python that loads the folder."""
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if name != "name")
+    text = f"""---
+library_name: {library}
+pipeline_tag: text-generation
+---
+
+# {facts["name"]}
+
+{lines}
+
+```python
+{usage}
+```
+
+`pipe verify` proves again that the files are whole and compute what they did.
+"""
+    (folder / CARD).write_text(text, encoding="utf-8")

@@ -1,11 +1,14 @@
-"""What an export is going to write, known before any weight is read."""
+"""The plan of an export: which tensor goes to which file, known before any weight is read."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +16,10 @@ from pipeline.checkpoint.layout import CODES
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import dtype_name, torch_dtype
 from pipeline.contracts.stage import Context, ResourceNeed
-from pipeline.contracts.tensors import TensorReader, Weights
+from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
 from pipeline.errors import StageError
-from stages.export.layout import Named, Shard, digest, shards
 from stages.export.target import target_of
+from stages.export.weight_files import Shard
 from stages.model import compat
 from stages.model.declared import misfit, outline, refuse_differences, ties
 from stages.weights.change import renamed
@@ -24,61 +27,16 @@ from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from stages.export.safetensors import ExportSafetensors
 
-
-def module_weights(
-    outline: nn.Module, weights: Weights, dtype: Callable[[str], torch.dtype]
-) -> TensorReader:
-    """The tensors of `outline`, a module on the meta device with its weights tied: each once, under
-    the name that files keep, in the dtype that `dtype` gives that name.
-
-    Raises StageError when names or shapes of `weights` differ from the module's.
-    """
-    names = _spelling(outline, weights)
-    chosen = ConvertedReader(weights, [renamed(found, kept) for kept, found in names.items()])
-    return CastReader(chosen, dtype)
-
-
-def file_weights(outline: nn.Module, tensors: TensorReader) -> TensorReader:
-    """What `module_weights` gave, under the names and with the shapes that files have."""
-    reader = ConvertedReader(tensors, compat.changes_on_save(outline, tensors.names()))
-    for name in reader.names():
-        dtype = reader.spec(name).dtype
-        if dtype not in CODES:
-            raise StageError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
-    return reader
-
-
-def _spelling(outline: nn.Module, weights: Weights) -> dict[str, str]:
-    """Name to write -> name to read; a tied tensor once, under the name that files keep."""
-    tied = ties(outline)
-    given = set(weights.names())
-    expected = outline.state_dict()
-    found: dict[str, str] = {}
-    for name in expected:
-        kept = tied.get(name, name)
-        if name in given and (kept not in found or name == kept):
-            found[kept] = name
-    missing = {name for name in expected if tied.get(name, name) not in found}
-    shapes = {kept: (tuple(expected[kept].shape), weights.spec(name).shape)
-              for kept, name in found.items()}  # fmt: skip
-    misshapen = [misfit(name, has, needs) for name, (needs, has) in shapes.items() if has != needs]
-    extra = given - expected.keys()
-    if any(".lora_" in name for name in extra):
-        raise StageError(
-            "the checkpoint holds an adapter (LoRA), without the model that it changes",
-            hint="export the run that saved it: its recipe says what is merged, and how",
-        )
-    refuse_differences("the checkpoint", outline, missing, extra, misshapen)
-    return {name: found[name] for name in expected if name in found}
-
-
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 AS_SOURCE = "source"
 """In place of a dtype: each tensor keeps that of the source."""
+BUFFERS = 64 << 20
+"""Bytes for tensors in transit, and for activations of a short prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,80 +51,137 @@ class ExportPlan:
     """By the names in the files."""
     parts: Sequence[Shard]
     dtype: str
-    """Of most of the weights, as in a recipe."""
+    """Dtype of most of the weights, as in a recipe."""
     digest: str
     """Equal for plans that write the same bytes."""
 
     @property
     def total(self) -> int:
         """Bytes of all weight files."""
-        return sum(part.size + len(part.header()) for part in self.parts)
+        return sum(part.total for part in self.parts)
 
 
 def make_plan(
     source: ModelSource, weights: Weights, dtype: str, max_shard_size: int, *, beside: str
 ) -> ExportPlan:
-    """`dtype` is one of a recipe, or AS_SOURCE; `beside` is a digest of what else the export
-    depends on. Raises StageError when `weights` are not those of the source's architecture."""
+    """The plan of a model's export in `dtype`, which is one of a recipe or AS_SOURCE; `beside` is a
+    digest of everything else that the export depends on. Raises StageError when `weights` are not
+    those of the source's architecture."""
     model = outline(source)
-    tensors = module_weights(model, weights, _dtypes(dtype, source, model))
-    files = file_weights(model, tensors)
-    named = [Named(name, *files.spec(name)) for name in files.names()]
-    # Elements of each tensor must lie at multiples of their size.
-    named.sort(key=lambda tensor: -tensor.dtype.itemsize)
-    parts = shards(named, max_shard_size)
+    names = names_to_read(model, weights)
+    chosen = ConvertedReader(weights, [renamed(found, kept) for kept, found in names.items()])
+    tensors = CastReader(chosen, _dtypes(dtype, source, model))
+    files = ConvertedReader(tensors, compat.changes_on_save(model, tensors.names()))
+    specs = {name: files.spec(name) for name in files.names()}
+    for name, spec in specs.items():
+        if spec.dtype not in CODES:
+            raise StageError(f"{name} has dtype {spec.dtype}, which safetensors files cannot hold")
+    parts = shards(specs, max_shard_size)
     return ExportPlan(
         outline=model,
         tensors=tensors,
         files=files,
         parts=parts,
-        dtype=_most(named),
+        dtype=_most_common(specs.values()),
         digest=digest(parts, weights.identity, beside),
     )
+
+
+def names_to_read(outline: nn.Module, weights: Weights) -> dict[str, str]:
+    """Name to write -> name to read, for each tensor of `outline`, a module on the meta device with
+    its weights tied; a tied tensor once, under the name that files keep. Raises StageError when
+    names or shapes of `weights` differ from the module's."""
+    tied = ties(outline)
+    given = set(weights.names())
+    expected = outline.state_dict()
+    found: dict[str, str] = {}
+    for name in expected:
+        kept = tied.get(name, name)
+        if name in given and (kept not in found or name == kept):
+            found[kept] = name
+    missing = {name for name in expected if tied.get(name, name) not in found}
+    shapes = {kept: (weights.spec(name).shape, tuple(expected[kept].shape))
+              for kept, name in found.items()}  # fmt: skip
+    misshapen = [misfit(name, has, needs) for name, (has, needs) in shapes.items() if has != needs]
+    extra = given - expected.keys()
+    if any(".lora_" in name for name in extra):
+        raise StageError(
+            "the checkpoint holds an adapter (LoRA), without the model that it changes",
+            hint="export the run that saved it: its recipe says what is merged, and how",
+        )
+    refuse_differences("the checkpoint", outline, missing, extra, misshapen)
+    return {name: found[name] for name in expected if name in found}
 
 
 def _dtypes(asked: str, source: ModelSource, model: nn.Module) -> Callable[[str], torch.dtype]:
     if asked != AS_SOURCE:
         one = torch_dtype(asked)
         return lambda name: one
-    reader = source.weights()
-    own = {name: reader.spec(name).dtype for name in reader.names()}
-    reader.close()
-    shared = ties(model)
-    own |= {kept: own[alias] for alias, kept in shared.items() if kept not in own}
+    with contextlib.closing(source.weights()) as reader:
+        own = {name: reader.spec(name).dtype for name in reader.names()}
+    own |= {kept: own[alias] for alias, kept in ties(model).items() if kept not in own}
     return own.__getitem__
 
 
-def _most(tensors: Sequence[Named]) -> str:
+def _most_common(specs: Iterable[TensorSpec]) -> str:
     sizes = Counter[str]()
-    for tensor in tensors:
-        sizes[dtype_name(tensor.dtype)] += tensor.size
+    for spec in specs:
+        sizes[dtype_name(spec.dtype)] += spec.nbytes
     return max(("fp32", "bf16", "fp16"), key=lambda name: sizes[name])
 
 
-BUFFERS = 64 << 20
-"""Bytes for what is on its way, and activations of a short prompt."""
+def shards(tensors: Mapping[str, TensorSpec], max_size: int) -> list[Shard]:
+    """Cut `tensors` into files of at most `max_size` bytes; a larger tensor is alone. Wide dtypes
+    come first, as the elements of a tensor must lie at multiples of their size."""
+    groups: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        if groups[-1] and filled + spec.nbytes > max_size:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = spec
+        filled += spec.nbytes
+    if len(groups) == 1:
+        return [Shard(file=SINGLE, tensors=groups[0])]
+    count = len(groups)
+    return [
+        Shard(file=f"model-{number:05}-of-{count:05}.safetensors", tensors=group)
+        for number, group in enumerate(groups, start=1)
+    ]
 
 
-def room(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> ResourceNeed:
-    """Disk for the weight files; memory for the proof with one block at a time."""
+def index(parts: Sequence[Shard]) -> Mapping[str, Any]:
+    """Content of the index file of a model in several files."""
+    return {
+        "metadata": {"total_size": sum(part.size for part in parts)},
+        "weight_map": {name: part.file for part in parts for name in part.tensors},
+    }
+
+
+def digest(parts: Sequence[Shard], *facts: str) -> str:
+    """Equal for exports that write the same bytes."""
+    description = [
+        [part.file, [[name, spec.shape, str(spec.dtype)] for name, spec in part.tensors.items()]]
+        for part in parts
+    ]
+    return hashlib.sha256(json.dumps([description, facts]).encode()).hexdigest()
+
+
+def resource_need(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> ResourceNeed:
+    """Disk for the weight files; memory for the proof, which holds one block at a time and all that
+    lies outside of blocks."""
     model = outline(source.export_view)
     widest = torch.float32 if stage.dtype == AS_SOURCE else torch_dtype(stage.dtype)
+
+    def size(module: nn.Module) -> int:
+        return sum(tensor.numel() for tensor in module.parameters()) * widest.itemsize
+
+    kinds = compat.block_classes(model)
+    blocks = [size(module) for module in model.modules() if type(module).__name__ in kinds]
     folder = target_of(stage.folder, ctx)
     return ResourceNeed(
         what=f"the export in {folder.name}",
-        disk=_size(model, widest),
+        disk=size(model),
         folder=folder,
-        memory=_resident(model, widest) + BUFFERS,
+        memory=size(model) - sum(blocks) + max(blocks, default=0) + BUFFERS,
     )
-
-
-def _size(module: nn.Module, dtype: torch.dtype) -> int:
-    return sum(tensor.numel() for tensor in module.parameters()) * dtype.itemsize
-
-
-def _resident(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of what lies outside the blocks, and of the largest block."""
-    kinds = compat.block_classes(model)
-    blocks = [_size(m, dtype) for m in model.modules() if type(m).__name__ in kinds]
-    return _size(model, dtype) - sum(blocks) + max(blocks, default=0)

@@ -1,146 +1,45 @@
-"""Prove that a written model is the trained one: by its bytes, then by loading and running it."""
+"""Prove that an export is the trained model, and later that it still is: by its bytes, then by
+loading and running it."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
-from pipeline.checkpoint.layout import CODES
+from pipeline.checkpoint.layout import DTYPES
+from pipeline.contracts.tensors import TensorSpec
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import ExportError, StageError
-from pipeline.hardware.host import free_memory
-from stages.export.layout import Shard
-from stages.export.logits import loaded, logits, reference
-from stages.export.manifest import Position, Proof
-from stages.export.writer import Sums, check
-from stages.model.declared import listed
+from stages.adapter.compat import CONFIG
+from stages.export import manifest
+from stages.export.logits import loaded, loaded_adapter, logits
+from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, WeightFile, names_in
+from stages.export.weight_files import Shard, prove_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.contracts.model import ModelSource
-    from pipeline.contracts.tensors import TensorReader
-    from pipeline.distributed.process_group import DistContext
 
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest of them; the same kernels run on the same
-numbers, so only their scheduling can tell them apart."""
+numbers, so only their scheduling can make a difference."""
 TOP = 8
-"""Logits of a position that are remembered."""
-ROOM = 2 << 30
-"""Bytes that must stay free beside a model that is loaded whole."""
-
-
-def prove_files(
-    folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: DistContext
-) -> None:
-    """Read every file back (collective): names, shapes, dtypes, and the bytes of each tensor.
-
-    Raises ExportError.
-    """
-    for part in parts:
-        prove_header(folder / part.file, part)
-        wrong = check(folder / part.file, part, sums[part.file], dist)
-        if wrong:
-            raise ExportError(
-                f"{folder / part.file} does not hold the trained values in {listed(wrong)}",
-                hint="the disk or the memory of this machine is not to be trusted",
-            )
-
-
-def prove_header(file: Path, part: Shard) -> None:
-    """The file's own account of its tensors is the planned one. Raises ExportError."""
-    from safetensors import SafetensorError, safe_open
-
-    expected = {tensor.name: (CODES[tensor.dtype], tensor.shape) for tensor in part.tensors}
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            found = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise ExportError(f"{file} cannot be read back: {error}") from error
-    wrong = {
-        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
-    }
-    if wrong:
-        raise ExportError(f"{file} differs from what was written in {listed(wrong)}")
-    head = part.header()
-    with file.open("rb") as stream:
-        same = stream.read(len(head)) == head
-    if not same or file.stat().st_size != len(head) + part.size:
-        raise ExportError(f"{file} is laid out otherwise than it was written")
-
-
-def prove_model(
-    folder: Path, source: ModelSource, tensors: TensorReader, outline: nn.Module, prompt: str
-) -> Proof:
-    """Load the folder as a user would and compare logits on the prompt with a reference.
-
-    The reference is the declared module with the checkpoint's values, in the loaded one's dtypes,
-    one block in memory at a time. So is the loaded one when it does not fit into host memory. Both
-    run with plain attention on the CPU, one after the other. Raises ExportError.
-    """
-    ids = token_ids(source, prompt)
-    with loaded(folder, outline, whole=fits(folder)) as model:
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        found = logits(model, ids)
-        del model
-    gc.collect()
-    expected = logits(reference(source, tensors, dtypes), ids)
-    difference = compare(found, expected)
-    return Proof(prompt=ids[0].tolist(), logits=in_short(found), difference=difference)
-
-
-def fits(folder: Path) -> bool:
-    """Whether host memory has room for all weights of the folder at once."""
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return size + size // 4 + ROOM < free_memory()
+"""Logits of a position that are recorded."""
 
 
 def token_ids(source: ModelSource, prompt: str) -> Tensor:
-    """Shape (1, length)."""
+    """The prompt, shape (1, length)."""
     try:
         ids = source.tokenizer()(prompt)["input_ids"]
     except StageError:
         ids = [(7 * position + 3) % source.vocab_size for position in range(16)]
     return torch.tensor([ids or [0]])
-
-
-def in_short(logits: Tensor) -> list[Position]:
-    """Enough of logits, shape (1, length, vocabulary), to recognise them."""
-    found = []
-    for row in logits[0]:
-        top = row.topk(min(TOP, row.numel()))
-        pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        found.append(Position(norm=float(row.norm()), top=pairs))
-    return found
-
-
-def recognise(logits: Tensor, remembered: Sequence[Position], dtype: torch.dtype) -> float:
-    """The largest difference between logits and what is remembered of them. Raises ExportError when
-    it is more than another machine's kernels make of weights in `dtype`."""
-    tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps)
-    if len(remembered) != logits.shape[1]:
-        raise ExportError(f"logits at {logits.shape[1]} positions instead of {len(remembered)}")
-    if any(token >= logits.shape[2] for one in remembered for token, _ in one.top):
-        raise ExportError(f"logits of {logits.shape[2]} tokens only")
-    known = torch.tensor([value for one in remembered for _, value in one.top])
-    found = torch.stack(
-        [row[token] for row, one in zip(logits[0], remembered, strict=True) for token, _ in one.top]
-    )
-    norms = torch.tensor([one.norm for one in remembered])
-    scale = max(1.0, float(known.abs().max()))
-    difference = float((found - known).abs().max())
-    drift = float(((logits[0].norm(dim=-1) - norms) / norms.clamp(min=1e-9)).abs().max())
-    if not (difference <= tolerance * scale and drift <= tolerance):
-        raise ExportError(
-            "the model computes something else than when it was exported: "
-            f"logits differ by up to {difference:.3g}"
-        )
-    return difference
 
 
 def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> float:
@@ -161,3 +60,91 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> fl
             f"logits differ by up to {difference:.3g}"
         )
     return difference
+
+
+def record(ids: Tensor, found: Tensor, expected: Tensor) -> Proof:
+    """The proof that an export computes `found` on `ids`. Raises ExportError unless that is
+    `expected`, the trained model's logits."""
+    difference = compare(found, expected)
+    positions = []
+    for row in found[0]:
+        top = row.topk(min(TOP, row.numel()))
+        pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        positions.append(Position(norm=float(row.norm()), top=pairs))
+    return Proof(prompt=ids[0].tolist(), logits=positions, difference=difference)
+
+
+def recognise(logits: Tensor, recorded: Sequence[Position], dtype: torch.dtype) -> float:
+    """The largest difference between logits and the recorded ones. Raises ExportError when it is
+    more than another machine's kernels make of weights in `dtype`."""
+    tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps)
+    tokens = torch.tensor([[token for token, _ in one.top] for one in recorded])
+    if len(tokens) != logits.shape[1] or int(tokens.max()) >= logits.shape[2]:
+        raise ExportError(f"the exported model gives logits of shape {tuple(logits.shape)}")
+    known = torch.tensor([[logit for _, logit in one.top] for one in recorded])
+    norms = torch.tensor([one.norm for one in recorded]).clamp(min=1e-9)
+    compare(logits[0].norm(dim=-1) / norms, torch.ones_like(norms), tolerance)
+    return compare(logits[0].gather(1, tokens), known, tolerance)
+
+
+def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: bool) -> None:
+    """Read every byte, then load the model or adapter and run it; `report` takes a line for each
+    step. An adapter is run only where its base model is a local folder.
+
+    Raises ExportError for everything that differs from the finished export.
+    """
+    found, proof = prove_bytes(folder, strict=True)
+    report(f"{len(found.others)} files beside the weights are as they were written")
+    tensors = sum(len(entry.tensors) for entry in found.weights.values())
+    report(f"{tensors} tensors in {len(found.weights)} file(s) are as they were written")
+    if not (folder / CONFIG).is_file():
+        with loaded(folder, trust_remote_code=trust_remote_code) as model:
+            difference = _run_again(model, proof)
+        subject = "the model"
+    else:
+        base = json.loads((folder / CONFIG).read_text("utf-8")).get("base_model_name_or_path")
+        if base is None or not (Path(base) / "config.json").is_file():
+            report(f"not run: the base model is no local folder ({base})")
+            return
+        adapted = loaded_adapter(folder, base, proof.quantize, trust_remote_code=trust_remote_code)
+        difference = _run_again(adapted, proof)
+        subject = f"the adapter on {base}" + (f" in {proof.quantize}" if proof.quantize else "")
+    report(f"{subject} computes what it did (largest difference {difference:.2g})")
+
+
+def _run_again(model: nn.Module, proof: Proof) -> float:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return recognise(logits(model, torch.tensor([proof.prompt])), proof.logits, coarsest)
+
+
+def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
+    """The manifest and proof of a folder whose files are all as they were written. Unless `strict`,
+    there may be more files, and another model card. Raises ExportError."""
+    found = manifest.load(folder)
+    if found is None or found.proof is None:
+        raise ExportError(f"{folder}: no finished export: it has no {manifest.NAME} with a proof")
+    if found.block != BLOCK:
+        raise ExportError(f"{folder}: written by another version, with other checksums")
+    added = sorted(names_in(folder) - set(found.files))
+    if strict and added:
+        raise ExportError(f"{folder}: {added[0]} is not of this export")
+    for name, expected in found.others.items():
+        if name == CARD and not strict:
+            continue
+        if not (folder / name).is_file():
+            raise ExportError(f"{folder / name}: missing")
+        if xxh3_64_hexdigest((folder / name).read_bytes()) != expected:
+            raise ExportError(f"{folder / name}: is not as it was written")
+    parts = [_shard(name, entry) for name, entry in found.weights.items()]
+    sums = {name: entry.sums for name, entry in found.weights.items()}
+    prove_files(folder, parts, sums, DistContext(device=torch.device("cpu")))
+    return found, found.proof
+
+
+def _shard(name: str, entry: WeightFile) -> Shard:
+    for code, _ in entry.tensors.values():
+        if code not in DTYPES:
+            raise ExportError(f"{name}: has tensors of the unknown dtype {code}")
+    specs = {n: TensorSpec(shape, DTYPES[code]) for n, (code, shape) in entry.tensors.items()}
+    return Shard(file=name, tensors=specs)

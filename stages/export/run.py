@@ -1,6 +1,6 @@
 """Run an export: plan, write, prove, put in place. All ranks write and read back; rank 0 decides.
 
-What an interrupted export has finished is kept: a second one goes on from there.
+An interrupted export goes on with the files that it has not finished.
 """
 
 from __future__ import annotations
@@ -8,31 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.layout import CODES
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import ExportError, StageError, in_words
 from pipeline.utils.files import replace_text
 from pipeline.utils.text import Throughput, human
-from stages.export.card import facts_of, write_card
-from stages.export.layout import INDEX, Shard, index
-from stages.export.manifest import Manifest, WeightFile, checksums
-from stages.export.proof import prove_files
-from stages.export.target import (
-    claim,
-    clear,
-    finished,
-    reject,
-    require_space,
-    seal,
-    swap,
-)
-from stages.export.writer import Sums, check, write
+from stages.export import target
+from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
+from stages.export.plan import INDEX, index
+from stages.export.weight_files import Shard, check, prove_files, write
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
@@ -44,15 +33,13 @@ def export(
     folder: Path, ctx: Context, contents: Contents, trained: TrainedRun | None
 ) -> ExportedModel:
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
-    ctx.on_exit(contents.close)
     if ctx.dist.is_main and trained is not None:
         _require_same_base(ctx, contents.source, trained)
     plan = contents.plan(_digest_beside(ctx, contents))
     try:
-        found = _shared(ctx, finished(folder, plan.digest) if ctx.dist.is_main else None)
-        if found is None or _wrong(ctx, folder, plan, found):
-            facts = facts_of(ctx, contents.source, plan, trained)
-            found = _exported(ctx, contents, plan, folder, facts)
+        found = _from_main(ctx, lambda: target.finished(folder, plan.digest))
+        if found is None or not all(_is_whole(ctx, folder, part, found) for part in plan.parts):
+            found = _exported(ctx, contents, plan, folder, trained)
         else:
             ctx.log.info("%s holds this export already", folder)
     except OSError as error:
@@ -61,8 +48,8 @@ def export(
 
 
 def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
-    """Raises ExportError when weights that were not trained, which the export takes from the model,
-    are not those that were trained on."""
+    """Raise ExportError when the model's frozen weights, which the export takes from it, are not
+    those that were trained on."""
     then = trained.progress.lineage.get("weights")
     if not model.frozen_base or then is None or "weights" in ctx.accept:
         return
@@ -75,46 +62,42 @@ def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) ->
 
 
 def _digest_beside(ctx: Context, contents: Contents) -> str:
-    """Equal when the files beside the weights are, and what is proven (collective)."""
+    """A digest of the files beside the weights and of what is proven (collective)."""
     text = None
     if ctx.dist.is_main:
         with tempfile.TemporaryDirectory() as scratch:
             contents.save_beside(Path(scratch), dtype="fp32")
-            facts: list[Any] = [contents.writer, contents.prompt, checksums(Path(scratch))]
+            facts: list[Any] = [
+                contents.writer,
+                contents.prompt,
+                Manifest(plan="").beside(Path(scratch)),
+            ]
             if contents.source.frozen_base:
                 facts.append(contents.source.contents)
             text = json.dumps(facts, sort_keys=True)
     return ctx.dist.broadcast_str(text)
 
 
-def _shared(ctx: Context, found: Manifest | None) -> Manifest | None:
-    """Rank 0's manifest, on every rank."""
+def _from_main(ctx: Context, make: Callable[[], Manifest | None]) -> Manifest | None:
+    """The manifest that rank 0 makes, on every rank (collective)."""
     text = None
     if ctx.dist.is_main:
-        text = found.model_dump_json() if found else ""
-    told = ctx.dist.broadcast_str(text)
-    return Manifest.model_validate_json(told) if told else None
-
-
-def _wrong(ctx: Context, folder: Path, plan: ExportPlan, found: Manifest) -> bool:
-    """Whether any weight file of a finished export is not as it was written (collective)."""
-    return any(
-        check(folder / part.file, part, found.weights[part.file].sums, ctx.dist)
-        for part in plan.parts
-    )
+        made = make()
+        text = made.model_dump_json() if made else ""
+    text = ctx.dist.broadcast_str(text)
+    return Manifest.model_validate_json(text) if text else None
 
 
 def _exported(
-    ctx: Context,
-    contents: Contents,
-    plan: ExportPlan,
-    folder: Path,
-    facts: Mapping[str, str],
+    ctx: Context, contents: Contents, plan: ExportPlan, folder: Path, trained: TrainedRun | None
 ) -> Manifest:
+    partial = target.partial_of(folder)
     with contextlib.ExitStack() as held:
-        partial, begun = _claimed(ctx, folder, plan, held)
+        begun = _from_main(ctx, lambda: target.claim(folder, plan.digest, held))
+        assert begun is not None
         if ctx.dist.is_main:
-            require_space(partial, plan.total - sum(file.size for file in begun.weights.values()))
+            left = plan.total - sum(file.size for file in begun.weights.values())
+            target.require_space(partial, left)
             ctx.log.info(
                 "writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder
             )
@@ -122,42 +105,29 @@ def _exported(
         sums = {file: entry.sums for file, entry in written.weights.items()}
         try:
             prove_files(partial, plan.parts, sums, ctx.dist)
-            done = None
-            if ctx.dist.is_main:
-                done = _finish(ctx, contents, plan, partial, written, facts)
-                kept = swap(partial, folder)
-                if kept is not None:
-                    ctx.log.warning("files of the earlier export were changed: kept as %s", kept)
+            done = _from_main(ctx, lambda: _finish(ctx, contents, plan, folder, written, trained))
         except ExportError as error:
             if ctx.dist.is_main:
-                reject(partial)
+                Manifest(plan="").save(partial)  # a later export starts anew
             raise ExportError(str(error), hint=f"left for inspection: {partial}") from error
-    found = _shared(ctx, done)
-    assert found is not None
-    return found
-
-
-def _claimed(
-    ctx: Context, folder: Path, plan: ExportPlan, held: contextlib.ExitStack
-) -> tuple[Path, Manifest]:
-    """Rank 0's finding, on every rank."""
-    text = None
-    if ctx.dist.is_main:
-        partial, begun = claim(folder, plan.digest, held)
-        text = json.dumps([str(partial), begun.model_dump_json()])
-    place, told = json.loads(ctx.dist.broadcast_str(text))
-    return Path(place), Manifest.model_validate_json(told)
+    assert done is not None
+    return done
 
 
 def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -> Manifest:
-    """Write the files that are not there yet; what is there is read back first."""
+    """Write the files that are missing, after reading back those of an interrupted export."""
     watch = Throughput(ctx.log, "writing weights", plan.total // ctx.dist.world_size)
     done = begun
-    missing = [part for part in plan.parts if not _is_there(ctx, partial, part, begun)]
+    missing = [part for part in plan.parts if not _is_whole(ctx, partial, part, begun)]
+    if len(missing) < len(plan.parts):
+        ctx.log.info("%d file(s) are there already", len(plan.parts) - len(missing))
     for first in range(0, len(missing), ctx.dist.world_size):
         parts = missing[first : first + ctx.dist.world_size]
         sums = write(partial, parts, plan.files, ctx.dist, watch.advance)
-        entries = {part.file: _entry(part, sums[part.file]) for part in parts}
+        entries = {
+            part.file: WeightFile(size=part.total, tensors=part.entries, sums=sums[part.file])
+            for part in parts
+        }
         done = done.model_copy(update={"weights": {**done.weights, **entries}})
         if ctx.dist.is_main:
             done.save(partial)
@@ -165,44 +135,35 @@ def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -
     return done
 
 
-def _is_there(ctx: Context, partial: Path, part: Shard, begun: Manifest) -> bool:
-    """Whether an earlier export has finished a file (collective)."""
-    if part.file not in begun.weights:
-        return False
-    if check(partial / part.file, part, begun.weights[part.file].sums, ctx.dist):
-        return False
-    ctx.log.info("%s is there already", part.file)
-    return True
-
-
-def _entry(part: Shard, sums: Sums) -> WeightFile:
-    return WeightFile(
-        size=part.size + len(part.header()),
-        tensors={t.name: (CODES[t.dtype], t.shape) for t in part.tensors},
-        sums=sums,
-    )
+def _is_whole(ctx: Context, folder: Path, part: Shard, written: Manifest) -> bool:
+    """Whether a file in `folder` is finished and as it was written (collective)."""
+    entry = written.weights.get(part.file)
+    return entry is not None and not check(folder / part.file, part, entry.sums, ctx.dist)
 
 
 def _finish(
     ctx: Context,
     contents: Contents,
     plan: ExportPlan,
-    partial: Path,
+    folder: Path,
     written: Manifest,
-    facts: Mapping[str, str],
+    trained: TrainedRun | None,
 ) -> Manifest:
-    """Everything beside the weights, and the proof that they are read as what they are."""
-    clear(partial, keep=written.weights)
+    """Write everything beside the weights, prove the export and put it in place (rank 0)."""
+    partial = target.partial_of(folder)
+    target.clear(partial, keep=written.weights)
     if len(plan.parts) > 1:
         replace_text(partial / INDEX, json.dumps(index(plan.parts), indent=2) + "\n")
     contents.save_beside(partial, dtype=plan.dtype)
-    write_card(partial, facts, contents.usage)
+    facts = facts_of(ctx, contents.source, plan, trained)
+    write_card(partial, facts, contents.library, contents.usage)
     proof = contents.prove(partial, plan)
     ctx.log.info(
         "the export loads and computes the same (largest difference %.2g)", proof.difference
     )
-    others = checksums(partial, without=written.weights)
-    told = {"others": others, "facts": dict(facts), "proof": proof, "writer": contents.writer}
-    done = written.model_copy(update=told)
-    seal(partial, done)
+    update = {"facts": facts, "proof": proof, "writer": contents.writer}
+    done = written.model_copy(update={"others": written.beside(partial), **update})
+    kept = target.put_in_place(folder, done)
+    if kept is not None:
+        ctx.log.warning("files of the earlier export were changed: kept as %s", kept)
     return done

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
@@ -17,7 +18,63 @@ from pipeline.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSafetensors:
+class ExportSettings:
+    """Where an export goes, and how it is verified: the same for models and adapters."""
+
+    folder: str | None = None
+    """Where the export goes; the run's folder `export` when not set. An earlier export there is
+    replaced once the new one is proven; anything else there is refused."""
+    prompt: str = "The quick brown fox jumps over the lazy dog."
+    """Text on which the logits of the exported and the trained model are compared. Without a
+    tokenizer, fixed token ids are used."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        from stages.export.target import PARTIAL, foreign
+
+        if not self.prompt.strip():
+            yield Problem(message="must not be empty", key="prompt")
+        folder = None if self.folder is None else Path(self.folder).expanduser()
+        if folder is not None and folder.name.endswith(PARTIAL):
+            yield Problem(
+                message=f"`{folder.name}` is the name of an unfinished export",
+                key="folder", hint=f"choose a name that does not end in `{PARTIAL}`",
+            )  # fmt: skip
+        reason = None if folder is None else foreign(folder)
+        if reason:
+            yield Problem(message=reason, key="folder", hint="name a new folder")
+
+    def for_dry_run(self, ctx: Context) -> Self:
+        """The same export into a folder that is removed when the dry run ends: one beside the
+        target, or the run's own."""
+        from stages.export.target import target_of
+
+        if self.folder is None:
+            return self
+        target = target_of(self.folder, ctx)
+        elsewhere = target.with_name(f"{target.name}.dry-run")
+        if ctx.dist.is_main:
+            shutil.rmtree(elsewhere, ignore_errors=True)
+            ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
+        return replace(self, folder=str(elsewhere))
+
+    def verify_result(self, exported: ExportedModel) -> None:
+        """Raise ExportError unless every file has the checksum that it was written with."""
+        from stages.export.proof import prove_bytes
+
+        prove_bytes(exported.folder, strict=False)
+
+    @classmethod
+    def verify(
+        cls, folder: Path, report: Callable[[str], object], *, trust_remote_code: bool
+    ) -> None:
+        """Verify a folder that this stage has written, for `pipe verify`. Raises ExportError."""
+        from stages.export.proof import verify
+
+        verify(folder, report, trust_remote_code=trust_remote_code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSafetensors(ExportSettings):
     """Write the model as safetensors in Hugging Face layout, then prove that it loads and computes
     the same.
 
@@ -27,116 +84,58 @@ class ExportSafetensors:
     it with the checkpoint's weights in the declared module.
     """
 
-    folder: str | None = None
-    """Where the model goes; the run's folder `export` when not set. An earlier export there is
-    replaced once the new one is proven; anything else there is refused."""
     dtype: Literal["fp32", "bf16", "fp16", "source"] = "bf16"
-    """Dtype of the floating point weights in the files; `source` keeps that of each tensor in the
-    model that was trained from."""
+    """Dtype of the floating point weights in the files; `source` keeps the dtype that each tensor
+    has in the model that was trained from."""
     max_shard_size: str = "5GB"
     """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets a file of its own."""
-    prompt: str = "The quick brown fox jumps over the lazy dog."
-    """Text on which the logits of the written and the trained model are compared. Without a
-    tokenizer, fixed token ids are used."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         try:
             parse_size(self.max_shard_size)
         except ValueError as error:
             yield Problem(message=str(error), key="max_shard_size")
-        yield from problems(self.folder, self.prompt)
+        yield from super().check(plan)
 
     def run(
-        self,
-        ctx: Context,
-        weights: Weights,
-        model: ModelSource,
-        trained: TrainedRun | None = None,
+        self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun | None = None
     ) -> ExportedModel:
         from stages.export.contents import ModelContents
         from stages.export.run import export
         from stages.export.target import target_of
 
         contents = ModelContents(
-            model,
-            weights,
+            source=model,
+            trained=weights,
+            prompt=self.prompt,
             dtype=self.dtype,
             max_shard_size=parse_size(self.max_shard_size),
-            prompt=self.prompt,
         )
+        ctx.on_exit(contents.close)
         return export(target_of(self.folder, ctx), ctx, contents, trained)
 
     def resource_needs(self, ctx: Context, model: ModelSource) -> Iterator[ResourceNeed]:
-        from stages.export.plan import room
+        from stages.export.plan import resource_need
 
-        yield room(self, ctx, model)
+        yield resource_need(self, ctx, model)
 
     def run_dry(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> ExportedModel:
-        from stages.export.target import dry_run_folder
-
-        elsewhere = dry_run_folder(self.folder, ctx)
-        return replace(self, folder=elsewhere).run(ctx, weights, model, trained)
-
-    def verify_result(self, exported: ExportedModel) -> None:
-        """Every file has the checksum that it was written with. Raises ExportError."""
-        from stages.export.verify import prove_whole
-
-        prove_whole(exported.folder, lambda proven: None, alone=False)
-
-    @classmethod
-    def verify(
-        cls, folder: Path, tell: Callable[[str], object], *, trust_remote_code: bool
-    ) -> None:
-        """What `pipe verify` does with a folder that this stage has written. Raises ExportError."""
-        from stages.export.verify import verify
-
-        verify(folder, tell, trust_remote_code=trust_remote_code)
+        return self.for_dry_run(ctx).run(ctx, weights, model, trained)
 
 
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
     """Bytes of `5GB`, `512MiB`, `1.5 GB`. Raises ValueError with a sentence for the user."""
     match = SIZE.fullmatch(text)
-    unit = UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size: a number with a unit such as 5GB or 512MiB")
-    size = int(float(match[1]) * unit)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write a number and a unit, as in 5GB or 512MiB")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    size = int(float(number) * base ** (" KMGT".index(prefix.upper()) if prefix else 0))
     if size < 1:
         raise ValueError(f"{text!r} is less than one byte")
     return size
-
-
-def problems(folder: str | None, prompt: str) -> Iterator[Problem]:
-    """Of the fields `folder` and `prompt`."""
-    if not prompt.strip():
-        yield Problem(message="must not be empty", key="prompt")
-    if folder is not None:
-        yield from _folder(Path(folder).expanduser())
-
-
-def _folder(folder: Path) -> Iterator[Problem]:
-    from stages.export.target import PARTIAL, foreign
-
-    if folder.name.endswith(PARTIAL):
-        yield Problem(
-            message=f"`{folder.name}` is what an unfinished export is called",
-            key="folder", hint=f"choose a name that does not end in `{PARTIAL}`",
-        )  # fmt: skip
-    reason = foreign(folder)
-    if reason:
-        yield Problem(message=reason, key="folder", hint="name a new folder")

@@ -1,6 +1,6 @@
 """The folder an export goes to: claim it, fill a partial one beside it, swap.
 
-Only what an earlier export of ours wrote is ever replaced: its manifest says what that is.
+Only files that an earlier export of ours wrote are ever replaced: its manifest lists them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from pipeline.errors import ExportError, StageError
 from pipeline.utils.files import sync, sync_tree
 from pipeline.utils.text import human
 from stages.export import manifest
-from stages.export.manifest import BLOCK, Manifest
+from stages.export.manifest import Manifest
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
 
 PARTIAL = ".partial"
-"""Ends the name of an export that is not finished; it is removed when its plan changes."""
+"""Suffix of the folder of an unfinished export, which is emptied when its plan changes."""
 MARGIN = 16 << 20
-"""ResourceNeed for config and tokenizer beside the weights."""
+"""Bytes for config and tokenizer beside the weights."""
 
 
 def foreign(folder: Path) -> str | None:
-    """Why `folder` must not be replaced; None when absent, empty or wholly an export of ours."""
+    """The reason why `folder` must not be replaced; None when absent, empty or wholly an export of
+    ours."""
     if not folder.exists():
         return None
     if not folder.is_dir():
         return f"{folder} is not a folder"
     if os.path.ismount(folder):
         return f"{folder} is a mount point, which cannot be replaced"
-    entries = manifest.names_in(folder)
-    if not entries and not any(folder.iterdir()):
+    if not any(folder.iterdir()):
         return None
     try:
         written = manifest.load(folder)
@@ -47,50 +47,45 @@ def foreign(folder: Path) -> str | None:
         return str(error)
     if written is None:
         return f"{folder} holds files that are not an export of ours"
-    others = sorted(entries - set(written.files))
+    others = sorted(manifest.names_in(folder) - set(written.files))
     if others and written.proof is not None:
         return f"{folder} holds files that its export did not write: {', '.join(others[:10])}"
     return None
 
 
 def target_of(name: str | None, ctx: Context) -> Path:
-    """Where the export goes; links are followed, so that it is replaced where it really is."""
+    """The folder of the export; links are followed, so that it is replaced where it really is."""
     folder = Path(name).expanduser() if name else ctx.run_dir / "export"
     return folder.resolve()
 
 
-def dry_run_folder(name: str | None, ctx: Context) -> str | None:
-    """A folder beside the one named, which is removed when the dry run ends; the run's own is in
-    a folder that is removed anyway."""
-    if name is None:
-        return None
-    target = target_of(name, ctx)
-    elsewhere = target.with_name(f"{target.name}.dry-run")
-    if ctx.dist.is_main:
-        shutil.rmtree(elsewhere, ignore_errors=True)
-        ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
-    return str(elsewhere)
+def partial_of(folder: Path) -> Path:
+    """The folder in which the export is written until it is proven."""
+    return folder.with_name(folder.name + PARTIAL)
+
+
+def _previous_of(folder: Path) -> Path:
+    """The hidden place of the earlier export during a swap."""
+    return folder.with_name(f".{folder.name}.previous")
 
 
 def finished(folder: Path, plan: str) -> Manifest | None:
     """The manifest of the export `plan`, if `folder` holds that and nothing else."""
-    if foreign(folder) or not folder.is_dir():
-        return None
-    found = manifest.load(folder)
+    found = manifest.load(folder) if foreign(folder) is None else None
     if found is None or found.proof is None or found.plan != plan:
         return None
-    weights = all((folder / name).is_file() for name in found.weights)
-    same = manifest.checksums(folder, without=found.weights) == found.others
-    return found if weights and same else None
+    whole = all((folder / name).is_file() for name in found.weights)
+    return found if whole and found.others == found.beside(folder) else None
 
 
-def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> tuple[Path, Manifest]:
-    """A partial folder beside `folder`, and what it already holds of the export `plan`.
+def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
+    """Make the partial folder of `folder`; the manifest of what it already holds of the export
+    `plan`.
 
-    Nobody else can claim it until `held` ends. Raises StageError when somebody has, and when either
+    No other process can claim it until `held` ends. Raises StageError when one has, and when either
     folder is not ours.
     """
-    partial, previous = folder.with_name(folder.name + PARTIAL), _previous(folder)
+    partial, previous = partial_of(folder), _previous_of(folder)
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
         previous.replace(folder)
@@ -102,12 +97,11 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> tuple[Path, Ma
     partial.mkdir(parents=True, exist_ok=True)
     _lock(partial, held)
     begun = manifest.load(partial)
-    if begun is not None and begun.plan == plan:
-        return partial, begun
-    clear(partial)
-    fresh = Manifest(plan=plan, block=BLOCK)
-    fresh.save(partial)
-    return partial, fresh
+    if begun is None or begun.plan != plan:
+        clear(partial)
+        begun = Manifest(plan=plan)
+        begun.save(partial)
+    return begun
 
 
 def _lock(partial: Path, held: contextlib.ExitStack) -> None:
@@ -131,11 +125,6 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
             entry.unlink()
 
 
-def reject(partial: Path) -> None:
-    """A later export starts anew instead of going on with what is in the folder."""
-    Manifest(plan="", block=BLOCK).save(partial)
-
-
 def require_space(folder: Path, size: int) -> None:
     """Raise StageError unless the file system has room for `size` bytes and a little more."""
     free = shutil.disk_usage(folder).free
@@ -146,18 +135,14 @@ def require_space(folder: Path, size: int) -> None:
         )
 
 
-def seal(partial: Path, finished: Manifest) -> None:
-    """Flush everything to disk, the final manifest last."""
+def put_in_place(folder: Path, finished: Manifest) -> Path | None:
+    """Flush the partial folder to disk, its final manifest last, and put it in place of an earlier
+    export. Returns where that one is kept if somebody has changed a file beside its weights."""
+    partial, previous = partial_of(folder), _previous_of(folder)
     sync_tree(partial)
     finished.save(partial)
     sync(partial / manifest.NAME)
     sync(partial)
-
-
-def swap(partial: Path, folder: Path) -> Path | None:
-    """Put the finished partial folder in place of an earlier export. Returns where that is kept, if
-    somebody has changed a file beside its weights."""
-    previous = _previous(folder)
     if folder.exists():
         folder.replace(previous)
     partial.replace(folder)
@@ -166,7 +151,8 @@ def swap(partial: Path, folder: Path) -> Path | None:
 
 
 def _retire(previous: Path, folder: Path) -> Path | None:
-    """Remove an earlier export, or move it to where it is kept, which is returned."""
+    """Remove an earlier export if the files beside its weights are as it wrote them; otherwise
+    move it to a place that is kept, and return that."""
     if not previous.exists():
         return None
     if _is_as_written(previous):
@@ -180,15 +166,8 @@ def _retire(previous: Path, folder: Path) -> Path | None:
 
 
 def _is_as_written(folder: Path) -> bool:
-    """Whether no file beside the weights holds anything else than what its export wrote."""
     with contextlib.suppress(ExportError):
         written = manifest.load(folder)
         if written is not None:
-            found = manifest.checksums(folder, without=written.weights)
-            return found.items() <= written.others.items()
+            return written.beside(folder).items() <= written.others.items()
     return not manifest.names_in(folder)
-
-
-def _previous(folder: Path) -> Path:
-    """Hidden, as nobody gives such a name to an export that is to be kept."""
-    return folder.with_name(f".{folder.name}.previous")

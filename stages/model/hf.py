@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
@@ -20,6 +20,9 @@ class HfModel:
     Exactly one of `path` and `config` is given. Nothing is loaded here; a wrap stage builds the
     module and fills it.
     """
+
+    for_export: ClassVar[Mapping[str, str]] = {"attention": "eager"}
+    """Fields that `pipe export` sets: it trains nothing, so it needs no kernels."""
 
     path: str | None = None
     """A local folder in Hugging Face layout (starting with `/`, `./`, `../` or `~`), a GGUF file

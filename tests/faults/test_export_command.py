@@ -34,7 +34,7 @@ def trained(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     stages = training(checkpoint={"every": 2}, train={"steps": STEPS}, wrap="wrap.fsdp") | EXPORT
     recipe = folder / "recipe.yaml"
     launch = {"procs": 2, "device": "cpu"}
-    content = {"name": "tiny", "run_dry": True, "launch": launch, "stages": stages}
+    content = {"name": "tiny", "dry_run": True, "launch": launch, "stages": stages}
     recipe.write_text(json.dumps(content))
     outcome = pipe.run(recipe)
     assert outcome.code == 0, outcome.stderr
@@ -52,7 +52,7 @@ def test_the_dry_run_leaves_nothing_and_changes_nothing(trained: Trained, tmp_pa
     ]
     recipe = json.loads((trained.run.parent / "recipe.yaml").read_text())
     plain = trained.run.parent / "plain.yaml"
-    plain.write_text(json.dumps(recipe | {"run_dry": False}))
+    plain.write_text(json.dumps(recipe | {"dry_run": False}))
     other = trained.pipe("run", str(plain), "--run-dir", str(tmp_path / "plain"))
     assert other.code == 0, other.stderr
     one, two = (run / "export/model.safetensors" for run in (trained.run, tmp_path / "plain"))
@@ -88,7 +88,7 @@ def test_a_dry_run_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: 
     (tmp_path / "model.dry-run").write_text("in the way")
     launch = {"procs": 2, "device": "cpu"}
     recipe = tmp_path / "recipe.yaml"
-    content = {"name": "tiny", "run_dry": True, "launch": launch, "stages": stages}
+    content = {"name": "tiny", "dry_run": True, "launch": launch, "stages": stages}
     recipe.write_text(json.dumps(content))
     outcome = pipe.run(recipe)
     assert outcome.code == 1
@@ -181,4 +181,4 @@ def test_mistakes(
 def test_no_export_at_all(trained: Trained, tmp_path: Path) -> None:
     result = pipe("verify", tmp_path)
     assert result.exit_code == 2
-    assert "is no export of ours" in result.output
+    assert "is not an export of ours" in result.output

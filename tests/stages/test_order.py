@@ -17,7 +17,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "adapter before wrap": (LORA, {"adapter": LORA, "wrap": Ddp()}, []),
     "adapter behind wrap": (
         LORA, {"wrap": Ddp(), "checkpoint": ShardedCheckpoint(), "adapter": LORA},
-        ["comes behind slot `wrap`, which builds the model, and would change nothing"],
+        ["stands after slot `wrap`, which builds the model, and changes nothing"],
     ),
     "average before checkpoint": (EMA, {"ema": EMA, "checkpoint": ShardedCheckpoint()}, []),
     "average behind checkpoint": (

@@ -329,7 +329,10 @@ def lineage_of(source: Any, folder: Path) -> dict[str, Any]:
 MISTAKES = {
     "no such layer": ({"targets": ("q_prj",)}, "linear layers are called"),
     "one of two": ({"targets": ("q_proj", "kproj")}, "no linear layer's name ends in 'kproj'"),
-    "no linear layer": ({"targets": ("embed_tokens",)}, "is a Embedding, which is no linear layer"),
+    "no linear layer": (
+        {"targets": ("embed_tokens",)},
+        "of class Embedding, which is no",
+    ),
     "no such parameter": ({"train_also": ("head",)}, "'head' matches no parameter"),
     "an update's own weight": (
         {"train_also": ("*.q_proj.weight",)},

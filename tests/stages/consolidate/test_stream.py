@@ -22,8 +22,9 @@ from pipeline.contracts.engine import WEIGHT
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.weights import open_weights
-from stages.export.layout import BLOCK, Named, shards
-from stages.export.writer import check, write
+from stages.export.manifest import BLOCK
+from stages.export.plan import shards
+from stages.export.weight_files import check, write
 from stages.formats.mapped import MappedSource, Range, Stored, fresh_progress
 from tests.support.tier import examples
 
@@ -112,9 +113,8 @@ def test_files(
 
     stored = {name: cut(one, edges) for name, one in tensors.items()}
     weights = CheckpointWeights(source(stored), "memory")
-    named = sorted((Named(n, *weights.spec(n)) for n in tensors), key=lambda t: -t.dtype.itemsize)
     with tempfile.TemporaryDirectory() as folder:
-        parts = shards(named, limit)
+        parts = shards({name: weights.spec(name) for name in tensors}, limit)
         found: dict[str, torch.Tensor] = {}
         sums = write(Path(folder), parts, weights, HERE, lambda size: None)
         for part in parts:
@@ -142,7 +142,7 @@ def test_a_tensor_of_several_blocks(tmp_path: Path) -> None:
 
     big = torch.arange(BLOCK // 4 * 2 + 12345, dtype=torch.int32)
     weights = CheckpointWeights(source({"a": cut(big, [0.3, 0.9])}), "memory")
-    (part,) = shards([Named("a", *weights.spec("a"))], 10)
+    (part,) = shards({"a": weights.spec("a")}, 10)
     sums = write(tmp_path, [part], weights, HERE, lambda size: None)
     assert [len(one) for one in sums[part.file].values()] == [3]
     assert torch.equal(load_file(tmp_path / part.file)["a"], big)

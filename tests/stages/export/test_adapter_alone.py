@@ -18,4 +18,4 @@ def test_an_adapter_without_its_run_is_called_one(monkeypatch: pytest.MonkeyPatc
     weights: Any = MemoryReader({name: torch.zeros(2, 2) for name in names})
     outline = torch.nn.Linear(2, 2, bias=False)
     with pytest.raises(StageError, match=r"holds an adapter.*export the run that saved it"):
-        plan.module_weights(outline, weights, lambda name: torch.float32)
+        plan.names_to_read(outline, weights)

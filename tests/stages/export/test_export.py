@@ -147,7 +147,7 @@ def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatc
         def read(self, name: str) -> torch.Tensor:
             raise AssertionError(name)
 
-    monkeypatch.setattr("stages.export.writer.PIECE", 512)
+    monkeypatch.setattr("stages.export.weight_files.PIECE", 512)
     monkeypatch.setattr(
         contents, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from pipeline.checkpoint.layout import CODES
+from pipeline.contracts.tensors import TensorSpec
 from pipeline.utils.text import human
-from stages.export.layout import Named, Shard, index, shards
+from stages.export.plan import index, shards
 from stages.export.safetensors import ExportSafetensors, parse_size
 
 
@@ -55,7 +56,7 @@ def test_prompt_must_not_be_empty() -> None:
 def test_a_name_of_unfinished_exports_is_refused() -> None:
     problems = list(ExportSafetensors(folder="out.partial").check(None))  # type: ignore[arg-type]
     assert [problem.key for problem in problems] == ["folder"]
-    assert "`out.partial` is what an unfinished export is called" in problems[0].message
+    assert "`out.partial` is the name of an unfinished export" in problems[0].message
 
 
 SPECS = st.lists(
@@ -67,36 +68,35 @@ SPECS = st.lists(
     min_size=1,
     max_size=12,
 ).map(
-    lambda found: [
-        Named(name=f"t.{number}", shape=shape, dtype=dtype)
-        for number, (shape, dtype) in enumerate(found)
-    ]
+    lambda found: {
+        f"t.{number}": TensorSpec(shape, dtype) for number, (shape, dtype) in enumerate(found)
+    }
 )
 
 
 @given(specs=SPECS, limit=st.integers(1, 300))
-def test_shards_keep_order_and_limit(specs: Sequence[Named], limit: int) -> None:
+def test_shards_keep_order_and_limit(specs: Mapping[str, TensorSpec], limit: int) -> None:
     parts = shards(specs, limit)
-    assert [spec for part in parts for spec in part.tensors] == specs
+    found = [item for part in parts for item in part.tensors.items()]
+    assert found == sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize)
     assert all(part.size <= limit or len(part.tensors) == 1 or part.size == 0 for part in parts)
     assert len({part.file for part in parts}) == len(parts)
     content = index(parts)
-    assert content["metadata"]["total_size"] == sum(spec.size for spec in specs)
-    assert content["weight_map"].keys() == {spec.name for spec in specs}
+    assert content["metadata"]["total_size"] == sum(spec.nbytes for spec in specs.values())
+    assert content["weight_map"].keys() == specs.keys()
 
 
 @given(specs=SPECS)
-def test_header_is_what_safetensors_reads(specs: Sequence[Named]) -> None:
-    specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    part = Shard(file="model.safetensors", tensors=specs)
+def test_header_is_what_safetensors_reads(specs: Mapping[str, TensorSpec]) -> None:
+    (part,) = shards(specs, 1 << 30)
     header = part.header()
     assert len(header) % 8 == 0
     assert int.from_bytes(header[:8], "little") == len(header) - 8
     assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
     tensors = load(header + bytes(part.size))
-    assert tensors.keys() == {spec.name for spec in specs}
-    for spec in specs:
-        assert tuple(tensors[spec.name].shape) == spec.shape
-        assert tensors[spec.name].dtype == spec.dtype
-        assert spec.size == math.prod(spec.shape) * spec.dtype.itemsize
+    assert tensors.keys() == specs.keys()
+    for name, spec in specs.items():
+        assert tuple(tensors[name].shape) == spec.shape
+        assert tensors[name].dtype == spec.dtype
+        assert spec.nbytes == math.prod(spec.shape) * spec.dtype.itemsize
     assert not any(bool(tensor.to(torch.bool).any()) for tensor in tensors.values())

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from pipeline.errors import StageError
-from stages.adapter.lora import FourBits, Lora
+from stages.adapter.lora import Lora, QuantType
 from stages.adapter.nf4 import BLOCK, PackedReader, RoundedReader, packed_bytes, unpack
-from stages.adapter.nf4_linear import FourBitLinear
+from stages.adapter.nf4_linear import PackedLinear
 from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
@@ -32,7 +32,7 @@ from tests.support.weights import MemoryWeights
 
 WIDE = {**UNTIED, "hidden_size": 64, "intermediate_size": 128}
 """Rows are whole blocks, which bitsandbytes' own layers want."""
-KINDS: tuple[FourBits, ...] = ("nf4", "fp4")
+KINDS: tuple[QuantType, ...] = ("nf4", "fp4")
 SHAPES = ((1, 1), (3, 5), (5, 13), (7, 64), (24, 100), (64, 65))
 
 
@@ -40,18 +40,18 @@ def weight_of(shape: tuple[int, int]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[1]))
 
 
-def packed_of(weight: torch.Tensor, kind: FourBits = "nf4") -> torch.Tensor:
+def packed_of(weight: torch.Tensor, kind: QuantType = "nf4") -> torch.Tensor:
     return PackedReader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.packed")
 
 
-def rounded_of(weight: torch.Tensor, kind: FourBits = "nf4") -> torch.Tensor:
+def rounded_of(weight: torch.Tensor, kind: QuantType = "nf4") -> torch.Tensor:
     return RoundedReader(MemoryReader({"one.weight": weight}), {"one"}, kind).read("one.weight")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_element_is_the_nearest_of_sixteen_values_times_its_block_s_largest(
-    shape: tuple[int, int], kind: FourBits
+    shape: tuple[int, int], kind: QuantType
 ) -> None:
     weight = weight_of(shape)
     table = bitsandbytes.functional.get_4bit_type(kind, device="cpu")
@@ -66,7 +66,7 @@ def test_each_element_is_the_nearest_of_sixteen_values_times_its_block_s_largest
 @pytest.mark.parametrize("held", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_packed_comes_out_rounded(
-    shape: tuple[int, int], held: torch.dtype, kind: FourBits
+    shape: tuple[int, int], held: torch.dtype, kind: QuantType
 ) -> None:
     packed = packed_of(weight_of(shape), kind)
     assert packed.shape == (packed_bytes(shape[0] * shape[1]),)
@@ -81,7 +81,7 @@ def test_four_and_a_half_bits_an_element() -> None:
 
 
 @given(data=st.data(), shape=st.sampled_from(SHAPES), kind=st.sampled_from(KINDS))
-def test_any_range_is_that_of_the_whole(data: Any, shape: tuple[int, int], kind: FourBits) -> None:
+def test_any_range_is_that_of_the_whole(data: Any, shape: tuple[int, int], kind: QuantType) -> None:
     base = MemoryReader({"one.weight": weight_of(shape)})
     for reader, name in (
         (PackedReader(base, {"one"}, kind), "one.packed"),
@@ -111,7 +111,7 @@ def test_a_packed_layer_multiplies_by_the_rounded_weight(dtype: torch.dtype) -> 
     plain = nn.Linear(100, 24)
     with torch.no_grad():
         plain.weight.copy_(weight_of((24, 100)))
-    layer = FourBitLinear(plain, "nf4")
+    layer = PackedLinear(plain, "nf4")
     layer.packed.data = packed_of(plain.weight.detach()).view(dtype)
     plain.weight.data = rounded_of(plain.weight.detach())
     plain.to(dtype)
@@ -156,7 +156,7 @@ def test_the_merged_model_computes_what_the_packed_one_does(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_an_adapter_onto_bitsandbytes_own_model(kind: FourBits, tmp_path: Path) -> None:
+def test_peft_loads_an_adapter_onto_bitsandbytes_own_model(kind: QuantType, tmp_path: Path) -> None:
     source = adapted(tmp_path, WIDE, rank=4, quantize=kind)
     weights = trained(source)
     done = ExportAdapter().run(context(tmp_path), weights, source)
@@ -173,7 +173,7 @@ def test_peft_loads_an_adapter_onto_bitsandbytes_own_model(kind: FourBits, tmp_p
     torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-5)
     told: list[str] = []
     ExportAdapter.verify(done.folder, told.append, trust_remote_code=False)
-    assert f"in {kind} it computes what it did" in told[-1]
+    assert f"in {kind} computes what it did" in told[-1]
 
 
 def test_how_much_is_in_four_bits_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +182,7 @@ def test_how_much_is_in_four_bits_is_told(tmp_path: Path, caplog: pytest.LogCapt
         source = adapted(tmp_path, config, targets=("q_proj",), quantize="nf4")
         with caplog.at_level("INFO"):
             caplog.clear()
-            source.tell(logging.getLogger("told"))
+            source.log_summary(logging.getLogger("told"))
         first, second = caplog.records
         assert first.getMessage().startswith("3 layers get updates")
         module = source.base.base.build()
