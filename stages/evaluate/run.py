@@ -14,7 +14,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from stages.data import tokenize
-from stages.data.documents import DocumentReader
+from stages.data.documents import read_documents
 from stages.data.fields import Source
 from stages.data.sources import open_source
 from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel
@@ -78,9 +78,10 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
         tokenize.check_ids(source, max(ids, default=0))
         return start + ids
 
-    reader = DocumentReader(text_key=config.text_key, unit=config.documents)
     opened = open_source(Source(files=config.files))
-    documents = reader.read(opened.parts, opened.reading())
+    documents = read_documents(
+        opened.parts, opened.reading(), text_key=config.text_key, unit=config.documents
+    )
     totals = measure(config, model, documents, encode, most=most)
     return totals.results(bytes_are_scored=config.prepend_bos and most is None)
 

@@ -1,31 +1,23 @@
-"""The heavy half of `data.stream`."""
+"""Samples of `data.stream`: blocks of shards, whose windows are prepared ahead."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.contracts.data import Data, Sample, Samples
 from pipeline.contracts.model import ModelSource
-from pipeline.errors import StageError, system_errors_as
+from pipeline.errors import StageError
 from stages.data import tokenize
-from stages.data.cache import Counts, Entry, cache_folder, digest
-from stages.data.documents import TokenBlocks
+from stages.data.cache import cache_folder, digest
+from stages.data.documents import Documents
 from stages.data.fields import Source
-from stages.data.prepare_text import Documents
-from stages.data.sources import FilePart
-from stages.data.streaming import shards
+from stages.data.prepare import source_entry
 from stages.data.streaming.order import Place, StreamOrder, first_blocks, located
-from stages.data.streaming.shards import Ledger, Shard
-from stages.data.streaming.store import ShardStore, Tokeniser
-from stages.data.tokenize import Announcer, Reading
+from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,13 +25,13 @@ if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
     from stages.data.stream import StreamData
 
-LEDGER = "stream.jsonl"
-"""File in the run's folder: what shards have been read."""
+INDEX = "stream.jsonl"
+"""Shard index in the run's folder."""
 
 
 class StreamSamples(Samples):
-    """The blocks of all shards, by what `located` makes of an index. Whoever asks for a block of a
-    window has the next windows prepared."""
+    """Blocks of all shards, by the `Place` in an index. Reading a block of a window prepares the
+    windows after it."""
 
     def __init__(self, store: ShardStore, shards: int, window: int, ahead: int) -> None:
         self._store = store
@@ -48,11 +40,11 @@ class StreamSamples(Samples):
         self._ahead = ahead
         self._order: StreamOrder | None = None
         self._prepared = 0
-        """The number of the first window that has not been prepared."""
+        """First window that has not been prepared."""
 
     def __len__(self) -> int:
         raise StageError(
-            "how many samples a stream has is not known",
+            "the number of samples of a stream is not known",
             hint="give the train slot `steps` instead of `epochs`",
         )
 
@@ -90,18 +82,20 @@ class StreamSamples(Samples):
 
 
 def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
-    """What the stage gives (collective)."""
+    """Return the data of `data.stream` (collective)."""
     # one worker, this thread: processes must not be forked in the middle of training
-    documents = Documents(stage, stage.cache, 1, ctx, model, model.tokenizer())
-    corpus = _listed(stage, ctx)
-    store = _store(stage, ctx, documents, corpus)
+    documents = Documents(stage, 1, ctx, model)
+    main = ctx.dist.is_main
+    text = json.dumps([asdict(shard) for shard in list_shards(stage.shards)]) if main else None
+    shards = [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
+    store = _store(stage, ctx, documents, shards)
     ctx.on_exit(store.close)
-    ctx.log.info("stream: %d shards, %d bytes", len(corpus), sum(each.size for each in corpus))
+    ctx.log.info("stream: %d shards, %d bytes", len(shards), sum(each.size for each in shards))
     held = None
     identity: dict[str, str | int | float | None] = {
         "stage": "data.stream",
         "tokenizer": tokenize.identity(documents.tokenizer),
-        "contents": digest([[each.name, each.size] for each in corpus]),
+        "contents": digest([[each.name, each.size] for each in shards]),
         "window": stage.window,
         "text_key": stage.text_key,
         "sequence_length": stage.sequence_length,
@@ -111,11 +105,11 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
         "documents_apart": stage.documents_apart,
     }
     if stage.heldout_files:
-        entry = documents.entry(Source(files=stage.heldout_files))
+        entry = source_entry(documents, Source(files=stage.heldout_files), stage.cache)
         held = documents.blocks(entry)
         identity["heldout"] = entry.key
     return Data(
-        train=StreamSamples(store, len(corpus), stage.window, stage.ahead),
+        train=StreamSamples(store, len(shards), stage.window, stage.ahead),
         heldout=held,
         pad_id=tokenize.pad_id(documents.tokenizer),
         packed=stage.documents_apart,
@@ -123,61 +117,18 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
     )
 
 
-def _listed(stage: StreamData, ctx: Context) -> list[Shard]:
-    """The shards that rank 0 sees (collective)."""
-    text = json.dumps(shards.dump(shards.listed(stage.shards))) if ctx.dist.is_main else None
-    return [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
-
-
 def _store(
-    stage: StreamData, ctx: Context, documents: Documents, corpus: list[Shard]
+    stage: StreamData, ctx: Context, documents: Documents, shards: list[Shard]
 ) -> ShardStore:
-    """What this process reads shards through (collective)."""
-    main = ctx.dist.is_main
-    file = ctx.run_dir / LEDGER
-    known = ctx.dist.broadcast_str(Ledger.read(file, documents.making) if main else None)
+    """Open the node's store of shards (collective)."""
+    main, file, settings = ctx.dist.is_main, ctx.run_dir / INDEX, documents.settings_digest
+    known = ctx.dist.broadcast_str(ShardIndex.read(file, settings) if main else None)
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
     return ShardStore(
-        corpus,
+        shards,
         cache_folder(stage.cache) / f"stream-{place[:16]}",
-        Tokeniser(
-            build=functools.partial(_build, documents),
-            open=lambda entry: _opened(documents, entry),
-            making=documents.making,
-            sequence_length=stage.sequence_length,
-        ),
-        Ledger(file if main else None, documents.making, known),
+        documents,
+        ShardIndex(file if main else None, settings, known),
         capacity=(stage.ahead + 2) * stage.window,
         cleans=ctx.dist.local_rank == 0,
     )
-
-
-def _build(
-    documents: Documents, shard: Shard, path: Path, folder: Path, stop: Callable[[], bool]
-) -> Counts:
-    """Tokenise one shard; a corpus may have some without text."""
-    began = time.monotonic()
-    with system_errors_as(StageError):
-        reading = Reading(total=path.stat().st_size)
-    log = documents.ctx.log
-    reader = dataclasses.replace(
-        documents.reader(),
-        blank=lambda part: log.warning("stream: %s has no text", shard.address),
-    )
-    writer = documents.writer(Announcer(log=log, reading=reading, unit="documents"))
-    counts = writer.write(folder, _until(stop, reader.read([FilePart(path)], reading)))
-    seconds = time.monotonic() - began
-    log.debug("stream: %s: %d tokens, %.1f s", shard.address, counts["tokens"], seconds)
-    return counts
-
-
-def _until(stop: Callable[[], bool], documents: Iterable[str]) -> Iterator[str]:
-    for document in documents:
-        if stop():
-            raise StageError("the run ends")
-        yield document
-
-
-def _opened(documents: Documents, entry: Entry) -> TokenBlocks:
-    tokenize.check_ids(documents.model, entry.counts["largest"])
-    return documents.blocks(entry)

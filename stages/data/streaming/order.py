@@ -1,10 +1,10 @@
-"""The order of a stream: a pure function of the seed, and of how many blocks each shard has."""
+"""Sample order of a stream: a pure function of the seed and of each shard's number of blocks."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WINDOW_BITS, SHARD_BITS, BLOCK_BITS = 23, 20, 20
-"""An index is made of a window's number, a shard's number, and a block's number in the shard."""
+"""Bits of an index: a window's number, a shard's number, and a block's number in the shard."""
 
 
 class Place(NamedTuple):
-    """Where a block is, and in which window it is wanted."""
+    """Shard and number of a block, and the window that it is read for."""
 
     window: int
     shard: int
@@ -30,10 +30,9 @@ class Place(NamedTuple):
 class StreamOrder:
     """Windows of shards, one behind the other, epoch after epoch.
 
-    Epoch e visits the shards in the order that SampleOrder gives them in its epoch e, `window` at a
-    time, the last window of an epoch perhaps fewer. Within window number g, counted over all
-    epochs, blocks come in the order that SampleOrder gives as many samples in its epoch g. Without
-    `shuffle` both are as they lie.
+    Epoch e visits the shards in the order of epoch e of SampleOrder, `window` at a time; the last
+    window of an epoch may have fewer. Within window number g, counted over all epochs, blocks come
+    in the order of epoch g of a SampleOrder. Without `shuffle` both are in their stored order.
     """
 
     size = ENDLESS
@@ -47,8 +46,8 @@ class StreamOrder:
         window: int,
         count: Callable[[int], int],
     ) -> None:
-        """`count` tells how many blocks a shard has, which may take reading it. Raises StageError
-        when there are more shards than an index can tell apart."""
+        """`count` returns a shard's number of blocks, which may need reading it. Raises StageError
+        if there are more shards than an index can number."""
         _require(shards, SHARD_BITS, "shards")
         self._seed = seed
         self._shuffle = shuffle
@@ -58,10 +57,10 @@ class StreamOrder:
         self._count = count
         self._kept: tuple[int, list[int]] = (-1, [])
         self._ends: list[int] = []
-        """Position behind each window so far."""
+        """End position of each window so far."""
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The blocks at positions start ... start + count - 1; shape (count,)."""
+        """Return the indices of positions start ... start + count - 1; shape (count,)."""
         pieces = [np.empty(0, dtype=np.int64)]
         while count > 0:
             number = self._at(start)
@@ -71,13 +70,13 @@ class StreamOrder:
         return np.concatenate(pieces)
 
     def members(self, number: int) -> list[int]:
-        """The shards of a window."""
+        """Return the shards of a window."""
         epoch, place = divmod(number, self._windows)
         return self._epoch(epoch)[place * self._window : (place + 1) * self._window]
 
     def _epoch(self, epoch: int) -> list[int]:
-        """All shards in the order of an epoch; kept for the latest one that was asked for."""
-        known, shards = self._kept  # in one go: threads ask as well
+        """Return all shards in the order of an epoch; the latest epoch is kept."""
+        known, shards = self._kept  # one read: other threads write it
         if known != epoch:
             count = self._shards.size
             shards = self._shards.indices(epoch * count, count).tolist()
@@ -85,7 +84,7 @@ class StreamOrder:
         return shards
 
     def _at(self, position: int) -> int:
-        """The window that a position is in."""
+        """Return the window of a position."""
         while not self._ends or self._ends[-1] <= position:
             number = len(self._ends)
             self._ends.append(self._start(number) + sum(map(self._count, self.members(number))))
@@ -99,7 +98,8 @@ class StreamOrder:
     def _blocks(self, number: int, offset: int, count: int) -> NDArray[np.int64]:
         _require(number + 1, WINDOW_BITS, "windows")
         members = np.array(self.members(number), dtype=np.int64)
-        starts = np.array(_sums(map(self._count, members.tolist())), dtype=np.int64)
+        sizes = map(self._count, members.tolist())
+        starts = np.array(list(itertools.accumulate(sizes, initial=0)), dtype=np.int64)
         size = int(starts[-1])
         _require(int(np.diff(starts).max()), BLOCK_BITS, "blocks in a shard")
         order = SampleOrder(self._seed, size, shuffle=self._shuffle)
@@ -109,21 +109,17 @@ class StreamOrder:
         return (shards << BLOCK_BITS) | (places - starts[which])
 
 
-def _sums(counts: Iterable[int]) -> Sequence[int]:
-    return list(itertools.accumulate(counts, initial=0))
-
-
 def _require(count: int, bits: int, what: str) -> None:
     if count > 1 << bits:
         raise StageError(f"{count} {what} are more than the {1 << bits} that a stream can have")
 
 
 def located(index: int) -> Place:
-    """What an index says."""
+    """Return the place that an index encodes."""
     rest, block = divmod(index, 1 << BLOCK_BITS)
     return Place(*divmod(rest, 1 << SHARD_BITS), block)
 
 
 def first_blocks(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index of the first block of each one's shard in its window."""
+    """Return the index of the first block of the same shard and window for each index."""
     return indices >> BLOCK_BITS << BLOCK_BITS

@@ -1,0 +1,225 @@
+"""Samples of `data.chat` and `data.text`: sources are tokenised into cache entries, then mapped."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.contracts.data import Data, Samples
+from pipeline.contracts.model import ModelSource
+from pipeline.errors import StageError
+from stages.data import tokenize
+from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
+from stages.data.documents import Documents
+from stages.data.encode import RowEncoder
+from stages.data.formats import rows_with_formats
+from stages.data.samples import FORM, MaskedSamples, SampleWriter
+from stages.data.sources import Opened, open_source
+from stages.data.tokenize import ProgressLog, TextTokenizer, chunks
+from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
+
+if TYPE_CHECKING:
+    from pipeline.contracts.stage import Context
+    from stages.data.chat import ChatData
+    from stages.data.fields import Source
+    from stages.data.text import TextData
+
+_BATCH = 64
+"""Rows that a process encodes at a time."""
+_START = "-"
+"""Separator of a cache key from the digest of the ids that texts begin with."""
+
+
+class Tokenisation(Protocol):
+    """A way to make cache entries of sources."""
+
+    @property
+    def ctx(self) -> Context: ...
+
+    @property
+    def model(self) -> ModelSource: ...
+
+    def key(self, opened: Opened) -> str:
+        """Return the cache key of a source."""
+        ...
+
+    def build(self, opened: Opened, folder: Path) -> Counts:
+        """Tokenise a source into a folder."""
+        ...
+
+    def describe(self, entry: Entry) -> str:
+        """Return the entry's counts in words."""
+        ...
+
+
+def source_entry(work: Tokenisation, source: Source, cache: str | None) -> Entry:
+    """Return the cache entry of a source, tokenised if it is absent (collective)."""
+    started = time.monotonic()
+    opened = functools.cache(functools.partial(open_source, source))
+    entry = prepare(
+        work.ctx,
+        cache_folder(cache),
+        lambda: work.key(opened()),
+        lambda folder: work.build(opened(), folder),
+    )
+    tokenize.check_ids(work.model, entry.counts["largest"])
+    seconds = time.monotonic() - started
+    work.ctx.log.info("%s: %s, %.1f s (%s)", source, work.describe(entry), seconds, entry)
+    return entry
+
+
+def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
+    """Return the data of `data.text` (collective)."""
+    work = Documents(stage, stage.workers, ctx, model)
+    entries = [source_entry(work, source, stage.cache) for source in stage.trained_on()]
+    held = [source_entry(work, source, stage.cache) for source in stage.held_out()]
+    train, heldout = train_and_heldout(
+        stage, entries, held, lambda entry: len(work.blocks(entry)), work.blocks
+    )
+    return Data(
+        train=train,
+        heldout=heldout,
+        pad_id=tokenize.pad_id(work.tokenizer),
+        packed=stage.documents_apart,
+        identity={
+            "stage": "data.text",
+            "tokenizer": tokenize.identity(work.tokenizer),
+            "contents": digest([entry.key for entry in (*entries, *held)]),
+            "weights": json.dumps([source.weight for source in stage.trained_on()]),
+            "sequence_length": stage.sequence_length,
+            "append_eos": stage.append_eos,
+            "prepend_bos": bool(work.start),
+            "documents": stage.documents,
+            "documents_apart": stage.documents_apart,
+            "heldout_fraction": stage.heldout_fraction,
+        },
+    )
+
+
+def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
+    """Return the data of `data.chat` (collective). Raises StageError for a slow tokenizer."""
+    tokenizer = model.tokenizer()
+    if not tokenizer.is_fast:
+        raise StageError(
+            f"{model.name}: its tokenizer does not report the characters of a token",
+            hint="data.chat needs a tokenizer with a tokenizer.json",
+        )
+    work = _Rows(stage, ctx, model, tokenizer)
+    entries = [source_entry(work, source, stage.cache) for source in stage.trained_on()]
+    held = [source_entry(work, source, stage.cache) for source in stage.held_out()]
+    train, heldout = train_and_heldout(
+        stage, entries, held, lambda entry: entry.counts["samples"], work.samples
+    )
+    every = (*entries, *held)
+    return Data(
+        train=train,
+        heldout=heldout,
+        pad_id=tokenize.pad_id(tokenizer),
+        packed=stage.packing,
+        identity={
+            "stage": "data.chat",
+            "tokenizer": work.tokenizer_identity,
+            "contents": digest([work.content(entry) for entry in every]),
+            "weights": json.dumps([source.weight for source in stage.trained_on()]),
+            "heldout_fraction": stage.heldout_fraction,
+            "packing": stage.packing,
+            **({"prepend_bos": True} if any(map(work.has_start, every)) else {}),
+            **work.settings,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Tokenises the rows of sources into cache entries, and opens them as samples."""
+
+    stage: ChatData
+    ctx: Context
+    model: ModelSource
+    tokenizer: Any
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields that decide which tokens a row becomes."""
+        names = (
+            "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
+        )  # fmt: skip
+        return {name: getattr(self.stage, name) for name in names}
+
+    @functools.cached_property
+    def tokenizer_identity(self) -> str:
+        return digest([tokenize.identity(self.tokenizer), self.tokenizer.chat_template])
+
+    @functools.cached_property
+    def dtype(self) -> str:
+        return tokenize.id_dtype(self.tokenizer, self.model.vocab_size)
+
+    @functools.cached_property
+    def start(self) -> list[int]:
+        """Ids that texts begin with."""
+        return tokenize.start_ids(self.tokenizer, self.stage.prepend_bos)
+
+    def has_start(self, entry: Entry) -> bool:
+        """Whether any row of an entry begins with `start`."""
+        texts = {"text"} if self.stage.template else {"text", "prompt/completion", "alpaca"}
+        return bool(self.start) and any(entry.counts.get(FORM + format) for format in texts)
+
+    def content(self, entry: Entry) -> str:
+        """Return an entry's key, without the digest of `start` if no row begins with it: so runs of
+        conversations from before `prepend_bos` existed can be resumed."""
+        return entry.key if self.has_start(entry) else entry.key.partition(_START)[0]
+
+    def key(self, opened: Opened) -> str:
+        settings = [self.settings, self.stage.roles, self.dtype]
+        rest = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
+        return rest + _START + digest(self.start)[:16] if self.start else rest
+
+    def build(self, opened: Opened, folder: Path) -> Counts:
+        reading, log = opened.reading(), self.ctx.log
+        encoder = RowEncoder(
+            stage=self.stage,
+            tokens=TextTokenizer(self.tokenizer),
+            vocab_size=self.model.vocab_size,
+            start=self.start,
+        )
+        rows = chunks(rows_with_formats(opened.parts, reading, self.stage.form), _BATCH)
+        progress = ProgressLog(log=log, reading=reading, unit="rows")
+        return SampleWriter(dtype=self.dtype, log=log, progress=progress).write(
+            folder, tokenize.map_batches(encoder.batch, rows, self.stage.workers)
+        )
+
+    def describe(self, entry: Entry) -> str:
+        counts = entry.counts
+        formats = ", ".join(
+            f"{count} {name.removeprefix(FORM)}"
+            for name, count in counts.items()
+            if name.startswith(FORM)
+        )
+        return (
+            f"{counts['rows']} rows ({formats}), {counts['dropped']} dropped, "
+            f"{counts['long']} too long, {counts['samples']} samples, {counts['tokens']} tokens, "
+            f"{counts['targets']} targets"
+        )
+
+    def samples(self, entry: Entry, first: int, count: int) -> Samples:
+        """Open some rows of an entry as samples (collective)."""
+        rows = MaskedSamples(entry, self.dtype, first, count)
+        if not self.stage.packing:
+            return rows
+        length = self.stage.sequence_length
+        packs = prepare(
+            self.ctx,
+            cache_folder(self.stage.cache),
+            lambda: pack_key(entry, first, count, length),
+            lambda folder: write_packs(folder, rows, length),
+        )
+        filled = packs.counts["positions"] / (packs.counts["samples"] * length)
+        self.ctx.log.info(
+            "packing: %d rows in %d samples, %.1f%% full", count, packs.counts["samples"],
+            100 * filled,
+        )  # fmt: skip
+        return PackedSamples(rows, packs)
