@@ -73,7 +73,7 @@ def rows_with_formats(
     for part in parts:
         first: Format | None = None
         for row in part.rows(reading):
-            found = _require_format(row, given) if given else _format(row)
+            found = _format(row, given)
             first = first or found
             if found != first:
                 raise row.error(f"a row of form {found!r} in a file of {first!r} rows")
@@ -94,35 +94,24 @@ def first_format(path: Path) -> Format | None:
         return None  # the run reports it
 
 
-def _quoted(format: Format) -> str:
-    return " and ".join(f"`{key}`" for key in KEYS[format])
-
-
-def _keys(row: Row) -> set[str]:
-    """Return the keys of a row that hold a value."""
-    return {key for key, value in row.value.items() if value is not None}
-
-
-def _require_format(row: Row, format: Format) -> Format:
-    keys = _keys(row)
-    if not keys.issuperset(KEYS[format]):
-        raise row.error(
-            f"has {sorted(keys)}, which is not a row of form {format!r}",
-            hint=f"such a row has {_quoted(format)}; without `form` the keys decide",
-        )
-    return format
-
-
-def _format(row: Row) -> Format:
-    keys = _keys(row)
+def _format(row: Row, given: Format | None = None) -> Format:
+    keys = {key for key, value in row.value.items() if value is not None}
     fits = [format for format, needed in KEYS.items() if keys.issuperset(needed)]
-    if len(fits) == 1:
-        return fits[0]
+    if given in fits or (given is None and len(fits) == 1):
+        return given or fits[0]
+    if given:
+        raise row.error(
+            f"has {sorted(keys)}, which is not a row of form {given!r}",
+            hint=f"such a row has {_quoted(given)}; without `form` the keys decide",
+        )
     if fits:
         raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
-    raise row.error(
-        f"has {sorted(keys)}", hint=f"a row has one of: {'; '.join(map(_quoted, KEYS))}"
-    )
+    hint = f"a row has one of: {'; '.join(map(_quoted, KEYS))}"
+    raise row.error(f"has {sorted(keys)}", hint=hint)
+
+
+def _quoted(format: Format) -> str:
+    return " and ".join(f"`{key}`" for key in KEYS[format])
 
 
 def read(

@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.model import ModelSource
@@ -34,29 +34,7 @@ _START = "-"
 """Separator of a cache key from the digest of the ids that texts begin with."""
 
 
-class Tokenisation(Protocol):
-    """A way to make cache entries of sources."""
-
-    @property
-    def ctx(self) -> Context: ...
-
-    @property
-    def model(self) -> ModelSource: ...
-
-    def key(self, opened: Opened) -> str:
-        """Return the cache key of a source."""
-        ...
-
-    def build(self, opened: Opened, folder: Path) -> Counts:
-        """Tokenise a source into a folder."""
-        ...
-
-    def describe(self, entry: Entry) -> str:
-        """Return the entry's counts in words."""
-        ...
-
-
-def source_entry(work: Tokenisation, source: Source, cache: str | None) -> Entry:
+def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> Entry:
     """Return the cache entry of a source, tokenised if it is absent (collective)."""
     started = time.monotonic()
     opened = functools.cache(functools.partial(open_source, source))
@@ -75,10 +53,10 @@ def source_entry(work: Tokenisation, source: Source, cache: str | None) -> Entry
 def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
     """Return the data of `data.text` (collective)."""
     work = Documents(stage, stage.workers, ctx, model)
-    entries = [source_entry(work, source, stage.cache) for source in stage.trained_on()]
-    held = [source_entry(work, source, stage.cache) for source in stage.held_out()]
+    sources = (*stage.trained_on(), *stage.held_out())
+    entries = [source_entry(work, source, stage.cache) for source in sources]
     train, heldout = train_and_heldout(
-        stage, entries, held, lambda entry: len(work.blocks(entry)), work.blocks
+        stage, entries, lambda entry: len(work.blocks(entry)), work.blocks
     )
     return Data(
         train=train,
@@ -88,7 +66,7 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
         identity={
             "stage": "data.text",
             "tokenizer": tokenize.identity(work.tokenizer),
-            "contents": digest([entry.key for entry in (*entries, *held)]),
+            "contents": digest([entry.key for entry in entries]),
             "weights": json.dumps([source.weight for source in stage.trained_on()]),
             "sequence_length": stage.sequence_length,
             "append_eos": stage.append_eos,
@@ -108,13 +86,12 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
             f"{model.name}: its tokenizer does not report the characters of a token",
             hint="data.chat needs a tokenizer with a tokenizer.json",
         )
-    work = _Rows(stage, ctx, model, tokenizer)
-    entries = [source_entry(work, source, stage.cache) for source in stage.trained_on()]
-    held = [source_entry(work, source, stage.cache) for source in stage.held_out()]
+    work = Rows(stage, ctx, model, tokenizer)
+    sources = (*stage.trained_on(), *stage.held_out())
+    entries = [source_entry(work, source, stage.cache) for source in sources]
     train, heldout = train_and_heldout(
-        stage, entries, held, lambda entry: entry.counts["samples"], work.samples
+        stage, entries, lambda entry: entry.counts["samples"], work.samples
     )
-    every = (*entries, *held)
     return Data(
         train=train,
         heldout=heldout,
@@ -123,18 +100,18 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
         identity={
             "stage": "data.chat",
             "tokenizer": work.tokenizer_identity,
-            "contents": digest([work.content(entry) for entry in every]),
+            "contents": digest([work.content(entry) for entry in entries]),
             "weights": json.dumps([source.weight for source in stage.trained_on()]),
             "heldout_fraction": stage.heldout_fraction,
             "packing": stage.packing,
-            **({"prepend_bos": True} if any(map(work.has_start, every)) else {}),
+            **({"prepend_bos": True} if any(map(work.has_start, entries)) else {}),
             **work.settings,
         },
     )
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Tokenises the rows of sources into cache entries, and opens them as samples."""
 
     stage: ChatData

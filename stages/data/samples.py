@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,56 +31,53 @@ FORM = "form "
 _ROWS_SHOWN = 5
 
 
-def require_index(index: int, count: int) -> int:
-    """Return the index. Raises IndexError unless it is in [0, count)."""
-    if not 0 <= index < count:
-        raise IndexError(f"sample {index} of {count}")
-    return index
-
-
-def require_indices(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return the indices. Raises IndexError unless all of them are in [0, count)."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < count:
         raise IndexError(f"samples {indices.min()} to {indices.max()} of {count}")
     return indices
 
 
-class MaskedSamples(Samples):
+class CountedSamples(Samples):
+    """Base of sets that know the targets of many samples at once."""
+
+    def targets(self, index: int) -> int:
+        return self.total_targets(np.array([index]))
+
+    def checked(self, index: int) -> int:
+        """Return the index. Raises IndexError if it is not in the set."""
+        require_within(np.array([index]), len(self))
+        return index
+
+
+class MaskedSamples(CountedSamples):
     """Samples `first` ... `first` + `count` - 1 of a cache entry that SampleWriter wrote."""
 
     def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
         self._tokens = entry.array(TOKENS, dtype)
         self._trained = entry.array(_TRAINED, "u1")
-        self._offsets = entry.array(_OFFSETS, "<i8")[:]
-        self._targets = entry.array(_TARGETS, "<i4")[:]
-        self._first = first
-        self._count = count
+        self._offsets = entry.array(_OFFSETS, "<i8")[first : first + count + 1]
+        self._targets = entry.array(_TARGETS, "<i4")[first : first + count]
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._targets)
 
     def __getitem__(self, index: int) -> Sample:
-        row = self._first + require_index(index, self._count)
-        start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
+        start, stop = self._offsets[self.checked(index) : index + 2].tolist()
         ids = np.asarray(self._tokens[start:stop], dtype=np.int64)
         labels = np.where(self._trained[start + 1 : stop] != 0, ids[1:], NO_TARGET)
         return Sample(input_ids=ids[:-1], labels=labels)
 
-    def targets(self, index: int) -> int:
-        return int(self._targets[self._first + require_index(index, self._count)])
-
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        return int(self._targets[self._first + require_indices(indices, self._count)].sum())
+        return int(self._targets[require_within(indices, len(self))].sum())
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of `input_ids` of each sample; shape (samples,)."""
-        offsets = self._offsets[self._first : self._first + self._count + 1]
-        return np.asarray(offsets[1:] - offsets[:-1] - 1, dtype=np.int64)
+        return np.asarray(self._offsets[1:] - self._offsets[:-1] - 1, dtype=np.int64)
 
     def all_targets(self) -> NDArray[np.int64]:
         """Return the `targets` of every sample; shape (samples,)."""
-        targets = self._targets[self._first : self._first + self._count]
-        return np.asarray(targets, dtype=np.int64)
+        return np.asarray(self._targets, dtype=np.int64)
 
 
 @dataclass
@@ -107,9 +105,6 @@ class SampleWriter:
     dtype: str
     log: logging.Logger
     progress: ProgressLog
-    _counts: Counts = field(init=False)
-    _dropped: dict[str, DroppedRows] = field(init=False, default_factory=dict)
-    """Dropped rows by reason."""
 
     def write(
         self,
@@ -123,53 +118,44 @@ class SampleWriter:
         Raises StageError if every row is dropped.
         """
         names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
-        self._counts = dict.fromkeys(names, 0)
+        counts, dropped = dict.fromkeys(names, 0), defaultdict[str, DroppedRows](DroppedRows)
         offsets, targets = array("q", [0]), array("i")
         with (folder / TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
             for batch, results in batches:
                 for (format, row), result in zip(batch, results, strict=True):
-                    self._count(format, row, result)
-                    if isinstance(result, Encoded):
-                        targets.append(self._store(result, tokens, trained))
-                        offsets.append(self._counts["tokens"])
-                self.progress.update(self._counts["rows"], self._counts["tokens"])
+                    counts["rows"] += 1
+                    counts["long"] += result.long
+                    counts[FORM + format] = counts.get(FORM + format, 0) + 1
+                    if isinstance(result, Dropped):
+                        dropped[result.why].add(row)
+                        continue
+                    tokens.write(result.ids.astype(self.dtype).tobytes())
+                    trained.write(result.trained.astype("u1").tobytes())
+                    counts["tokens"] += len(result.ids)
+                    counts["largest"] = max(counts["largest"], int(result.ids.max()))
+                    offsets.append(counts["tokens"])
+                    targets.append(int(result.trained[1:].sum()))
+                self.progress.update(counts["rows"], counts["tokens"])
         np.array(offsets, "<i8").tofile(folder / _OFFSETS)
         np.array(targets, "<i4").tofile(folder / _TARGETS)
-        self._report()
-        return self._counts
+        counts |= {"samples": len(targets), "targets": sum(targets)}
+        counts["dropped"] = counts["rows"] - counts["samples"]
+        self._report(counts, dropped)
+        return counts
 
-    def _count(self, format: Format, row: Row, result: Encoded | Dropped) -> None:
-        self._counts["rows"] += 1
-        self._counts["long"] += result.long
-        self._counts[FORM + format] = self._counts.get(FORM + format, 0) + 1
-        if isinstance(result, Dropped):
-            self._counts["dropped"] += 1
-            self._dropped.setdefault(result.why, DroppedRows()).add(row)
-
-    def _store(self, encoded: Encoded, tokens: BinaryIO, trained: BinaryIO) -> int:
-        """Write one sample. Returns its number of targets."""
-        tokens.write(encoded.ids.astype(self.dtype).tobytes())
-        trained.write(encoded.trained.astype("u1").tobytes())
-        targets = int(encoded.trained[1:].sum())
-        self._counts["samples"] += 1
-        self._counts["tokens"] += len(encoded.ids)
-        self._counts["targets"] += targets
-        self._counts["largest"] = max(self._counts["largest"], int(encoded.ids.max()))
-        return targets
-
-    def _report(self) -> None:
-        reasons = [f"{dropped.count} rows {why}" for why, dropped in self._dropped.items()]
-        if not self._counts["samples"]:
+    def _report(self, counts: Counts, dropped: Mapping[str, DroppedRows]) -> None:
+        reasons = {f"{rows.count} rows {why}": rows for why, rows in dropped.items()}
+        if not counts["samples"]:
             raise StageError(
-                f"no token to train on in {self._counts['rows']} rows: " + "; ".join(reasons),
+                f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
                 hint="check `loss`, the roles of the messages, the chat template and "
                 "`sequence_length`",
             )
-        for reason, dropped in zip(reasons, self._dropped.values(), strict=True):
-            self.log.warning("dropped %s: %s", reason, dropped)
+        for reason, rows in reasons.items():
+            self.log.warning("dropped %s: %s", reason, rows)
 
 
-class TokenBlocks(Samples):
+class TokenBlocks(CountedSamples):
     """Windows of `length` + 1 tokens with stride `length`: every token but the first is a target
     once.
 
@@ -197,39 +183,29 @@ class TokenBlocks(Samples):
         return self._count
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = self._bounds(index)
+        start, stop = map(int, self._bounds(self.checked(index)))
         window = np.asarray(self._tokens[start:stop], dtype=np.int64)
         inputs, labels = window[:-1], window[1:]
         if self._starts is None:
             return Sample(input_ids=inputs, labels=labels)
-        begin, end = self._documents(start, stop)
+        begin, end = np.searchsorted(self._starts, [start + 1, stop])
         borders = np.asarray(self._starts[begin:end], dtype=np.int64) - start
         labels = labels.copy()
         labels[borders - 1] = NO_TARGET
         return Sample(input_ids=inputs, labels=labels, positions=_positions(len(inputs), borders))
 
-    def targets(self, index: int) -> int:
-        start, stop = self._bounds(index)
-        begin, end = self._documents(start, stop)
-        return stop - start - 1 - int(end - begin)
-
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        starts = (self._first + require_indices(indices, self._count)) * self._length
-        stops = np.minimum(starts + self._length + 1, len(self._tokens))
-        begin, end = self._documents(starts, stops)
-        return int((stops - starts - 1 - (end - begin)).sum())
+        starts, stops = self._bounds(require_within(indices, self._count))
+        total = int((stops - starts - 1).sum())
+        if self._starts is not None:  # the first tokens of documents are no targets
+            begin, end = np.searchsorted(self._starts, [starts + 1, stops])
+            total -= int((end - begin).sum())
+        return total
 
-    def _documents(self, start: Any, stop: Any) -> tuple[Any, Any]:
-        """Return the range of documents that begin in a window behind its first token; arrays of
-        bounds give arrays."""
-        if self._starts is None:
-            return 0, 0
-        begin = np.searchsorted(self._starts, start, side="right")
-        return begin, np.searchsorted(self._starts, stop)
-
-    def _bounds(self, index: int) -> tuple[int, int]:
-        start = (self._first + require_index(index, self._count)) * self._length
-        return start, min(start + self._length + 1, len(self._tokens))
+    def _bounds(self, indices: Any) -> tuple[Any, Any]:
+        """Return the start and end in the stream of one window, or of an array of them."""
+        starts = (self._first + indices) * self._length
+        return starts, np.minimum(starts + self._length + 1, len(self._tokens))
 
 
 def _positions(length: int, borders: NDArray[np.int64]) -> NDArray[np.int64]:

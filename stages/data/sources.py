@@ -82,25 +82,24 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
     names = [str(path.absolute()) for path in paths]
     record = default_folder() / "digests" / f"{digest(names)}.json"
     known, now = _kept(record), time.time()
-    stamps = [_stamp(path) for path in paths]
-    kept = {
-        n: known[n] for n, s in zip(names, stamps, strict=True) if n in known and known[n][0] == s
-    }
-    changed = [number for number, name in enumerate(names) if name not in kept]
+
+    def stamp_and_digest(path: Path) -> tuple[Stamp, str]:
+        stamp, entry = _stamp(path), known.get(str(path.absolute()))
+        return entry if entry and entry[0] == stamp else (stamp, content_digest(path))
+
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        contents = dict(
-            zip(changed, pool.map(content_digest, (paths[n] for n in changed)), strict=True)
-        )
-    for number in changed:
-        stamp = stamps[number]
-        if stamp == _stamp(paths[number]) and max(stamp[1:3]) / 1e9 < now - SETTLED:
-            kept[names[number]] = (stamp, contents[number])
-    if changed:
+        found = list(pool.map(stamp_and_digest, paths))
+    kept = {
+        name: entry
+        for name, entry, path in zip(names, found, paths, strict=True)
+        if entry[0] == _stamp(path) and max(entry[0][1:3]) / 1e9 < now - SETTLED
+    }
+    if kept != known:
         text = json.dumps({"files": kept, "digest": digest(kept)})
         with contextlib.suppress(OSError):  # the files are read again next time
             record.parent.mkdir(parents=True, exist_ok=True)
             replace_text(record, text)
-    return [contents.get(number) or kept[name][1] for number, name in enumerate(names)]
+    return [content for _, content in found]
 
 
 def _stamp(path: Path) -> Stamp:

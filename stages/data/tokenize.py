@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -202,12 +201,15 @@ def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Ite
     stopped: list[StageError] = []
     try:
         for batch in _until_error(batches, stopped):
-            with _killed_as_error():
-                under_way.append((batch, pool.submit(_call, batch)))
+            under_way.append((batch, pool.submit(_call, batch)))
             if len(under_way) >= count * _AHEAD:
-                yield _finished(*under_way.popleft())
-        while under_way:  # errors in earlier batches come before the one that stopped `batches`
-            yield _finished(*under_way.popleft())
+                first, future = under_way.popleft()
+                yield first, future.result()
+        for first, future in under_way:  # their errors come before the one that ended `batches`
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        message = "a process that tokenises was killed"
+        raise StageError(message, hint="if memory was short, set fewer `workers`") from error
     finally:
         pool.shutdown(cancel_futures=True)
     if stopped:
@@ -220,22 +222,6 @@ def _until_error(batches: Iterator[T], stopped: list[StageError]) -> Iterator[T]
         yield from batches
     except StageError as error:
         stopped.append(error)
-
-
-def _finished(batch: T, future: Future[R]) -> tuple[T, R]:
-    with _killed_as_error():
-        return batch, future.result()
-
-
-@contextlib.contextmanager
-def _killed_as_error() -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool as error:
-        raise StageError(
-            "a process that tokenises was killed",
-            hint="if memory was short, set fewer `workers`",
-        ) from error
 
 
 def _begin(function: Callable[[Any], Any], parent: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.contracts.data import Sample, Samples
 from pipeline.errors import StageError
 from stages.data.cache import KEYS, Counts, Entry, digest
-from stages.data.samples import MaskedSamples, require_index, require_indices
+from stages.data.samples import CountedSamples, MaskedSamples, require_within
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ROWS, _OFFSETS, _TARGETS = "rows.bin", "offsets.bin", "targets.bin"
 
 
-class PackedSamples(Samples):
+class PackedSamples(CountedSamples):
     """Samples that each hold several of `rows`, with positions that begin anew at 0 with each. No
     row is cut, and none predicts the first token of the next."""
 
@@ -38,7 +38,7 @@ class PackedSamples(Samples):
         return len(self._targets)
 
     def __getitem__(self, index: int) -> Sample:
-        start = int(self._offsets[require_index(index, len(self))])
+        start = int(self._offsets[self.checked(index)])
         members = self._members[start : int(self._offsets[index + 1])]
         rows = [self._rows[row] for row in members.tolist()]
         return Sample(
@@ -47,11 +47,8 @@ class PackedSamples(Samples):
             positions=np.concatenate([np.arange(len(row.input_ids)) for row in rows]),
         )
 
-    def targets(self, index: int) -> int:
-        return int(self._targets[require_index(index, len(self))])
-
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        return int(self._targets[require_indices(indices, len(self))].sum())
+        return int(self._targets[require_within(indices, len(self))].sum())
 
 
 def pack_key(rows: Entry, first: int, count: int, length: int) -> str:
@@ -101,7 +98,7 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[array
     return sorted((array("q", sorted(each)) for each in bins), key=lambda each: each[0])
 
 
-class Mixture(Samples):
+class Mixture(CountedSamples):
     """Concatenated sets, each repeated to a given number of samples.
 
     If a set of n samples has c >= n places, place k holds sample floor(k n / c): every sample
@@ -119,24 +116,16 @@ class Mixture(Samples):
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        part, inner = self._locate(index)
-        return self._parts[part][inner]
-
-    def targets(self, index: int) -> int:
-        part, inner = self._locate(index)
-        return self._parts[part].targets(inner)
+        part = bisect.bisect_right(self._starts, self.checked(index)) - 1
+        start, stop = self._starts[part : part + 2]
+        return self._parts[part][(index - start) * len(self._parts[part]) // (stop - start)]
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        indices, total = require_indices(indices, len(self)), 0
+        indices, total = require_within(indices, len(self)), 0
         for part, start, stop in zip(self._parts, self._starts, self._starts[1:], strict=False):
             places = indices[(start <= indices) & (indices < stop)] - start
             total += part.total_targets(places * len(part) // (stop - start))
         return total
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        part = bisect.bisect_right(self._starts, require_index(index, len(self))) - 1
-        place, count = index - self._starts[part], self._starts[part + 1] - self._starts[part]
-        return part, place * len(self._parts[part]) // count
 
 
 def shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -165,23 +154,24 @@ def joined(parts: Sequence[Samples]) -> Samples | None:
 def train_and_heldout(
     stage: Selection,
     entries: Sequence[Entry],
-    held: Sequence[Entry],
     size: Callable[[Entry], int],
     samples: Callable[[Entry, int, int], Samples],
 ) -> tuple[Samples, Samples | None]:
     """Return the samples to train and to evaluate on (collective if `samples` is).
 
-    `size` counts the samples of an entry; `samples(entry, first, count)` opens a part of them.
-    Raises StageError if `heldout_fraction` leaves none to train on.
+    `entries` are those of the sources to train on and, after them, to evaluate on. `size` counts
+    the samples of an entry; `samples(entry, first, count)` opens a part of them. Raises StageError
+    if `heldout_fraction` leaves none to train on.
     """
-    cuts = [_train_count(size(entry), stage.heldout_fraction) for entry in entries]
-    train = [samples(entry, 0, cut) for entry, cut in zip(entries, cuts, strict=True)]
+    weights = [source.weight for source in stage.trained_on()]
+    cuts = [_train_count(size(each), stage.heldout_fraction) for each in entries[: len(weights)]]
+    train = [samples(entry, 0, cut) for entry, cut in zip(entries, cuts, strict=False)]
     if stage.heldout_fraction:
-        parts = list(zip(entries, cuts, strict=True))
+        held = list(zip(entries, cuts, strict=True))
     else:
-        parts = [(entry, 0) for entry in held]
-    heldout = [samples(entry, first, size(entry) - first) for entry, first in parts]
-    return mixed(train, [source.weight for source in stage.trained_on()]), joined(heldout)
+        held = [(entry, 0) for entry in entries[len(weights) :]]
+    heldout = [samples(entry, first, size(entry) - first) for entry, first in held]
+    return mixed(train, weights), joined(heldout)
 
 
 def _train_count(count: int, fraction: float) -> int:

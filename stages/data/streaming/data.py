@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.contracts.data import Data, Sample, Samples
+from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.model import ModelSource
 from pipeline.errors import StageError
 from stages.data import tokenize
@@ -16,6 +16,7 @@ from stages.data.cache import cache_folder, digest
 from stages.data.documents import Documents
 from stages.data.fields import Source
 from stages.data.prepare import source_entry
+from stages.data.samples import CountedSamples
 from stages.data.streaming.order import Place, StreamOrder, first_blocks, located
 from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards
 
@@ -29,7 +30,7 @@ INDEX = "stream.jsonl"
 """Shard index in the run's folder."""
 
 
-class StreamSamples(Samples):
+class StreamSamples(CountedSamples):
     """Blocks of all shards, by the `Place` in an index. Reading a block of a window prepares the
     windows after it."""
 
@@ -51,10 +52,6 @@ class StreamSamples(Samples):
     def __getitem__(self, index: int) -> Sample:
         place = self._place(index)
         return self._store.blocks(place.shard)[place.block]
-
-    def targets(self, index: int) -> int:
-        place = self._place(index)
-        return self._store.blocks(place.shard).targets(place.block)
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
         firsts, which = np.unique(first_blocks(indices), return_inverse=True)

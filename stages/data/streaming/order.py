@@ -38,13 +38,7 @@ class StreamOrder:
     size = ENDLESS
 
     def __init__(
-        self,
-        seed: int,
-        *,
-        shuffle: bool,
-        shards: int,
-        window: int,
-        count: Callable[[int], int],
+        self, seed: int, *, shuffle: bool, shards: int, window: int, count: Callable[[int], int]
     ) -> None:
         """`count` returns a shard's number of blocks, which may need reading it. Raises StageError
         if there are more shards than an index can number."""
