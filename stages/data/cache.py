@@ -63,15 +63,13 @@ def digest(parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def default_folder() -> Path:
-    """Return `pipetrain` in the user's cache folder (XDG base directory specification)."""
+def cache_folder(given: str | None = None) -> Path:
+    """Return the folder that a `cache` field names, or else `pipetrain` in the user's cache folder
+    (XDG base directory specification)."""
+    if given:
+        return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
-
-
-def cache_folder(given: str | None) -> Path:
-    """Return the folder that a `cache` field names, or the default one."""
-    return Path(given).expanduser() if given else default_folder()
 
 
 @contextlib.contextmanager

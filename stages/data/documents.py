@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stages.data.fields import DocumentSettings
 
 Unit = Literal["file", "line"]
+OnBlank = Callable[[Part], None]
 _LARGEST_CALL = 4_000_000
 """Characters per call of the tokenizer, unless one document has more."""
 
@@ -39,7 +40,7 @@ def read_documents(
     *,
     text_key: str,
     unit: Unit,
-    on_blank: Callable[[Part], None] = _refuse_blank,
+    on_blank: OnBlank = _refuse_blank,
 ) -> Iterator[str]:
     """Yield every document that is not blank, in the order of parts and rows.
 
@@ -127,16 +128,11 @@ class Documents:
         return TokenBlocks(tokens, self.settings.sequence_length, first, count, starts=starts)
 
     def read(
-        self,
-        parts: Iterable[Part],
-        reading: Reading,
-        on_blank: Callable[[Part], None] = _refuse_blank,
+        self, parts: Iterable[Part], reading: Reading, on_blank: OnBlank = _refuse_blank
     ) -> Iterator[str]:
-        """Yield the documents of a source's parts; see `read_documents`."""
-        own = self.settings
-        return read_documents(
-            parts, reading, text_key=own.text_key, unit=own.documents, on_blank=on_blank
-        )
+        """Yield the documents of a source's parts, as `read_documents` does."""
+        key, unit = self.settings.text_key, self.settings.documents
+        return read_documents(parts, reading, text_key=key, unit=unit, on_blank=on_blank)
 
     def write(self, folder: Path, documents: Iterable[str], reading: Reading) -> Counts:
         """Write the ids of all documents as one stream, and the place of the first token of each

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import DataError, Problem, StageError
 from pipeline.utils.files import replace_text
-from stages.data.cache import default_folder, digest
+from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Reading, Row, require_columns, rows, without_nulls
 from stages.model.files import COMMIT
 
@@ -80,7 +80,7 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
     """Return the hex SHA-256 of the content of each file. Files that are new or have changed are
     read in threads; the digests of the others are known from an earlier call."""
     names = [str(path.absolute()) for path in paths]
-    record = default_folder() / "digests" / f"{digest(names)}.json"
+    record = cache_folder() / "digests" / f"{digest(names)}.json"
     known, now = _kept(record), time.time()
 
     def stamp_and_digest(path: Path) -> tuple[Stamp, str]:

@@ -1,15 +1,20 @@
-"""Samples of `data.stream`: blocks of shards, whose windows are prepared ahead."""
+"""Samples of `data.stream`, and their order: a pure function of the seed and of each shard's number
+of blocks."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.model import ModelSource
+from pipeline.contracts.sample_order import ENDLESS, SampleOrder
 from pipeline.errors import StageError
 from stages.data import tokenize
 from stages.data.cache import cache_folder, digest
@@ -17,8 +22,7 @@ from stages.data.documents import Documents
 from stages.data.fields import Source
 from stages.data.prepare import source_entry
 from stages.data.samples import CountedSamples
-from stages.data.streaming.order import Place, StreamOrder, first_blocks, located
-from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards
+from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards, read_index
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,17 +32,107 @@ if TYPE_CHECKING:
 
 INDEX = "stream.jsonl"
 """Shard index in the run's folder."""
+WINDOW_BITS, SHARD_BITS, BLOCK_BITS = 23, 20, 20
+"""Bits of an index: a window's number, a shard's number, and a block's number in the shard."""
+
+
+class Place(NamedTuple):
+    """Shard and number of a block, and the window that it is read for."""
+
+    window: int
+    shard: int
+    block: int
+
+
+class StreamOrder:
+    """Windows of shards, one behind the other, epoch after epoch.
+
+    Epoch e visits the shards in the order of epoch e of SampleOrder, `window` at a time; the last
+    window of an epoch may have fewer. Within window number g, counted over all epochs, blocks come
+    in the order of epoch g of a SampleOrder. Without `shuffle` both are in their stored order.
+    """
+
+    size = ENDLESS
+
+    def __init__(
+        self, seed: int, *, shuffle: bool, shards: int, window: int, count: Callable[[int], int]
+    ) -> None:
+        """`count` returns a shard's number of blocks, which may need reading it. Raises StageError
+        if there are more shards than an index can number."""
+        _require(shards, SHARD_BITS, "shards")
+        self._seed = seed
+        self._shuffle = shuffle
+        self._shards = SampleOrder(seed, shards, shuffle=shuffle)
+        self._window = window
+        self._windows = -(-shards // window)
+        self._count = count
+        self._starts = [0]
+        """First position of each window so far, and of the next."""
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return the indices of positions start ... start + count - 1; shape (count,)."""
+        pieces = [np.empty(0, dtype=np.int64)]
+        while count > 0:
+            number = self._window_at(start)
+            taken = min(count, self._starts[number + 1] - start)
+            pieces.append(self._blocks(number, start - self._starts[number], taken))
+            start, count = start + taken, count - taken
+        return np.concatenate(pieces)
+
+    def members(self, number: int) -> list[int]:
+        """Return the shards of a window."""
+        epoch, place = divmod(number, self._windows)
+        first, count = place * self._window, self._shards.size
+        size = min(self._window, count - first)
+        members: list[int] = self._shards.indices(epoch * count + first, size).tolist()
+        return members
+
+    def _window_at(self, position: int) -> int:
+        while self._starts[-1] <= position:
+            number = len(self._starts) - 1
+            self._starts.append(self._starts[-1] + sum(map(self._count, self.members(number))))
+            if number + 1 == self._windows and not self._starts[-1]:
+                raise StageError("no shard has two tokens of text")
+        return bisect_right(self._starts, position) - 1
+
+    def _blocks(self, number: int, offset: int, count: int) -> NDArray[np.int64]:
+        _require(number + 1, WINDOW_BITS, "windows")
+        members = np.array(self.members(number), dtype=np.int64)
+        sizes = map(self._count, members.tolist())
+        starts = np.array(list(itertools.accumulate(sizes, initial=0)), dtype=np.int64)
+        size = int(starts[-1])
+        _require(int(np.diff(starts).max()), BLOCK_BITS, "blocks in a shard")
+        order = SampleOrder(self._seed, size, shuffle=self._shuffle)
+        places = order.indices(number * size + offset, count)
+        which = np.searchsorted(starts, places, side="right") - 1
+        shards = (number << SHARD_BITS) | members[which]
+        return (shards << BLOCK_BITS) | (places - starts[which])
+
+
+def _require(count: int, bits: int, what: str) -> None:
+    if count > 1 << bits:
+        raise StageError(f"{count} {what} are more than the {1 << bits} that a stream can have")
+
+
+def located(index: int) -> Place:
+    """Return the place that an index encodes."""
+    rest, block = divmod(index, 1 << BLOCK_BITS)
+    return Place(*divmod(rest, 1 << SHARD_BITS), block)
+
+
+def first_blocks(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the index of the first block of the same shard and window for each index."""
+    return indices >> BLOCK_BITS << BLOCK_BITS
 
 
 class StreamSamples(CountedSamples):
     """Blocks of all shards, by the `Place` in an index. Reading a block of a window prepares the
     windows after it."""
 
-    def __init__(self, store: ShardStore, shards: int, window: int, ahead: int) -> None:
+    def __init__(self, stage: StreamData, store: ShardStore, shards: int) -> None:
+        self._stage = stage
         self._store = store
         self._shards = shards
-        self._window = window
-        self._ahead = ahead
         self._order: StreamOrder | None = None
         self._prepared = 0
         """First window that has not been prepared."""
@@ -64,17 +158,21 @@ class StreamSamples(CountedSamples):
     def order(self, seed: int, *, shuffle: bool) -> StreamOrder:
         self._prepared = 0
         self._order = StreamOrder(
-            seed, shuffle=shuffle, shards=self._shards, window=self._window, count=self._store.count
+            seed,
+            shuffle=shuffle,
+            shards=self._shards,
+            window=self._stage.window,
+            count=self._store.count,
         )
         return self._order
 
     def _place(self, index: int) -> Place:
         place = located(index)
-        following = range(max(self._prepared, place.window + 1), place.window + self._ahead + 1)
-        self._prepared = max(self._prepared, following.stop)
+        behind = place.window + 1 + self._stage.ahead
         if self._order is not None:
-            for window in following:
+            for window in range(max(self._prepared, place.window + 1), behind):
                 self._store.prepare(self._order.members(window))
+        self._prepared = max(self._prepared, behind)
         return place
 
 
@@ -106,7 +204,7 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
         held = documents.blocks(entry)
         identity["heldout"] = entry.key
     return Data(
-        train=StreamSamples(store, len(shards), stage.window, stage.ahead),
+        train=StreamSamples(stage, store, len(shards)),
         heldout=held,
         pad_id=tokenize.pad_id(documents.tokenizer),
         packed=stage.documents_apart,
@@ -119,7 +217,7 @@ def _store(
 ) -> ShardStore:
     """Open the node's store of shards (collective)."""
     main, file, settings = ctx.dist.is_main, ctx.run_dir / INDEX, documents.settings_digest
-    known = ctx.dist.broadcast_str(ShardIndex.read(file, settings) if main else None)
+    known = ctx.dist.broadcast_str(read_index(file, settings) if main else None)
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
     return ShardStore(
         shards,

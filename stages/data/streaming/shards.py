@@ -116,24 +116,15 @@ def fetched(shard: Shard, scratch: Path) -> Iterator[Path]:
 class ShardIndex:
     """Digest and number of tokens of each shard that has been read, one line a shard in `file`.
 
-    A resumed run learns from it in which window its position is, without reading the shards before.
-    Lines count for runs with the same `settings` (`Documents.settings_digest`) only.
+    A resumed run learns from it in which window its position is, without reading earlier shards.
+    Only lines with the same `settings` (`Documents.settings_digest`) count.
     """
 
-    def __init__(self, file: Path | None, settings: str, text: str = "{}") -> None:
-        """`file`: None on ranks that do not write. `text`: from `read`."""
+    def __init__(self, file: Path | None, settings: str, text: str) -> None:
+        """`file`: None on ranks that do not write. `text`: from `read_index`."""
         self._file = file
         self._settings = settings
         self._known: dict[str, list[Any]] = json.loads(text)
-
-    @classmethod
-    def read(cls, file: Path, settings: str) -> str:
-        """Return the content of the file as text for other ranks' ShardIndex."""
-        return json.dumps({
-            record["address"]: [record["sha256"], record["tokens"]]
-            for record in jsonl.read(file)
-            if record.get("making") == settings
-        })  # fmt: skip
 
     def tokens(self, shard: Shard) -> int | None:
         """Return the shard's number of tokens, if it has been read."""
@@ -150,11 +141,14 @@ class ShardIndex:
                 hint="restore it, or start a new run",
             )
         if before is known and self._file is not None:
-            line = {
-                "making": self._settings, "address": shard.address, "sha256": sha256,
-                "tokens": tokens,
-            }  # fmt: skip
-            jsonl.append(self._file, line, sync=True)
+            line = {"making": self._settings, "address": shard.address, "sha256": sha256}
+            jsonl.append(self._file, {**line, "tokens": tokens}, sync=True)
+
+
+def read_index(file: Path, settings: str) -> str:
+    """Return the content of a shard index as text for the ShardIndex of every rank."""
+    lines = [line for line in jsonl.read(file) if line.get("making") == settings]
+    return json.dumps({line["address"]: [line["sha256"], line["tokens"]] for line in lines})
 
 
 class ShardStore:

@@ -271,9 +271,9 @@ def test_a_machine_with_other_data_builds_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "1" / "cache").iterdir())
 
 
-def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.default_folder() == tmp_path / "pipetrain"
+    assert cache.cache_folder() == tmp_path / "pipetrain"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache.default_folder() == tmp_path / "home/.cache/pipetrain"
+    assert cache.cache_folder() == tmp_path / "home/.cache/pipetrain"

@@ -28,7 +28,7 @@ from pipeline.testing import plan_view
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data.stream import StreamData
 from stages.data.streaming import shards
-from stages.data.streaming.order import StreamOrder, located
+from stages.data.streaming.data import StreamOrder, located
 from stages.data.text import TextData
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
