@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,38 +69,28 @@ def _texts(part: Part, reading: Reading, key: str, unit: Unit) -> Iterator[str]:
         yield read_text(Path(part.name)).replace("\r\n", "\n")
 
 
-@dataclass(frozen=True)
 class Documents:
     """Tokenises the documents of sources into cache entries, and opens them as blocks."""
 
-    settings: DocumentSettings
-    workers: int | None
-    ctx: Context
-    model: ModelSource
-
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.model.tokenizer()
-
-    @functools.cached_property
-    def dtype(self) -> str:
-        """Little-endian dtype of the stored ids."""
-        return tokenize.id_dtype(self.tokenizer)
-
-    @functools.cached_property
-    def start(self) -> list[int]:
-        """Ids before each document. Raises StageError if the tokenizer lacks a start token."""
-        return tokenize.start_ids(self.tokenizer, self.settings.prepend_bos)
-
-    @functools.cached_property
-    def settings_digest(self) -> str:
+    def __init__(
+        self, settings: DocumentSettings, workers: int | None, ctx: Context, model: ModelSource
+    ) -> None:
+        """Raises StageError if the tokenizer lacks the start or end token that is set."""
+        self.settings, self.workers, self.ctx, self.model = settings, workers, ctx, model
+        self.tokenizer = model.tokenizer()
+        self.tokenizer_identity = tokenize.identity(self.tokenizer)
+        self.dtype = tokenize.id_dtype(self.tokenizer)
+        self.start = tokenize.start_ids(self.tokenizer, settings.prepend_bos)
+        self.end = []
+        if settings.append_eos:
+            self.end = [tokenize.required_id(self.tokenizer, "eos_token", "append_eos")]
+        names = ("text_key", "documents", "append_eos")
+        making: list[Any] = [getattr(settings, name) for name in names]
+        making.append(bool(settings.prepend_bos))
+        if settings.prepend_bos is None and self.start:
+            making.append(self.start)
+        self.settings_digest = digest([self.tokenizer_identity, making])
         """Digest of everything that decides which tokens a document becomes."""
-        own = self.settings
-        settings: list[Any] = [own.text_key, own.documents, own.append_eos, bool(own.prepend_bos)]
-        if own.prepend_bos is None and self.start:
-            settings.append(self.start)
-        return digest([tokenize.identity(self.tokenizer), settings])
 
     def key(self, opened: Opened) -> str:
         """Return the cache key of a source."""
@@ -138,18 +126,15 @@ class Documents:
         """Write the ids of all documents as one stream, and the place of the first token of each
         document that has one. Returns `documents`, `tokens` and `largest` (id).
 
-        The memory needed is bounded by the longest documents. Raises StageError if the tokenizer
-        lacks the end token.
+        The memory needed is bounded by the longest documents.
         """
-        own, counts = self.settings, {"documents": 0, "tokens": 0, "largest": 0}
-        end = []
-        if own.append_eos:
-            end = [tokenize.required_id(self.tokenizer, "eos_token", "append_eos")]
-        encode = functools.partial(self._encode, end=end)
+        counts = {"documents": 0, "tokens": 0, "largest": 0}
         progress = tokenize.ProgressLog(log=self.ctx.log, reading=reading, unit="documents")
-        batches = _batches(documents, own.batch_documents)
+        batches = tokenize.chunks(
+            documents, self.settings.batch_documents, cost=len, most=_LARGEST_CALL
+        )
         with (folder / TOKENS).open("wb") as tokens, (folder / STARTS).open("wb") as starts:
-            for _, (ids, lengths) in tokenize.map_batches(encode, batches, self.workers):
+            for _, (ids, lengths) in tokenize.map_batches(self._encode, batches, self.workers):
                 ids.tofile(tokens)
                 begins = counts["tokens"] + (np.cumsum(lengths) - lengths)[lengths > 0]
                 begins.astype("<i8").tofile(starts)
@@ -159,9 +144,7 @@ class Documents:
                 progress.update(counts["documents"], counts["tokens"])
         return counts
 
-    def _encode(
-        self, batch: list[str], *, end: list[int]
-    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def _encode(self, batch: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the ids of all documents, concatenated, and the number of ids of each."""
         encoded = self.tokenizer(
             batch,
@@ -170,19 +153,7 @@ class Documents:
             return_token_type_ids=False,
             verbose=False,  # no warning that a document is longer than the model's context
         )
-        parts = [np.array([*self.start, *ids, *end], self.dtype) for ids in encoded["input_ids"]]
+        parts = [
+            np.array([*self.start, *ids, *self.end], self.dtype) for ids in encoded["input_ids"]
+        ]
         return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
-
-
-def _batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Yield lists of at most `size` documents, and of a bounded number of characters."""
-    batch: list[str] = []
-    characters = 0
-    for document in documents:
-        if batch and (len(batch) == size or characters + len(document) > _LARGEST_CALL):
-            yield batch
-            batch, characters = [], 0
-        batch.append(document)
-        characters += len(document)
-    if batch:
-        yield batch

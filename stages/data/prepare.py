@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.model import ModelSource
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
 
 _BATCH = 64
 """Rows that a process encodes at a time."""
+_SETTINGS = (
+    "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
+)  # fmt: skip
+"""Fields of `data.chat` that decide which tokens a row becomes."""
 _START = "-"
 """Separator of a cache key from the digest of the ids that texts begin with."""
 
@@ -65,7 +68,7 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
         packed=stage.documents_apart,
         identity={
             "stage": "data.text",
-            "tokenizer": tokenize.identity(work.tokenizer),
+            "tokenizer": work.tokenizer_identity,
             "contents": digest([entry.key for entry in entries]),
             "weights": json.dumps([source.weight for source in stage.trained_on()]),
             "sequence_length": stage.sequence_length,
@@ -79,14 +82,8 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
 
 
 def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
-    """Return the data of `data.chat` (collective). Raises StageError for a slow tokenizer."""
-    tokenizer = model.tokenizer()
-    if not tokenizer.is_fast:
-        raise StageError(
-            f"{model.name}: its tokenizer does not report the characters of a token",
-            hint="data.chat needs a tokenizer with a tokenizer.json",
-        )
-    work = Rows(stage, ctx, model, tokenizer)
+    """Return the data of `data.chat` (collective)."""
+    work = Rows(stage, ctx, model)
     sources = (*stage.trained_on(), *stage.held_out())
     entries = [source_entry(work, source, stage.cache) for source in sources]
     train, heldout = train_and_heldout(
@@ -95,7 +92,7 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
     return Data(
         train=train,
         heldout=heldout,
-        pad_id=tokenize.pad_id(tokenizer),
+        pad_id=tokenize.pad_id(work.tokenizer),
         packed=stage.packing,
         identity={
             "stage": "data.chat",
@@ -110,35 +107,24 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
     )
 
 
-@dataclass(frozen=True)
 class Rows:
     """Tokenises the rows of sources into cache entries, and opens them as samples."""
 
-    stage: ChatData
-    ctx: Context
-    model: ModelSource
-    tokenizer: Any
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Fields that decide which tokens a row becomes."""
-        names = (
-            "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
-        )  # fmt: skip
-        return {name: getattr(self.stage, name) for name in names}
-
-    @functools.cached_property
-    def tokenizer_identity(self) -> str:
-        return digest([tokenize.identity(self.tokenizer), self.tokenizer.chat_template])
-
-    @functools.cached_property
-    def dtype(self) -> str:
-        return tokenize.id_dtype(self.tokenizer, self.model.vocab_size)
-
-    @functools.cached_property
-    def start(self) -> list[int]:
+    def __init__(self, stage: ChatData, ctx: Context, model: ModelSource) -> None:
+        """Raises StageError for a slow tokenizer."""
+        self.stage, self.ctx, self.model = stage, ctx, model
+        self.tokenizer = model.tokenizer()
+        if not self.tokenizer.is_fast:
+            raise StageError(
+                f"{model.name}: its tokenizer does not report the characters of a token",
+                hint="data.chat needs a tokenizer with a tokenizer.json",
+            )
+        identity = tokenize.identity(self.tokenizer)
+        self.tokenizer_identity = digest([identity, self.tokenizer.chat_template])
+        self.dtype = tokenize.id_dtype(self.tokenizer, model.vocab_size)
+        self.start = tokenize.start_ids(self.tokenizer, stage.prepend_bos)
         """Ids that texts begin with."""
-        return tokenize.start_ids(self.tokenizer, self.stage.prepend_bos)
+        self.settings = {name: getattr(stage, name) for name in _SETTINGS}
 
     def has_start(self, entry: Entry) -> bool:
         """Whether any row of an entry begins with `start`."""

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -79,15 +79,13 @@ class TextTokenizer:
         return {index: str(token) for index, token in known.items() if token.special}
 
     @functools.cached_property
-    def _pattern(self) -> re.Pattern[str] | None:
+    def _spelled(self) -> re.Pattern[str]:
         texts = sorted(self.special.values(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts))) if texts else None
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # which never matches
 
     def spelled_in(self, value: Any) -> str | None:
         """Return a special token that a text within `value` spells out, if any does."""
-        if self._pattern is None:
-            return None
-        found = (self._pattern.search(text) for text in _texts(value))
+        found = map(self._spelled.search, _texts(value))
         return next((match.group() for match in found if match), None)
 
 
@@ -106,9 +104,8 @@ def identity(tokenizer: Any) -> str:
         state: Any = sorted(tokenizer.get_vocab().items())
     else:
         state = json.loads(backend.to_str())
-        # left over from the last call
-        state.pop("truncation", None)
-        state.pop("padding", None)
+        for left_by_the_last_call in ("truncation", "padding"):
+            state.pop(left_by_the_last_call, None)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return digest([type(tokenizer).__name__, state, special])
 
@@ -150,9 +147,8 @@ def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
         start = next((k for k in places if called[k : k + len(plain)] == plain), None)
         if start is not None and (plain or not called):
             return called[:start]
-    raise StageError(
-        "the ids that the tokenizer puts before a text cannot be found", hint="set `prepend_bos`"
-    )
+    message = "the ids that the tokenizer puts before a text cannot be found"
+    raise StageError(message, hint="set `prepend_bos`")
 
 
 def check_ids(model: ModelSource, largest: int) -> None:
@@ -236,19 +232,22 @@ def _call(batch: Any) -> Any:
     return _function(batch)
 
 
-def chunks(items: Iterable[T], size: int) -> Iterator[Sequence[T]]:
-    """Yield `items` in lists of `size`, the last one shorter. An error of `items` is raised after
-    the items before it have been yielded, so that earlier mistakes are found first."""
+def chunks(
+    items: Iterable[T], size: int, *, cost: Callable[[T], int] = lambda item: 0, most: int = 0
+) -> Iterator[list[T]]:
+    """Yield `items` in lists of at most `size`, with a total cost of at most `most` unless a single
+    item has more. An error of `items` is raised after the items before it have been yielded, so
+    that earlier mistakes are found first."""
     chunk: list[T] = []
     try:
         for item in items:
-            chunk.append(item)
-            if len(chunk) == size:
+            if len(chunk) == size or (chunk and sum(map(cost, [*chunk, item])) > most):
                 yield chunk
                 chunk = []
-    except StageError as error:
+            chunk.append(item)
+    except StageError:
         yield chunk
-        raise error from error.__cause__
+        raise
     if chunk:
         yield chunk
 
@@ -262,16 +261,13 @@ class ProgressLog:
     unit: str
     """Plural of what is counted: `rows`, `documents`."""
     seconds: float = 10.0
-    _began: float = field(init=False)
-    _logged: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._began = self._logged = time.monotonic()
+    _began: float = field(init=False, default_factory=lambda: time.monotonic())
+    _logged: float | None = field(init=False, default=None)
 
     def update(self, count: int, tokens: int) -> None:
         """Log, if it is time, that `count` units with `tokens` tokens are done."""
         now = time.monotonic()
-        if now - self._logged < self.seconds:
+        if now - (self._logged or self._began) < self.seconds:
             return
         self._logged = now
         fraction, rate = self.reading.fraction(), count / max(now - self._began, 1e-9)

@@ -189,7 +189,7 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
     held = None
     identity: dict[str, str | int | float | None] = {
         "stage": "data.stream",
-        "tokenizer": tokenize.identity(documents.tokenizer),
+        "tokenizer": documents.tokenizer_identity,
         "contents": digest([[each.name, each.size] for each in shards]),
         "window": stage.window,
         "text_key": stage.text_key,

@@ -65,17 +65,14 @@ def list_shards(patterns: Patterns) -> list[Shard]:
 def _matches(pattern: str) -> Iterator[Shard]:
     if "://" not in pattern:
         for path in find_files(pattern):
-            yield _shard(*_file_system(str(path)), str(path))
+            stat = path.stat()
+            yield Shard(address=str(path), size=stat.st_size, stamp=str(stat.st_mtime_ns))
         return
     system, place = _file_system(pattern)
     with _access_errors(f"cannot list {pattern}"):
         for each in sorted(system.glob(place)):
-            yield _shard(system, each, system.unstrip_protocol(each))
-
-
-def _shard(system: Any, place: str, address: str) -> Shard:
-    stamp = str(system.checksum(place))
-    return Shard(address=address, size=int(system.size(place)), stamp=stamp)
+            address, stamp = system.unstrip_protocol(each), str(system.checksum(each))
+            yield Shard(address=address, size=int(system.size(each)), stamp=stamp)
 
 
 def _file_system(address: str) -> tuple[Any, str]:
