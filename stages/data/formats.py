@@ -167,10 +167,10 @@ def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
         return conversation(row, turns, first=len(turns) - 1)
     if before:
         raise row.error("`system` and `history` need a chat template", hint="set `template: true`")
-    prompt = _WITH_INPUT if context else _WITHOUT_INPUT
-    # one pass, so that braces in the texts stay
-    filled = prompt.format(instruction=instruction, input=context)
-    return Completion(row=row, prompt=filled, completion=output)
+    prompt = (_WITH_INPUT if context else _WITHOUT_INPUT).format(
+        instruction=instruction, input=context
+    )
+    return Completion(row=row, prompt=prompt, completion=output)
 
 
 def _history(row: Row) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import zlib
@@ -20,8 +21,6 @@ KNOWN = TEXT + JSON_LINES + JSON + PARQUET
 
 LARGEST_LINE = 64 << 20
 """Bytes. A longer line is a mistake, and would be held in memory many times over."""
-_UNREADABLE = (OSError, EOFError, zlib.error)
-"""Errors of a failing disk or a damaged .gz file."""
 _HINT = "one JSON object a line; a .json file can also be one array of objects"
 
 
@@ -76,74 +75,69 @@ def rows(path: Path, reading: Reading, columns: list[str] | None = None) -> Iter
         yield from _elements(path, reading)
     else:
         for line in _lines(path, reading):
-            yield Row(file=path, number=line.number, value=_object(line))
+            with _json_errors(line):
+                value = json.loads(line.value)
+            yield Row(file=path, number=line.number, value=_require_object(line, value))
 
 
 def read_text(path: Path) -> str:
     """Return the whole text of a UTF-8 file. Raises DataError if it cannot be read or decoded."""
-    try:
-        with path.open("rb") as raw, _unpacked(path, raw) as file:
-            content = file.read()
-    except _UNREADABLE as error:
-        raise DataError(f"cannot be read: {error}", file=path) from error
+    with _opened(path, lambda: None) as (_, file):
+        content = file.read()
     return _decode(content, path, 1)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, row: Callable[[], int | None]) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file: as it is, and decompressed. Raises DataError, which names the current row, for
+    a failing disk or a damaged .gz file."""
+    try:
+        with path.open("rb") as raw:
+            file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            yield raw, file  # type: ignore[misc]
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot be read: {error}", file=path, row=row()) from error
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[Row]:
     """Yield the lines of a UTF-8 file that are not blank, without their line ends."""
     number = 0
-    try:
-        with path.open("rb") as raw, _unpacked(path, raw) as file:
-            reading.enter(path.stat().st_size, raw.tell)
-            while line := file.readline(LARGEST_LINE + 1):
-                number += 1
-                if len(line) > LARGEST_LINE:
-                    raise DataError(
-                        f"a line of more than {LARGEST_LINE >> 20} MiB",
-                        file=path,
-                        row=number,
-                        hint="put every row on a line of its own, and split longer documents",
-                    )
-                text = _decode(line, path, number).rstrip("\r\n")
-                if text.strip():
-                    yield Row(file=path, number=number, value=text)
-    except _UNREADABLE as error:
-        raise DataError(f"cannot be read: {error}", file=path, row=number + 1) from error
+    with _opened(path, lambda: number + 1) as (raw, file):
+        reading.enter(path.stat().st_size, raw.tell)
+        while line := file.readline(LARGEST_LINE + 1):
+            number += 1
+            if len(line) > LARGEST_LINE:
+                message = f"a line of more than {LARGEST_LINE >> 20} MiB"
+                hint = "put every row on a line of its own, and split longer documents"
+                raise DataError(message, file=path, row=number, hint=hint)
+            text = _decode(line, path, number).rstrip("\r\n")
+            if text.strip():
+                yield Row(file=path, number=number, value=text)
 
 
 def _decode(raw: bytes, path: Path, first_line: int) -> str:
     """Decode UTF-8 bytes, with or without byte order mark, that begin at line `first_line`."""
-    nul = raw.find(b"\0")
-    if nul >= 0:
-        raise DataError(
-            f"a NUL byte at offset {nul}",
-            file=path,
-            row=first_line + raw.count(b"\n", 0, nul),
-            hint="the file is not UTF-8 text, or was cut off while it was written",
-        )
     try:
-        text = raw.decode("utf-8")
+        at = raw.find(b"\0")
+        message = f"a NUL byte at offset {at}"
+        hint = "the file is not UTF-8 text, or was cut off while it was written"
+        if at < 0:
+            text = raw.decode("utf-8")
+            return text.removeprefix("\ufeff") if first_line == 1 else text
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}",
-            file=path,
-            row=first_line + raw.count(b"\n", 0, error.start),
-            hint="convert the file, for example with iconv",
-        ) from error
-    return text.removeprefix("\ufeff") if first_line == 1 else text
+        at = error.start
+        message = f"not UTF-8: byte 0x{raw[at]:02x} at offset {at}"
+        hint = "convert the file, for example with iconv"
+    row = first_line + raw.count(b"\n", 0, at)
+    raise DataError(message, file=path, row=row, hint=hint)
 
 
-def _unpacked(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    packed = path.suffix == ".gz"
-    return gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[return-value]
-
-
-def _object(line: Row) -> dict[str, Any]:
+@contextlib.contextmanager
+def _json_errors(row: Row) -> Iterator[None]:
     try:
-        value = json.loads(line.value)
+        yield
     except (ValueError, RecursionError) as error:
-        raise line.error(f"not JSON: {error}", hint=_HINT) from error
-    return _require_object(line, value)
+        raise row.error(f"not JSON: {error}", hint=_HINT) from error
 
 
 def _require_object(row: Row, value: Any) -> dict[str, Any]:
@@ -154,11 +148,8 @@ def _require_object(row: Row, value: Any) -> dict[str, Any]:
 
 def _is_array(path: Path) -> bool:
     """Whether a JSON file is one array rather than an object a line."""
-    try:
-        with path.open("rb") as raw, _unpacked(path, raw) as file:
-            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    except _UNREADABLE as error:
-        raise DataError(f"cannot be read: {error}", file=path) from error
+    with _opened(path, lambda: None) as (_, file):
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _elements(path: Path, reading: Reading) -> Iterator[Row]:
@@ -170,10 +161,8 @@ def _elements(path: Path, reading: Reading) -> Iterator[Row]:
     while not (text.startswith("]", at) and number == 0):
         number += 1
         row = Row(file=path, number=number, value=None)
-        try:
+        with _json_errors(row):
             value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            raise row.error(f"not JSON: {error}", hint=_HINT) from error
         yield Row(file=path, number=number, value=_require_object(row, value))
         at = _skip(text, at)
         if text.startswith("]", at):
@@ -227,12 +216,10 @@ def _column(path: Path, name: str, column: Any, before: int) -> list[Any]:
     try:
         values: list[Any] = column.to_pylist()
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date out of range
-        place = f"rows {before + 1} to {before + len(column)}"
-        raise DataError(
-            f"column {name!r} cannot be read in {place}: {error}",
-            file=path,
-            hint="correct the values, or leave the column out of the file",
-        ) from error
+        place = f"in rows {before + 1} to {before + len(column)}"
+        hint = "correct the values, or leave the column out of the file"
+        message = f"column {name!r} cannot be read {place}: {error}"
+        raise DataError(message, file=path, hint=hint) from error
     return values
 
 

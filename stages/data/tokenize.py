@@ -239,12 +239,14 @@ def chunks(
     item has more. An error of `items` is raised after the items before it have been yielded, so
     that earlier mistakes are found first."""
     chunk: list[T] = []
+    total = 0
     try:
         for item in items:
-            if len(chunk) == size or (chunk and sum(map(cost, [*chunk, item])) > most):
+            if len(chunk) == size or (chunk and total + cost(item) > most):
                 yield chunk
-                chunk = []
+                chunk, total = [], 0
             chunk.append(item)
+            total += cost(item)
     except StageError:
         yield chunk
         raise
