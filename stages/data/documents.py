@@ -107,13 +107,17 @@ class Documents:
     def describe(self, entry: Entry) -> str:
         """Return the entry's counts in words."""
         counts = "{documents} documents, {tokens} tokens".format(**entry.counts)
-        return f"{counts}, {len(self.blocks(entry))} samples"
+        return f"{counts}, {self.size(entry)} samples"
 
-    def blocks(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
+    def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
         """Open some blocks of an entry, all by default."""
         starts = entry.array(STARTS, "<i8")[:] if self.settings.documents_apart else None
         tokens = entry.array(TOKENS, self.dtype)
         return TokenBlocks(tokens, self.settings.sequence_length, first, count, starts=starts)
+
+    def size(self, entry: Entry) -> int:
+        """Return the number of blocks of an entry."""
+        return len(self.samples(entry))
 
     def read(
         self, parts: Iterable[Part], reading: Reading, on_blank: OnBlank = _refuse_blank

@@ -11,7 +11,7 @@ from pipeline.contracts.data import NO_TARGET
 from pipeline.errors import StageError
 from stages.data import messages
 from stages.data.messages import Conversation, checked, conversation
-from stages.data.rows import JSON_LINES, Reading, Row, kind, require_text, rows
+from stages.data.rows import JSON_LINES, Reading, Row, kind, require, require_text, rows
 from stages.data.sources import Part
 
 Format = Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
@@ -176,8 +176,7 @@ def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
 def _history(row: Row) -> Iterator[dict[str, Any]]:
     """Yield earlier turns, which are pairs of a user's and an assistant's text."""
     history = row.value.get("history") or []
-    if not isinstance(history, list):
-        raise row.error(f"`history` is {kind(history)}, not a list of pairs of texts")
+    require(row, history, list, "`history`", "a list of pairs of texts")
     for index, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
             raise row.error(f"`history[{index}]` is not a pair of texts")
@@ -226,9 +225,7 @@ def _trained(row: Row, ids: list[int]) -> list[bool]:
 
 
 def _integers(row: Row, key: str) -> list[int]:
-    values = row.value[key]
-    if not isinstance(values, list):
-        raise row.error(f"`{key}` is {kind(values)}, not a list of integers")
+    values: list[int] = require(row, row.value[key], list, f"`{key}`", "a list of integers")
     for index, value in enumerate(values):
         if not isinstance(value, int) or (isinstance(value, bool) and key != "loss_mask"):
             raise row.error(f"`{key}[{index}]` is {kind(value)}, not an integer")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.utils.text import did_you_mean
-from stages.data.rows import Row, kind, require_text
+from stages.data.rows import Row, kind, require, require_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = frozenset({
@@ -103,7 +103,7 @@ def checked(row: Row, messages: Any, key: str, roles: Sequence[str]) -> list[dic
 
 
 def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
-    _require_object(row, message, where)
+    require(row, message, dict, f"`{where}`")
     given = {key: value for key, value in message.items() if value is not None}
     role = _role(row, given.get("role"), f"{where}.role", known)
     if given.get("tool_calls"):
@@ -118,7 +118,7 @@ def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[s
 
 def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
     """Return a ShareGPT entry as a message; a `function_call` is JSON, a call or a list of them."""
-    _require_object(row, entry, where)
+    require(row, entry, dict, f"`{where}`")
     name = _role(row, entry.get("from"), f"{where}.from", known)
     text = require_text(row, entry.get("value"), f"`{where}.value`")
     kept = {key: entry[key] for key in ("train", "weight") if entry.get(key) is not None}
@@ -152,26 +152,19 @@ def _content(row: Row, content: Any, where: str) -> str:
 
 
 def _calls(row: Row, calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise row.error(f"`{where}` is {kind(calls)}, not a list")
-    return [_call(row, call, f"{where}[{index}]") for index, call in enumerate(calls)]
+    found = require(row, calls, list, f"`{where}`")
+    return [_call(row, call, f"{where}[{index}]") for index, call in enumerate(found)]
 
 
 def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
     """Return a call whose arguments are an object, as chat templates expect; OpenAI writes them as
     JSON text."""
-    _require_object(row, call, where)
+    require(row, call, dict, f"`{where}`")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(row, call["function"], f"{where}.function")}
     require_text(row, call.get("name"), f"`{where}.name`")
     arguments = _parsed(row, call.get("arguments", {}), f"{where}.arguments")
-    _require_object(row, arguments, f"{where}.arguments")
-    return {**call, "arguments": arguments}
-
-
-def _require_object(row: Row, value: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise row.error(f"`{where}` is {kind(value)}, not an object")
+    return {**call, "arguments": require(row, arguments, dict, f"`{where}.arguments`")}
 
 
 def _parsed(row: Row, value: Any, where: str) -> Any:
@@ -187,11 +180,10 @@ def _parsed(row: Row, value: Any, where: str) -> Any:
 def _is_trained(row: Row, message: Mapping[str, Any], index: int) -> bool:
     """Return the message's `train`, or OpenAI's `weight`, which is 0 or 1."""
     train, weight = message.get("train", True), message.get("weight", 1)
-    if not isinstance(train, bool):
-        raise row.error(f"`train` of message {index} is {kind(train)}, not true or false")
+    require(row, train, bool, f"`train` of message {index}")
     if isinstance(weight, bool) or weight not in (0, 1):
         raise row.error(f"`weight` of message {index} is {weight!r}, neither 0 nor 1")
-    return train and weight == 1
+    return bool(train and weight == 1)
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:
@@ -199,12 +191,9 @@ def _template_arguments(row: Row) -> dict[str, Any]:
         key: row.value[key] for key in ("tools", "documents") if row.value.get(key) is not None
     }
     if "tools" in extra:
-        extra["tools"] = _parsed(row, extra["tools"], "tools")
-        if not isinstance(extra["tools"], list):
-            raise row.error(f"`tools` is {kind(extra['tools'])}, not a list")
+        extra["tools"] = require(row, _parsed(row, extra["tools"], "tools"), list, "`tools`")
     more = row.value.get("chat_template_kwargs") or {}
-    if not isinstance(more, dict):
-        raise row.error("`chat_template_kwargs` is not an object")
+    require(row, more, dict, "`chat_template_kwargs`")
     for key in sorted(RESERVED.intersection(more)):
         raise row.error(
             f"`chat_template_kwargs` has {key!r}, which is not a variable of the template",

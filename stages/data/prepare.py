@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.model import ModelSource
@@ -53,58 +54,61 @@ def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> E
     return entry
 
 
-def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
-    """Return the data of `data.text` (collective)."""
-    work = Documents(stage, stage.workers, ctx, model)
+def _entries(stage: ChatData | TextData, work: Documents | Rows) -> list[Entry]:
+    """Return the entries of the sources to train on, then of those to evaluate on (collective)."""
     sources = (*stage.trained_on(), *stage.held_out())
-    entries = [source_entry(work, source, stage.cache) for source in sources]
-    train, heldout = train_and_heldout(
-        stage, entries, lambda entry: len(work.blocks(entry)), work.blocks
-    )
+    return [source_entry(work, source, stage.cache) for source in sources]
+
+
+def _data(
+    stage: ChatData | TextData,
+    work: Documents | Rows,
+    entries: Sequence[Entry],
+    packed: bool,
+    identity: Mapping[str, Any],
+) -> Data:
+    """Return the data in the entries of a stage's sources (collective)."""
+    train, heldout = train_and_heldout(stage, entries, work.size, work.samples)
     return Data(
         train=train,
         heldout=heldout,
         pad_id=tokenize.pad_id(work.tokenizer),
-        packed=stage.documents_apart,
+        packed=packed,
         identity={
-            "stage": "data.text",
             "tokenizer": work.tokenizer_identity,
-            "contents": digest([entry.key for entry in entries]),
             "weights": json.dumps([source.weight for source in stage.trained_on()]),
-            "sequence_length": stage.sequence_length,
-            "append_eos": stage.append_eos,
-            "prepend_bos": bool(work.start),
-            "documents": stage.documents,
-            "documents_apart": stage.documents_apart,
             "heldout_fraction": stage.heldout_fraction,
+            **identity,
         },
     )
+
+
+def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
+    """Return the data of `data.text` (collective)."""
+    work = Documents(stage, stage.workers, ctx, model)
+    entries = _entries(stage, work)
+    names = ("sequence_length", "append_eos", "documents", "documents_apart")
+    identity = {
+        "stage": "data.text",
+        "contents": digest([entry.key for entry in entries]),
+        "prepend_bos": bool(work.start),
+        **{name: getattr(stage, name) for name in names},
+    }
+    return _data(stage, work, entries, stage.documents_apart, identity)
 
 
 def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
     """Return the data of `data.chat` (collective)."""
     work = Rows(stage, ctx, model)
-    sources = (*stage.trained_on(), *stage.held_out())
-    entries = [source_entry(work, source, stage.cache) for source in sources]
-    train, heldout = train_and_heldout(
-        stage, entries, lambda entry: entry.counts["samples"], work.samples
-    )
-    return Data(
-        train=train,
-        heldout=heldout,
-        pad_id=tokenize.pad_id(work.tokenizer),
-        packed=stage.packing,
-        identity={
-            "stage": "data.chat",
-            "tokenizer": work.tokenizer_identity,
-            "contents": digest([work.content(entry) for entry in entries]),
-            "weights": json.dumps([source.weight for source in stage.trained_on()]),
-            "heldout_fraction": stage.heldout_fraction,
-            "packing": stage.packing,
-            **({"prepend_bos": True} if any(map(work.has_start, entries)) else {}),
-            **work.settings,
-        },
-    )
+    entries = _entries(stage, work)
+    identity = {
+        "stage": "data.chat",
+        "contents": digest([work.content(entry) for entry in entries]),
+        "packing": stage.packing,
+        **({"prepend_bos": True} if any(map(work.has_start, entries)) else {}),
+        **work.settings,
+    }
+    return _data(stage, work, entries, stage.packing, identity)
 
 
 class Rows:
@@ -125,6 +129,10 @@ class Rows:
         self.start = tokenize.start_ids(self.tokenizer, stage.prepend_bos)
         """Ids that texts begin with."""
         self.settings = {name: getattr(stage, name) for name in _SETTINGS}
+
+    def size(self, entry: Entry) -> int:
+        """Return the number of an entry's samples, unpacked."""
+        return entry.counts["samples"]
 
     def has_start(self, entry: Entry) -> bool:
         """Whether any row of an entry begins with `start`."""

@@ -244,17 +244,24 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+def require(row: Row, value: Any, kind_: type, what: str, words: str = "") -> Any:
+    """Return `value` if it is of the given JSON type (`words` if set); raise the row's error, which
+    calls it `what`, otherwise."""
+    if not isinstance(value, kind_):
+        raise row.error(f"{what} is {kind(value)}, not {words or _WORDS[kind_]}")
+    return value
+
+
 def require_text(row: Row, value: Any, what: str) -> str:
     """Return `value` if it is text that UTF-8 can encode; raise the row's error otherwise."""
-    if not isinstance(value, str):
-        raise row.error(f"{what} is {kind(value)}, not text")
-    if "\0" in value:
+    text: str = require(row, value, str, what)
+    if "\0" in text:
         raise row.error(f"{what} holds a NUL character")
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise row.error(f"{what} holds half of a surrogate pair") from error
-    return value
+    return text
 
 
 _WORDS = {

@@ -201,7 +201,7 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
     }
     if stage.heldout_files:
         entry = source_entry(documents, Source(files=stage.heldout_files), stage.cache)
-        held = documents.blocks(entry)
+        held = documents.samples(entry)
         identity["heldout"] = entry.key
     return Data(
         train=StreamSamples(stage, store, len(shards)),

@@ -237,7 +237,7 @@ class ShardStore:
             with self._guard:
                 self._index.record(shard, sha256, entry.counts["tokens"])
             tokenize.check_ids(self._documents.model, entry.counts["largest"])
-            return self._documents.blocks(entry)
+            return self._documents.samples(entry)
 
     def _build(self, shard: Shard, folder: Path) -> Counts:
         """Tokenise one shard; it may have no text."""

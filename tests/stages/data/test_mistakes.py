@@ -144,7 +144,7 @@ CHAT = {
         {**GOOD, "tools": '{"name": "f"}'}, "`tools` is an object, not a list"
     ),
     "template arguments that are no object": second(
-        {**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is not an object"
+        {**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is a number, not an object"
     ),
     "template arguments that are transformers' own": second(
         {**GOOD, "chat_template_kwargs": {"mood": 1, "tokenize": True, "return_dict": True}},
