@@ -56,28 +56,21 @@ class MaskedSamples(CountedSamples):
     def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
         self._tokens = entry.array(TOKENS, dtype)
         self._trained = entry.array(_TRAINED, "u1")
-        self._offsets = entry.array(_OFFSETS, "<i8")[first : first + count + 1]
-        self._targets = entry.array(_TARGETS, "<i4")[first : first + count]
+        self.offsets = entry.array(_OFFSETS, "<i8")[first : first + count + 1]
+        """Start of each sample's tokens, and end of the last."""
+        self.target_counts = entry.array(_TARGETS, "<i4")[first : first + count]
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self.target_counts)
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = self._offsets[self.checked(index) : index + 2].tolist()
+        start, stop = self.offsets[self.checked(index) : index + 2].tolist()
         ids = np.asarray(self._tokens[start:stop], dtype=np.int64)
         labels = np.where(self._trained[start + 1 : stop] != 0, ids[1:], NO_TARGET)
         return Sample(input_ids=ids[:-1], labels=labels)
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        return int(self._targets[require_within(indices, len(self))].sum())
-
-    def lengths(self) -> NDArray[np.int64]:
-        """Return the number of `input_ids` of each sample; shape (samples,)."""
-        return np.asarray(self._offsets[1:] - self._offsets[:-1] - 1, dtype=np.int64)
-
-    def all_targets(self) -> NDArray[np.int64]:
-        """Return the `targets` of every sample; shape (samples,)."""
-        return np.asarray(self._targets, dtype=np.int64)
+        return int(self.target_counts[require_within(indices, len(self))].sum())
 
 
 @dataclass

@@ -248,7 +248,8 @@ def chunks(
             chunk.append(item)
             total += cost(item)
     except StageError:
-        yield chunk
+        if chunk:
+            yield chunk
         raise
     if chunk:
         yield chunk

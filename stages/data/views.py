@@ -58,7 +58,8 @@ def pack_key(rows: Entry, first: int, count: int, length: int) -> str:
 
 def write_packs(folder: Path, rows: MaskedSamples, length: int) -> Counts:
     """Write the files of PackedSamples. Returns `samples`, and `positions` that hold a token."""
-    lengths, targets = rows.lengths(), rows.all_targets()
+    lengths = np.asarray(rows.offsets[1:] - rows.offsets[:-1] - 1, np.int64)
+    targets = np.asarray(rows.target_counts, np.int64)
     packs = best_fit_decreasing(lengths, length)
     offsets = np.cumsum([0, *map(len, packs)])
     members = np.array([row for pack in packs for row in pack], dtype="<i8")

@@ -220,10 +220,10 @@ def _store(
     known = ctx.dist.broadcast_str(read_index(file, settings) if main else None)
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
     return ShardStore(
-        shards,
-        cache_folder(stage.cache) / f"stream-{place[:16]}",
-        documents,
-        ShardIndex(file if main else None, settings, known),
+        shards=shards,
+        folder=cache_folder(stage.cache) / f"stream-{place[:16]}",
+        documents=documents,
+        index=ShardIndex(file if main else None, settings, known),
         capacity=(stage.ahead + 2) * stage.window,
         cleans=ctx.dist.local_rank == 0,
     )

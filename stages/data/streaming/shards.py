@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -148,6 +148,7 @@ def read_index(file: Path, settings: str) -> str:
     return json.dumps({line["address"]: [line["sha256"], line["tokens"]] for line in lines})
 
 
+@dataclass(kw_only=True)
 class ShardStore:
     """Blocks of shards by number; the `capacity` shards that were used last are kept.
 
@@ -156,35 +157,27 @@ class ShardStore:
     goes on reading it.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        folder: Path,
-        documents: Documents,
-        index: ShardIndex,
-        *,
-        capacity: int,
-        cleans: bool,
-    ) -> None:
-        self._shards = shards
-        self._folder = folder
-        self._documents = documents
-        self._index = index
-        self._capacity = capacity
-        self._cleans = cleans
-        self._open: OrderedDict[int, TokenBlocks] = OrderedDict()
-        self._guard = threading.Lock()
+    shards: Sequence[Shard]
+    folder: Path
+    documents: Documents
+    index: ShardIndex
+    capacity: int
+    cleans: bool
+    _open: OrderedDict[int, TokenBlocks] = field(default_factory=OrderedDict, init=False)
+    _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self._ahead = ThreadPoolExecutor(1, "pipe-shards")
-        self._closed = False
-        with cache_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        with cache_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def count(self, number: int) -> int:
         """Return a shard's number of blocks. Reads the shard if it has never been read."""
-        tokens = self._index.tokens(self._shards[number])
+        tokens = self.index.tokens(self.shards[number])
         if tokens is None:
             return len(self.blocks(number))
-        return block_count(tokens, self._documents.settings.sequence_length)
+        return block_count(tokens, self.documents.settings.sequence_length)
 
     def blocks(self, number: int, *, wait: bool = True) -> TokenBlocks:
         """Return a shard's blocks. Raises StageError if it cannot be read, and BlockingIOError
@@ -196,7 +189,7 @@ class ShardStore:
         blocks = self._tokenised(number, wait=wait)
         with self._guard:
             self._open[number] = blocks
-            old = list(self._open)[: -self._capacity]
+            old = list(self._open)[: -self.capacity]
             for each in old:
                 del self._open[each]
         for each in old:
@@ -213,8 +206,8 @@ class ShardStore:
         """End the thread; remove the tokens."""
         self._closed = True
         self._ahead.shutdown(cancel_futures=True)
-        if self._cleans:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.cleans:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _submit(self, number: int, *, wait: bool) -> None:
         with contextlib.suppress(RuntimeError):  # closed meanwhile
@@ -230,28 +223,28 @@ class ShardStore:
             pass  # it is raised where the shard is needed
 
     def _tokenised(self, number: int, *, wait: bool) -> TokenBlocks:
-        shard, key = self._shards[number], self._key(number)
+        shard, key = self.shards[number], self._key(number)
         with self._locked(key, wait=wait):
-            entry = prepare_locally(self._folder, key, lambda folder: self._build(shard, folder))
+            entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
             sha256 = (entry.folder / _DIGEST).read_text("ascii")
             with self._guard:
-                self._index.record(shard, sha256, entry.counts["tokens"])
-            tokenize.check_ids(self._documents.model, entry.counts["largest"])
-            return self._documents.samples(entry)
+                self.index.record(shard, sha256, entry.counts["tokens"])
+            tokenize.check_ids(self.documents.model, entry.counts["largest"])
+            return self.documents.samples(entry)
 
     def _build(self, shard: Shard, folder: Path) -> Counts:
         """Tokenise one shard; it may have no text."""
-        began, log = time.monotonic(), self._documents.ctx.log
-        with fetched(shard, self._folder) as path:
+        began, log = time.monotonic(), self.documents.ctx.log
+        with fetched(shard, self.folder) as path:
             (folder / _DIGEST).write_text(content_digest(path), "ascii")
             with system_errors_as(StageError):
                 reading = Reading(total=path.stat().st_size)
-            documents = self._documents.read(
+            documents = self.documents.read(
                 [LocalFile(path)],
                 reading,
                 lambda part: log.warning("stream: %s has no text", shard.address),
             )
-            counts = self._documents.write(folder, self._until_closed(documents), reading)
+            counts = self.documents.write(folder, self._until_closed(documents), reading)
         seconds = time.monotonic() - began
         log.debug("stream: %s: %d tokens, %.1f s", shard.address, counts["tokens"], seconds)
         return counts
@@ -263,21 +256,21 @@ class ShardStore:
             yield document
 
     def _remove(self, number: int) -> None:
-        if self._cleans:
+        if self.cleans:
             key = self._key(number)
             with self._locked(key, wait=True):
-                shutil.rmtree(self._folder / key, ignore_errors=True)
+                shutil.rmtree(self.folder / key, ignore_errors=True)
 
     def _key(self, number: int) -> str:
-        shard = self._shards[number]
-        settings = self._documents.settings_digest
+        shard = self.shards[number]
+        settings = self.documents.settings_digest
         return digest([settings, shard.address, shard.size, shard.stamp])
 
     @contextlib.contextmanager
     def _locked(self, key: str, *, wait: bool) -> Iterator[None]:
         """Admit one process and thread at a time; the system frees the lock of a killed one."""
-        with cache_errors(self._folder):
-            file = (self._folder / f"{key}.lock").open("w")
+        with cache_errors(self.folder):
+            file = (self.folder / f"{key}.lock").open("w")
         with file:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
