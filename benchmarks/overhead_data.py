@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.data.documents import TOKENS
+from stages.data.samples import TOKENS
 
 SAMPLES = 2048
 DTYPE = "<u4"

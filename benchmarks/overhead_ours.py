@@ -17,7 +17,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.plan.registry import Registry
 from pipeline.run import rundir
 from pipeline.run.metrics import Metrics
-from stages.data.documents import TokenBlocks
+from stages.data.samples import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy

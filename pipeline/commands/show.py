@@ -48,8 +48,8 @@ def show(
 ) -> None:
     """Show RECIPE, or the recipe of the run folder RECIPE, as it would run.
 
-    Files it extends, overrides, interpolations and defaults are filled in; what comes from the
-    environment stays a reference. With --data, its samples are shown: data and tokenizer are
+    Files it extends, overrides, interpolations and defaults are filled in; values from the
+    environment stay references. With --data, its samples are shown: data and tokenizer are
     prepared in this process, and no weights are read.
     """
     file = Path(recipe) / "recipe.yaml" if Path(recipe).is_dir() else Path(recipe)
@@ -87,7 +87,7 @@ def _resolved(
 
 
 def _filled(values: Any, written: Any) -> Any:
-    """`values`, which hold every default, with what the recipe itself says in its own form."""
+    """Return `values`, which hold every default, with the recipe's own values as it writes them."""
     if not isinstance(values, dict) or not isinstance(written, dict):
         return written
     return {
@@ -105,7 +105,7 @@ def _paths(values: dict[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 MARKS = "⟦", "⟧"
-"""Around what is trained on, where there are no colours."""
+"""Marks around trained text on terminals without colours."""
 
 
 def show_data(
@@ -116,8 +116,8 @@ def show_data(
     count: int,
     as_json: bool,
 ) -> None:
-    """Print `count` samples of a recipe's training data, and how many there are. What the stages
-    say goes to stderr."""
+    """Print `count` samples of a recipe's training data, and the number of all samples. Messages of
+    the stages go to stderr."""
     plan = plan_file(file, overrides, registry=registry)
     with preview(plan, _log()) as shown:
         indices = shown.indices(count)
@@ -127,7 +127,7 @@ def show_data(
         click.echo(_summary(shown))
         colour = sys.stdout.isatty()
         for place, index in enumerate(indices):
-            # a stream's own index says nothing to people
+            # a stream's own index means nothing to people
             number = place if shown.size is None else index
             text = _described(shown, index, number, colour=colour)
             click.echo(f"\n{text}", file=bare(sys.stdout))
@@ -162,19 +162,14 @@ def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:
 
 
 def _marked(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> str:
-    """The text, in runs of tokens that are or are not trained on."""
-    return "".join(_runs(shown, tokens, colour=colour))
-
-
-def _runs(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> Iterator[str]:
+    """Return the text, with runs of tokens that are trained on coloured or marked."""
+    texts = []
     for trained, run in groupby(tokens, key=lambda token: token.trained):
         text = terminal.shown(shown.tokenizer.decode([token.id for token in run]))
-        if not trained:
-            yield text
-        elif colour:
-            yield click.style(text, fg="green", bold=True)
-        else:
-            yield f"{MARKS[0]}{text}{MARKS[1]}"
+        if trained:
+            text = click.style(text, fg="green", bold=True) if colour else text.join(MARKS)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:

@@ -32,14 +32,14 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The data of a recipe, and the tokenizer that reads their ids."""
+    """The data of a recipe, and the tokenizer of their ids."""
 
     data: Data
     tokenizer: Any
     seed: int
 
     def indices(self, count: int) -> list[int]:
-        """The first samples of the order in which a run with `shuffle: true` visits them."""
+        """Return the first samples in the order of a run with `shuffle: true`."""
         order = self._order
         first: list[int] = order.indices(0, min(count, order.size)).tolist()
         return first
@@ -56,10 +56,10 @@ class Preview:
 
 @contextlib.contextmanager
 def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
-    """Run the recipe's data slot and the slots that it needs, in this process alone, in a run
-    folder that is gone afterwards. Raises UsageError when no slot gives data, and what those stages
-    raise."""
-    step = next((step for step in plan.steps if _gives(step, Data)), None)
+    """Run the recipe's data slot and the slots that it needs, in this process alone, in a temporary
+    run folder. Raises UsageError if no slot gives data, and the errors of those stages."""
+    gives_data = (step for step in plan.steps if step.gives and issubclass(step.gives, Data))
+    step = next(gives_data, None)
     if step is None:
         raise UsageError("no slot of this recipe gives data")
     with contextlib.ExitStack() as stack:
@@ -70,13 +70,8 @@ def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
         data = _result(plan, step, ctx, artifacts)
         models = [each for each in artifacts.values() if isinstance(each, ModelSource)]
         if not models:
-            message = f"slot `{step.slot}` takes no model, so there is no tokenizer to show by"
-            raise UsageError(message)
+            raise UsageError(f"slot `{step.slot}` takes no model, so there is no tokenizer")
         yield Preview(data=data, tokenizer=models[-1].tokenizer(), seed=plan.recipe.seed)
-
-
-def _gives(step: PlannedSlot, kind: type) -> bool:
-    return step.gives is not None and issubclass(step.gives, kind)
 
 
 def _result(plan: Plan, step: PlannedSlot, ctx: Context, artifacts: dict[str, Any]) -> Any:
@@ -103,11 +98,8 @@ def _context(plan: Plan, scratch: Path, log: logging.Logger) -> Context:
 
 
 def documents(sample: Sample) -> Iterator[list[Token]]:
-    """The tokens of each document in a sample, in order.
-
-    The token behind a document's last position is shown if it is a target; otherwise it is not in
-    the sample.
-    """
+    """Yield the tokens of each document in a sample, in order. The token behind a document's last
+    position is included if it is a target; otherwise the sample does not hold it."""
     positions = sample.positions
     starts = [0] if positions is None else (positions == 0).nonzero()[0].tolist()
     for start, stop in zip(starts, [*starts[1:], len(sample.input_ids)], strict=True):

@@ -1,4 +1,5 @@
-"""Tokenised data on disk, found by the digest of all that shaped it; complete or not there."""
+"""Tokenised data on disk. An entry is found by the digest of its inputs; it is complete or absent,
+and each block of its arrays is verified against a checksum before it is used."""
 
 from __future__ import annotations
 
@@ -9,25 +10,30 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import DataError, StageError
-from pipeline.utils.files import replace_text
+from xxhash import xxh3_64_intdigest
+
+from pipeline.errors import StageError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pipeline.contracts.stage import Context
-    from stages.data.verified import VerifiedArray
 
 
 FORMAT = 4
-"""Raise it with every change in what is written; entries of another format are built again."""
+"""Version of the files of an entry; entries of another version are built again."""
 KEYS = 3
-"""Part of every key, and so of what checkpoints say of their data: it stays as it is."""
+"""Version of the keys. Checkpoints compare keys to recognise their data, so it stays the same."""
 META = "meta.json"
+BLOCK = 1 << 16
+"""Bytes that share a checksum: no more than operating systems read ahead anyway."""
+SUMS = ".sums"
+"""Suffix of the file with the checksums (64 bits each, little-endian) of another file's blocks."""
 _ABANDONED_AFTER = 24 * 3600.0
 
 Counts = dict[str, int]
@@ -45,31 +51,30 @@ class Entry:
     reused: bool
 
     def array(self, name: str, dtype: str) -> VerifiedArray:
-        """One of the entry's files."""
-        from stages.data.verified import VerifiedArray
-
+        """Open one of the entry's arrays."""
         return VerifiedArray(self.folder / name, dtype)
+
+    def __str__(self) -> str:
+        return f"{'cached in' if self.reused else 'tokenised into'} {self.folder}"
 
 
 def digest(parts: object) -> str:
-    """Hex SHA-256 of a JSON value."""
+    """Return the hex SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def default_folder() -> Path:
-    """`pipetrain` in the user's cache folder (XDG base directory specification)."""
+def cache_folder(given: str | None = None) -> Path:
+    """Return the folder that a `cache` field names, or else `pipetrain` in the user's cache folder
+    (XDG base directory specification)."""
+    if given:
+        return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
 
 
-def cache_folder(given: str | None) -> Path:
-    """The folder that a `cache` field names, or the default one."""
-    return Path(given).expanduser() if given else default_folder()
-
-
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What the system refuses in a cache folder becomes a StageError."""
+def cache_errors(folder: Path) -> Iterator[None]:
+    """Raise operating system errors from writing into a cache folder as StageError."""
     try:
         yield
     except OSError as error:
@@ -79,30 +84,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Build) -> Entry:
-    """The entry of a key, built if need be; collective.
+    """Return the entry of a key, and build it if it is absent (collective).
 
-    Rank 0 computes the key and builds; then one process of every node that does not see rank 0's
-    folder builds its own. Raises StageError when that node's key is another.
+    Rank 0 computes the key and builds. Then one process of every node that does not see rank 0's
+    folder builds the node's own. Raises StageError if that node computes another key.
     """
-    key, reused = "", True
-    with ctx.dist.rank0_first() as main:
-        if main:
-            key = make_key()
-            reused = _ensure(folder, key, build)
-    key = ctx.dist.broadcast_str(key if main else None)
-    if not main and ctx.dist.local_rank == 0:
-        reused = _ensure(folder, key, _of_the_same(key, make_key, build))
-    ctx.dist.barrier()
-    counts = _complete(folder / key)
-    if counts is None:
-        raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
-    return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
 
-
-def _of_the_same(key: str, make_key: Callable[[], str], build: Build) -> Build:
-    """`build`, where what it reads has this key."""
-
-    def checked(partial: Path) -> Counts:
+    def build_same(partial: Path) -> Counts:
         if make_key() != key:
             raise StageError(
                 "this machine's data or tokenizer are not those of the first machine",
@@ -110,21 +98,36 @@ def _of_the_same(key: str, make_key: Callable[[], str], build: Build) -> Build:
             )
         return build(partial)
 
-    return checked
+    key, reused = "", True
+    with ctx.dist.rank0_first() as main:
+        if main:
+            key = make_key()
+            reused = _ensure(folder, key, build)
+    key = ctx.dist.broadcast_str(key if main else None)
+    if not main and ctx.dist.local_rank == 0:
+        reused = _ensure(folder, key, build_same)
+    ctx.dist.barrier()
+    return _open(folder, key, reused=reused)
 
 
-def local_entry(folder: Path, key: str, build: Build) -> Entry:
-    """The entry of a key, built by this process if need be, whatever others do."""
-    reused = _ensure(folder, key, build)
-    return Entry(folder=folder / key, key=key, counts=_complete(folder / key) or {}, reused=reused)
+def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
+    """Return the entry of a key, and build it in this process if it is absent."""
+    return _open(folder, key, reused=_ensure(folder, key, build))
+
+
+def _open(folder: Path, key: str, *, reused: bool) -> Entry:
+    counts = _complete(folder / key)
+    if counts is None:
+        raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
+    return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
 
 
 def _ensure(folder: Path, key: str, build: Build) -> bool:
-    """Make the entry exist; whether it already did."""
+    """Build the entry if it is absent. Returns whether it existed."""
     final = folder / key
     if _complete(final) is not None:
         return True
-    with writing(folder):
+    with cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
@@ -137,21 +140,17 @@ def _ensure(folder: Path, key: str, build: Build) -> bool:
 
 
 def _fill(partial: Path, build: Build) -> None:
-    from stages.data.verified import write_sums
-
+    """Write an entry's arrays, their checksums and its meta file, and flush them to the disk."""
     counts = build(partial)
     for path in list(partial.iterdir()):
         write_sums(path)
     sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-    for name in sizes:
-        with (partial / name).open("rb") as file:
+    meta: dict[str, Any] = {"format": FORMAT, "sizes": sizes, "counts": counts}
+    meta["digest"] = digest(meta)
+    (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    for path in partial.iterdir():
+        with path.open("rb") as file:
             os.fsync(file.fileno())
-    told = {"format": FORMAT, "sizes": sizes, "counts": counts}
-    meta = {**told, "digest": digest(told)}
-    with (partial / META).open("w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -165,8 +164,8 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def _complete(final: Path) -> Counts | None:
-    """The counts of an entry whose files all have the size they were written with, else None. Their
-    content is compared when it is read."""
+    """Return the counts of an entry whose files all have their original size, else None. Their
+    content is verified when it is read."""
     try:
         meta = json.loads((final / META).read_text("utf-8"))
         written = meta.pop("digest")
@@ -179,7 +178,7 @@ def _complete(final: Path) -> Counts | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed builds left behind; a live one has written to its files today."""
+    """Remove the leftovers of killed builds; a live build has written to its files today."""
     for partial in folder.glob("*.partial"):
         with contextlib.suppress(FileNotFoundError):  # its process has finished it meanwhile
             written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
@@ -187,68 +186,46 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-SETTLED = 60.0
-"""Seconds. A file that was changed later than that before it was read could change again at what
-its file system takes for the same time; its digest is not kept."""
-
-Stamp = list[int]
-
-
-def file_digests(paths: Sequence[Path]) -> list[str]:
-    """Hex SHA-256 of the content of each file. Files that must be read are read in threads."""
-    names = [str(path.absolute()) for path in paths]
-    place = default_folder() / "digests" / f"{digest(names)}.json"
-    known, now = _kept(place), time.time()
-    stamps = [_stamp(path) for path in paths]
-    entries = {
-        name: known[name]
-        for name, stamp in zip(names, stamps, strict=True)
-        if name in known and known[name][0] == stamp
-    }
-    changed = [number for number, name in enumerate(names) if name not in entries]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        contents = dict(zip(changed, pool.map(_content, (paths[n] for n in changed)), strict=True))
-    for number in changed:
-        if (
-            stamps[number] == _stamp(paths[number])
-            and max(stamps[number][1:3]) / 1e9 < now - SETTLED
-        ):
-            entries[names[number]] = (stamps[number], contents[number])
-    if changed:
-        _keep(place, entries)
-    return [contents.get(number) or entries[name][1] for number, name in enumerate(names)]
+def write_sums(path: Path) -> None:
+    """Write the checksums of a file's blocks beside it."""
+    with path.open("rb") as file, path.with_name(path.name + SUMS).open("wb") as sums:
+        while block := file.read(BLOCK):
+            sums.write(xxh3_64_intdigest(block).to_bytes(8, "little"))
 
 
-def _stamp(path: Path) -> Stamp:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", file=path) from error
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+class VerifiedArray:
+    """A flat, read-only array in a memory-mapped file. Each block is compared with its checksum
+    once, before its first use."""
 
+    def __init__(self, path: Path, dtype: str) -> None:
+        import numpy as np
 
-def _content(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", file=path) from error
+        self._path = path
+        empty = path.stat().st_size == 0  # which cannot be mapped
+        self._array: NDArray[Any] = np.empty(0, dtype) if empty else np.memmap(path, dtype, "r")
+        self._sums = np.fromfile(path.with_name(path.name + SUMS), "<u8")
+        self._verified = np.zeros(len(self._sums), dtype=bool)
 
+    def __len__(self) -> int:
+        return len(self._array)
 
-def _kept(place: Path) -> dict[str, tuple[Stamp, str]]:
-    """Digests that were kept earlier; none where they are damaged."""
-    try:
-        kept = json.loads(place.read_text("utf-8"))
-        if digest(kept["files"]) != kept["digest"]:
-            return {}
-        return {name: (stamp, content) for name, (stamp, content) in kept["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+    def __getitem__(self, span: slice) -> NDArray[Any]:
+        """Return a part of the array. Raises StageError if the file has changed on the disk."""
+        start, stop, _ = span.indices(len(self))
+        size = self._array.itemsize
+        first, end = start * size // BLOCK, -(-stop * size // BLOCK)
+        if not self._verified[first:end].all():
+            self._verify(first, end)
+        return self._array[start:stop]
 
-
-def _keep(place: Path, entries: dict[str, tuple[Stamp, str]]) -> None:
-    """Where that is not possible, files are read again next time."""
-    text = json.dumps({"files": entries, "digest": digest(entries)})
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(place, text)
+    def _verify(self, first: int, end: int) -> None:
+        content = self._array.view("u1")
+        for block in range(first, end):
+            begin = block * BLOCK
+            if xxh3_64_intdigest(content[begin : begin + BLOCK].data) != self._sums[block]:
+                raise StageError(
+                    f"{self._path} has changed since it was written: bytes {begin} to "
+                    f"{min(begin + BLOCK, len(content)) - 1} differ",
+                    hint=f"remove {self._path.parent}; its tokens are made again",
+                )
+            self._verified[block] = True

@@ -13,38 +13,10 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from stages.data import files
 from stages.data.fields import Selection, problems
+from stages.data.formats import first_format
+from stages.data.sources import find_files
 from stages.model.config_checks import tokenizer_problems
-
-_ASKS = "strftime_now"
-_DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
-_BARE = "deHIjmMSUWy"
-"""Those that may have no zeros before them, written `%-d`."""
-
-
-def with_today(template: str, today: str) -> str:
-    """A chat template whose `strftime_now` tells of midnight on `today` (YYYY-MM-DD), by a macro of
-    that name: functions cannot be handed to a template, and a macro goes before transformers' own.
-    """
-    if _ASKS not in template:
-        return template
-    now = datetime.datetime.fromisoformat(today)
-    directives = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _BARE]
-    filled = "".join(f'|replace("{each}", "{now.strftime(each)}")' for each in directives)
-    # The template stays at the beginning of a line, where its first white space means the same.
-    return (
-        '{% macro strftime_now(format) %}{% for part in format.split("%%") %}'
-        '{{ "" if loop.first else "%" }}{{ part' + filled + " }}{% endfor %}{% endmacro %}\n"
-    ) + template
-
-
-def is_date(text: str) -> bool:
-    """Whether it is a day as YYYY-MM-DD."""
-    try:
-        return datetime.date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +27,7 @@ class ChatData(Selection):
     `conversations` (ShareGPT's), `prompt` and `completion` (both text or both lists of messages),
     `instruction` and `output` (Alpaca's), `text`, or `input_ids` (with `labels` or a `loss_mask`).
     All rows of a file have the same form. `tools`, `documents` and the entries of
-    `chat_template_kwargs` in a row are handed to the template. A message with `train: false` is not
+    `chat_template_kwargs` in a row are passed to the template. A message with `train: false` is not
     trained on. Rows without a token to train on are dropped and reported.
     """
 
@@ -64,58 +36,64 @@ class ChatData(Selection):
     ) = None
     """The form of all rows, for rows whose keys fit several. Null finds it by each row's keys."""
     roles: tuple[str, ...] = ()
-    """Roles that messages may have and the template knows, beside system, developer, user,
-    assistant and tool."""
+    """Roles of messages that the template knows besides system, developer, user, assistant and
+    tool."""
     template: bool = True
     """Whether a text prompt and its completion are a user's and an assistant's turn of the chat
-    template. False joins them as they are (Alpaca's with Alpaca's prompt), with the tokenizer's end
+    template. False joins them without it (Alpaca's with Alpaca's prompt), with the tokenizer's end
     token behind the completion; messages always take the template."""
     today: str = "2024-07-26"
-    """The date (YYYY-MM-DD) that a template is told which asks for today's, so that rows become the
-    same tokens on every day. The default is the one that Llama 3.1's template falls back on."""
+    """Date (YYYY-MM-DD) for templates that ask for today's, so that rows become the same tokens on
+    every day. The default is the date that Llama 3.1's template falls back on."""
     loss: Literal["completion", "assistant", "last", "all"] = "completion"
-    """Tokens that are trained on: what the assistant says behind the row's prompt (in rows without
-    one, all that it says); all that the assistant says; only its last turn, which suits templates
-    that leave out parts of earlier answers; or all tokens. A `text` is trained on whole, and
-    `input_ids` say it themselves."""
+    """Tokens that are trained on: the assistant's messages after the row's prompt (all of them in
+    rows without one); all the assistant's messages; only its last turn, which suits templates that
+    leave out parts of earlier answers; or all tokens. A `text` is trained on whole, and `input_ids`
+    have a mask of their own."""
     special_tokens: Literal["error", "drop", "allow"] = "error"
-    """What becomes of a row whose own text spells a special token of the tokenizer, such as the end
-    of a turn. `allow` lets the text become that token."""
+    """Treatment of a row whose own text spells a special token of the tokenizer, such as the end of
+    a turn. `allow` lets the text become that token."""
     prepend_bos: bool | None = None
     """Put the tokenizer's start token before a `text`, and before a pair that takes no template.
-    Null does what the tokenizer itself does when it is called with a text: those of Llama and Gemma
-    begin it with that token. A chat template has its own."""
+    Null does the same as the tokenizer does when it is called with a text: the tokenizers of Llama
+    and Gemma put it there. A chat template has its own."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
-    """Tokens per sample at most."""
+    """Largest number of tokens per sample."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What becomes of a longer row. One that is truncated before its first target is dropped."""
+    """Treatment of a longer row. A row that is truncated before its first target is dropped."""
     packing: bool = False
     """Put several rows in one sample of at most `sequence_length` tokens, by best fit. No row is
     cut for it, and none sees another or predicts its beginning."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """Yield mistakes in the date, the files, the sources and the tokenizer, as far as they
-        show without reading more than first rows."""
-        if not is_date(self.today):
+        """Yield mistakes in the date, the files, the sources and the tokenizer that show without
+        reading more than first rows."""
+        if not _is_date(self.today):
             yield Problem(
-                message=f"{self.today!r} is no date", key="today", hint="write it as YYYY-MM-DD"
+                message=f"{self.today!r} is not a date", key="today", hint="write it as YYYY-MM-DD"
             )
         yield from problems(self)
-        yield from tokenizer_problems(plan, template=self._wants_template())
+        yield from tokenizer_problems(plan, template=self._needs_template())
 
-    def _wants_template(self) -> bool:
-        """Whether rows are certain to: by `form`, or by the first row of each source's first file,
-        since there may be thousands of files."""
-        from stages.data.formats import first_form
-
-        paths = [path for source in self.trained_on() for path in files.expand(source.files)[:1]]
-        found = {self.form} if self.form else {first_form(path) for path in paths}
+    def _needs_template(self) -> bool:
+        """Whether rows are certain to need the chat template: by `form`, or by the first row of
+        each source's first file, since there may be thousands of files."""
+        paths = [path for source in self.trained_on() for path in find_files(source.files)[:1]]
+        found = {self.form} if self.form else {first_format(path) for path in paths}
         always = {"messages", "sharegpt"}
         return bool(found & (always | {"prompt/completion", "alpaca"} if self.template else always))
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Render and tokenise once, then map the samples. Raises DataError for an unusable row, and
-        StageError when a source has no token to train on."""
-        from stages.data.prepare_chat import chat_data
+        StageError if a source has no token to train on."""
+        from stages.data.prepare import chat_data
 
         return chat_data(self, ctx, model)
+
+
+def _is_date(text: str) -> bool:
+    """Whether `text` is a day as YYYY-MM-DD."""
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

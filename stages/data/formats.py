@@ -1,133 +1,232 @@
-"""The forms that rows come in, found by their keys."""
+"""Formats of rows: each is recognised by its keys and read as an example."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
+from pipeline.contracts.data import NO_TARGET
 from pipeline.errors import StageError
-from stages.data import completions, messages, sharegpt
-from stages.data.files import JSON_LINES
-from stages.data.messages import Item
-from stages.data.rows import Row
-from stages.data.sources import FilePart, Part
-from stages.data.tokenize import Reading
+from stages.data import messages
+from stages.data.messages import Conversation, checked, conversation
+from stages.data.rows import JSON_LINES, Reading, Row, kind, require, require_text, rows
+from stages.data.sources import Part
 
-FormName = Literal[
-    "messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"
-]  # fmt: skip
+Format = Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
+KEYS: Mapping[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt/completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+    "input_ids": ("input_ids",),
+}
+"""Keys that a row of each format has."""
+
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
-    """How rows are understood."""
+class Completion:
+    """A prompt and the text that follows it, used without a chat template. With an empty prompt the
+    text is a document of its own."""
 
-    template: bool
-    """Whether a pair of texts becomes a user's and an assistant's turn of the chat template."""
-    roles: tuple[str, ...] = ()
-    """Roles of messages beside the usual ones."""
-    vocab_size: int
-    """Ids of pre-tokenised rows are below it."""
+    row: Row
+    prompt: str
+    completion: str
 
-    def item(self, form: FormName, row: Row) -> Item:
-        """A row of this form, checked. Raises DataError for what is wrong in it."""
-        return FORMS[form].read(self, row)
+    def texts(self) -> list[Any]:
+        """Return the row's own texts, which should not spell a special token."""
+        return [self.prompt, self.completion]
 
 
-class Form(NamedTuple):
-    """A form, the keys that tell it, and what reads it."""
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Token ids and, for each, whether it is trained on."""
 
-    keys: tuple[str, ...]
-    read: Callable[[Reader, Row], Item]
-
-
-FORMS: Mapping[FormName, Form] = {
-    "messages": Form(("messages",), lambda reader, row: messages.item(row, reader.roles)),
-    "sharegpt": Form(("conversations",), lambda reader, row: sharegpt.item(row, reader.roles)),
-    "prompt/completion": Form(
-        ("prompt", "completion"),
-        lambda reader, row: completions.prompt_completion(
-            row, reader.roles, template=reader.template
-        ),
-    ),
-    "alpaca": Form(
-        ("instruction", "output"),
-        lambda reader, row: completions.alpaca(row, template=reader.template),
-    ),
-    "text": Form(("text",), lambda reader, row: completions.text(row)),
-    "input_ids": Form(
-        ("input_ids",), lambda reader, row: completions.item(row, reader.vocab_size)
-    ),
-}  # fmt: skip
+    row: Row
+    ids: Sequence[int]
+    trained: Sequence[bool]
 
 
-def _keys(form: Form) -> str:
-    return " and ".join(f"`{key}`" for key in form.keys)
+Example = Conversation | Completion | Tokens
 
 
-_KNOWN = "; ".join(map(_keys, FORMS.values()))
+def rows_with_formats(
+    parts: Iterable[Part], reading: Reading, given: Format | None
+) -> Iterator[tuple[Format, Row]]:
+    """Yield every row with its format: the `given` one, or else the one that its keys fit.
+
+    Raises DataError for a row that fits no format or several, or lacks the keys of the given one,
+    for a row of another format than the first of its file, and for a file without rows.
+    """
+    for part in parts:
+        first: Format | None = None
+        for row in part.rows(reading):
+            found = _format(row, given)
+            first = first or found
+            if found != first:
+                raise row.error(f"a row of form {found!r} in a file of {first!r} rows")
+            yield found, row
+        if first is None:
+            raise Row(file=part.name, number=1, value=None).error("no row in this file")
 
 
-@dataclass(kw_only=True)
-class FormFinder:
-    """Tells every row's form, and counts them."""
-
-    form: FormName | None
-    """The form of all rows; None finds it by each row's keys."""
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def rows(self, parts: Iterable[Part], reading: Reading) -> Iterator[tuple[FormName, Row]]:
-        """Every row with its form. Raises DataError for a row without a form or without the keys of
-        the one that is given, one of another form than the first of its file, and a file without
-        rows."""
-        for part in parts:
-            first: FormName | None = None
-            for row in part.rows(reading):
-                form = _required(row, self.form) if self.form else _form(row)
-                first = first or form
-                if form != first:
-                    raise row.error(f"a row of form {form!r} in a file of {first!r} rows")
-                self.counts[form] += 1
-                yield form, row
-            if first is None:
-                raise Row(file=part.name, number=1, value=None).error("no row in this file")
-
-
-def first_form(path: Path) -> FormName | None:
-    """The form of the first row of a file of lines, if it can be told; other files are not read."""
+def first_format(path: Path) -> Format | None:
+    """Return the format of the first row of a file of JSON lines; None for other files, and if the
+    row cannot be read or fits no format."""
     if not path.name.endswith(JSON_LINES):
         return None
     try:
-        part = FilePart(path)
-        rows = FormFinder(form=None).rows([part], Reading(total=part.size))
-        return next((form for form, _ in rows), None)
+        first = next(rows(path, Reading()), None)
+        return _format(first) if first else None
     except (StageError, OSError):
-        return None  # reading it tells
+        return None  # the run reports it
 
 
-def _has(row: Row) -> set[str]:
-    return {key for key, value in row.value.items() if value is not None}
-
-
-def _required(row: Row, form: FormName) -> FormName:
-    """The form that was given. Raises the row's error when it lacks a key of that form."""
-    has = _has(row)
-    if not has.issuperset(FORMS[form].keys):
+def _format(row: Row, given: Format | None = None) -> Format:
+    keys = {key for key, value in row.value.items() if value is not None}
+    fits = [format for format, needed in KEYS.items() if keys.issuperset(needed)]
+    if given in fits or (given is None and len(fits) == 1):
+        return given or fits[0]
+    if given:
         raise row.error(
-            f"has {sorted(has)}, which is no row of form {form!r}",
-            hint=f"such a row has {_keys(FORMS[form])}; without `form` the keys tell",
+            f"has {sorted(keys)}, which is not a row of form {given!r}",
+            hint=f"such a row has {_quoted(given)}; without `form` the keys decide",
         )
-    return form
-
-
-def _form(row: Row) -> FormName:
-    has = _has(row)
-    fits = [name for name, form in FORMS.items() if has.issuperset(form.keys)]
-    if len(fits) == 1:
-        return fits[0]
     if fits:
         raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
-    raise row.error(f"has {sorted(has)}", hint=f"a row has one of: {_KNOWN}")
+    hint = f"a row has one of: {'; '.join(map(_quoted, KEYS))}"
+    raise row.error(f"has {sorted(keys)}", hint=hint)
+
+
+def _quoted(format: Format) -> str:
+    return " and ".join(f"`{key}`" for key in KEYS[format])
+
+
+def read(
+    row: Row, format: Format, *, template: bool, roles: Sequence[str], vocab_size: int
+) -> Example:
+    """Read a row of a format as an example. Raises DataError for a mistake in the row.
+
+    `template`: whether a pair of texts becomes a user's and an assistant's turn of the chat
+    template. `roles`: roles of messages besides the usual ones. `vocab_size`: bound of token ids.
+    """
+    match format:
+        case "messages":
+            return messages.read_messages(row, roles)
+        case "sharegpt":
+            return messages.read_sharegpt(row, roles)
+        case "prompt/completion":
+            return _prompt_completion(row, roles, template=template)
+        case "alpaca":
+            return _alpaca(row, template=template)
+        case "text":
+            text = require_text(row, row.value["text"], "`text`")
+            return Completion(row=row, prompt="", completion=text)
+        case "input_ids":
+            return _tokens(row, vocab_size)
+
+
+def _prompt_completion(
+    row: Row, roles: Sequence[str], *, template: bool
+) -> Conversation | Completion:
+    """Read a row whose `prompt` and `completion` are both lists of messages, or both texts."""
+    prompt, completion = row.value["prompt"], row.value["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before = checked(row, prompt, "prompt", roles)
+        behind = checked(row, completion, "completion", roles)
+        return conversation(row, [*before, *behind], first=len(before))
+    require_text(row, prompt, "`prompt`")
+    require_text(row, completion, "`completion`")
+    if not template:
+        return Completion(row=row, prompt=prompt, completion=completion)
+    return conversation(row, [_turn("user", prompt), _turn("assistant", completion)], first=1)
+
+
+def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
+    """Read a row with `instruction`, `output` and optionally `input`, `system` and `history`.
+    Without a template it takes the prompt of Stanford Alpaca (Taori et al. 2023)."""
+    instruction = require_text(row, row.value["instruction"], "`instruction`")
+    context = require_text(row, row.value.get("input") or "", "`input`")
+    output = require_text(row, row.value["output"], "`output`")
+    before = [*messages.system_message(row), *_history(row)]
+    if template:
+        question = f"{instruction}\n\n{context}" if context else instruction
+        turns = [*before, _turn("user", question), _turn("assistant", output)]
+        return conversation(row, turns, first=len(turns) - 1)
+    if before:
+        raise row.error("`system` and `history` need a chat template", hint="set `template: true`")
+    prompt = (_WITH_INPUT if context else _WITHOUT_INPUT).format(
+        instruction=instruction, input=context
+    )
+    return Completion(row=row, prompt=prompt, completion=output)
+
+
+def _history(row: Row) -> Iterator[dict[str, Any]]:
+    """Yield earlier turns, which are pairs of a user's and an assistant's text."""
+    history = row.value.get("history") or []
+    require(row, history, list, "`history`", "a list of pairs of texts")
+    for index, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise row.error(f"`history[{index}]` is not a pair of texts")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            yield _turn(role, require_text(row, text, f"`history[{index}]`"))
+
+
+def _turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _tokens(row: Row, vocab_size: int) -> Tokens:
+    """Read a row with `input_ids`, and `labels` in the Hugging Face convention (the id of the same
+    position, or -100) or a `loss_mask` of 0 and 1. Without either, every token is trained on."""
+    ids = _integers(row, "input_ids")
+    if not ids:
+        raise row.error("`input_ids` is empty")
+    for index, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            limit = f"the model embeds {vocab_size} tokens"
+            raise row.error(f"`input_ids[{index}]` is {token}, but {limit}")
+    if row.value.get("attention_mask") is not None and 0 in _integers(row, "attention_mask"):
+        raise row.error("`attention_mask` hides tokens", hint="give the row without its padding")
+    return Tokens(row=row, ids=ids, trained=_trained(row, ids))
+
+
+def _trained(row: Row, ids: list[int]) -> list[bool]:
+    given = [key for key in ("labels", "loss_mask") if row.value.get(key) is not None]
+    if len(given) == 2:
+        raise row.error("has both `labels` and `loss_mask`", hint="leave out one of them")
+    if not given:
+        return [True] * len(ids)
+    values = _integers(row, given[0])
+    if len(values) != len(ids):
+        raise row.error(f"`{given[0]}` has {len(values)} entries, `input_ids` has {len(ids)}")
+    for index, (value, token) in enumerate(zip(values, ids, strict=True)):
+        if given[0] == "loss_mask" and value not in (0, 1):
+            raise row.error(f"`loss_mask[{index}]` is {value}, neither 0 nor 1")
+        if given[0] == "labels" and value not in (NO_TARGET, token):
+            raise row.error(
+                f"`labels[{index}]` is {value}, but `input_ids[{index}]` is {token}",
+                hint=f"a label is the id of its own position, not of the next, or {NO_TARGET}",
+            )
+    off = NO_TARGET if given[0] == "labels" else 0
+    return [value != off for value in values]
+
+
+def _integers(row: Row, key: str) -> list[int]:
+    values: list[int] = require(row, row.value[key], list, f"`{key}`", "a list of integers")
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or (isinstance(value, bool) and key != "loss_mask"):
+            raise row.error(f"`{key}[{index}]` is {kind(value)}, not an integer")
+    return values

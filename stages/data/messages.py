@@ -1,4 +1,4 @@
-"""Messages in OpenAI's form: a list of {role, content}, with tools."""
+"""Conversations: lists of messages as OpenAI writes them, with tools, or as ShareGPT does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.utils.text import did_you_mean
-from stages.data.rows import Row, kind, require_text
+from stages.data.rows import Row, kind, require, require_text
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+RESERVED = frozenset({
+    "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
+})  # fmt: skip
+"""Names that have a meaning for `apply_chat_template` or its template; rows may not set them."""
+_SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+_CALL = "function_call"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,70 +31,62 @@ class Conversation:
     row: Row
     messages: Sequence[Mapping[str, Any]]
     first: int = 0
-    """Index of the first message behind the row's prompt; 0 without one."""
+    """Index of the first message after the row's prompt; 0 without a prompt."""
     silent: frozenset[int] = frozenset()
-    """Indices of messages that are not trained on, whatever is asked for."""
+    """Indices of messages that are never trained on."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of the chat template: `tools`, `documents`, and what the row has under
+    """Further arguments of the chat template: `tools`, `documents`, and the entries of the row's
     `chat_template_kwargs`."""
 
     def texts(self) -> list[Any]:
-        """All that the row itself says, in which a special token has no place."""
+        """Return the row's own texts, which should not spell a special token."""
         return [*self.messages, self.extra]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """A prompt and the text behind it, as they are; no chat template. Without a prompt the text is
-    a document of its own."""
-
-    row: Row
-    prompt: str
-    completion: str
-
-    def texts(self) -> list[Any]:
-        """All that the row itself says."""
-        return [self.prompt, self.completion]
+    def assistant_turns(self) -> list[int]:
+        """Return the indices of the assistant's messages."""
+        return [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """Token ids and, for each, whether it is trained on."""
-
-    row: Row
-    ids: Sequence[int]
-    trained: Sequence[bool]
-
-
-Item = Conversation | Completion | Tokens
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_TEMPLATE_KEYS = ("tools", "documents")
-RESERVED = frozenset({
-    "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
-    "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
-    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
-})  # fmt: skip
-"""Names that `apply_chat_template` or its template has a meaning for: no row sets them."""
-
-
-def item(row: Row, roles: Sequence[str]) -> Conversation:
-    """A row with `messages`. Raises DataError for what is wrong in it."""
+def read_messages(row: Row, roles: Sequence[str]) -> Conversation:
+    """Read a row with `messages`. Raises DataError for a mistake in it."""
     return conversation(row, checked(row, row.value["messages"], "messages", roles))
+
+
+def read_sharegpt(row: Row, roles: Sequence[str]) -> Conversation:
+    """Read a row with `conversations`, a list of {from, value}, and optionally a `system` text.
+    Entries of {role, content} are accepted as messages. Raises DataError for a mistake in it."""
+    entries = row.value["conversations"]
+    if isinstance(entries, list) and any(
+        isinstance(entry, dict) and ("from" in entry or "value" in entry) for entry in entries
+    ):
+        known = (*_SHAREGPT_ROLES, _CALL, *ROLES, *roles)
+        entries = [
+            _from_sharegpt(row, entry, f"conversations[{index}]", known)
+            for index, entry in enumerate(entries)
+        ]
+    turns = checked(row, entries, "conversations", roles)
+    return conversation(row, [*system_message(row), *turns])
+
+
+def system_message(row: Row) -> list[dict[str, Any]]:
+    """Return the row's `system` text as a list of one message; an empty list without one."""
+    given = row.value.get("system")
+    if given is None or given == "":
+        return []
+    return [{"role": "system", "content": require_text(row, given, "`system`")}]
 
 
 def conversation(
     row: Row, messages: Sequence[Mapping[str, Any]], *, first: int = 0
 ) -> Conversation:
-    """Messages that are `checked`, with what else the row has for the template. What only tells
-    whether a message is trained on is taken out of them."""
-    extra = _extra(row)
+    """Return `checked` messages as a conversation, with the row's arguments of the chat template.
+    The keys that decide whether a message is trained on are removed from the messages."""
+    extra = _template_arguments(row)
     if "tools" not in extra and any(message.get("tool_calls") for message in messages):
         raise row.error(
             "calls a tool, but has no `tools`",
-            hint="give the row the `tools` that may be called; an empty list says that the "
-            "messages themselves tell of them",
+            hint="give the row the `tools` that may be called; use `tools: []` if the messages "
+            "describe them",
         )
     silent = frozenset(i for i, message in enumerate(messages) if not _is_trained(row, message, i))
     plain = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in messages]
@@ -89,27 +94,18 @@ def conversation(
 
 
 def checked(row: Row, messages: Any, key: str, roles: Sequence[str]) -> list[dict[str, Any]]:
-    """A list of messages under `key`: known roles, content as text, calls with their arguments as
-    objects. Raises DataError."""
+    """Return the list of messages under `key` with content as text and the arguments of calls as
+    objects. Raises DataError for a mistake, such as a role that is not known."""
     if not isinstance(messages, list) or not messages:
         raise row.error(f"`{key}` is not a list of messages, or an empty one")
     known = (*ROLES, *roles)
     return [_message(row, each, f"{key}[{index}]", known) for index, each in enumerate(messages)]
 
 
-def require_role(row: Row, role: Any, where: str, known: Sequence[str]) -> str:
-    """A role that is known; raises DataError for another."""
-    text = require_text(row, role, f"`{where}`")
-    if text not in known:
-        raise row.error(f"`{where}` is {text!r}, which is no role", hint=did_you_mean(text, known))
-    return text
-
-
 def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise row.error(f"`{where}` is {kind(message)}, not an object")
+    require(row, message, dict, f"`{where}`")
     given = {key: value for key, value in message.items() if value is not None}
-    role = require_role(row, given.get("role"), f"{where}.role", known)
+    role = _role(row, given.get("role"), f"{where}.role", known)
     if given.get("tool_calls"):
         if role != "assistant":
             raise row.error(f"`{where}` calls a tool, but its role is {role!r}, not 'assistant'")
@@ -120,40 +116,59 @@ def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[s
     return given
 
 
+def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+    """Return a ShareGPT entry as a message; a `function_call` is JSON, a call or a list of them."""
+    require(row, entry, dict, f"`{where}`")
+    name = _role(row, entry.get("from"), f"{where}.from", known)
+    text = require_text(row, entry.get("value"), f"`{where}.value`")
+    kept = {key: entry[key] for key in ("train", "weight") if entry.get(key) is not None}
+    if name != _CALL:
+        return {"role": _SHAREGPT_ROLES.get(name, name), "content": text, **kept}
+    found = _parsed(row, text, f"{where}.value")
+    calls = found if isinstance(found, list) else [found]
+    functions = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "tool_calls": functions, **kept}
+
+
+def _role(row: Row, role: Any, where: str, known: Sequence[str]) -> str:
+    text = require_text(row, role, f"`{where}`")
+    if text not in known:
+        hint = did_you_mean(text, known)
+        raise row.error(f"`{where}` is {text!r}, which is not a known role", hint=hint)
+    return text
+
+
 def _content(row: Row, content: Any, where: str) -> str:
-    """Text, or the texts of a list of parts joined."""
+    """Return text, or the joined texts of a list of parts."""
     if not isinstance(content, list):
         return require_text(row, content, f"`{where}`")
     texts = []
     for index, part in enumerate(content):
-        what = part.get("type") if isinstance(part, dict) else kind(part)
-        if what != "text":
-            raise row.error(f"`{where}[{index}]` is of type {what!r}; only 'text' can be read")
+        found = part.get("type") if isinstance(part, dict) else kind(part)
+        if found != "text":
+            raise row.error(f"`{where}[{index}]` is of type {found!r}; only 'text' can be read")
         texts.append(require_text(row, part.get("text"), f"`{where}[{index}].text`"))
     return "".join(texts)
 
 
 def _calls(row: Row, calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise row.error(f"`{where}` is {kind(calls)}, not a list")
-    return [_call(row, call, f"{where}[{index}]") for index, call in enumerate(calls)]
+    found = require(row, calls, list, f"`{where}`")
+    return [_call(row, call, f"{where}[{index}]") for index, call in enumerate(found)]
 
 
 def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
-    """A call whose arguments are an object, as chat templates want them; OpenAI writes JSON."""
-    if not isinstance(call, dict):
-        raise row.error(f"`{where}` is {kind(call)}, not an object")
+    """Return a call whose arguments are an object, as chat templates expect; OpenAI writes them as
+    JSON text."""
+    require(row, call, dict, f"`{where}`")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(row, call["function"], f"{where}.function")}
     require_text(row, call.get("name"), f"`{where}.name`")
     arguments = _parsed(row, call.get("arguments", {}), f"{where}.arguments")
-    if not isinstance(arguments, dict):
-        raise row.error(f"`{where}.arguments` is {kind(arguments)}, not an object")
-    return {**call, "arguments": arguments}
+    return {**call, "arguments": require(row, arguments, dict, f"`{where}.arguments`")}
 
 
 def _parsed(row: Row, value: Any, where: str) -> Any:
-    """JSON as text, as tables have to hold what has no fixed keys, or the value itself."""
+    """Return a value, parsed if it is JSON text: tables hold objects without fixed keys so."""
     if not isinstance(value, str):
         return value
     try:
@@ -163,27 +178,25 @@ def _parsed(row: Row, value: Any, where: str) -> Any:
 
 
 def _is_trained(row: Row, message: Mapping[str, Any], index: int) -> bool:
-    """`train`, or OpenAI's `weight`, which is 0 or 1."""
+    """Return the message's `train`, or OpenAI's `weight`, which is 0 or 1."""
     train, weight = message.get("train", True), message.get("weight", 1)
-    if not isinstance(train, bool):
-        raise row.error(f"`train` of message {index} is {kind(train)}, not true or false")
+    require(row, train, bool, f"`train` of message {index}")
     if isinstance(weight, bool) or weight not in (0, 1):
         raise row.error(f"`weight` of message {index} is {weight!r}, neither 0 nor 1")
-    return train and weight == 1
+    return bool(train and weight == 1)
 
 
-def _extra(row: Row) -> dict[str, Any]:
-    extra = {key: row.value[key] for key in _TEMPLATE_KEYS if row.value.get(key) is not None}
+def _template_arguments(row: Row) -> dict[str, Any]:
+    extra = {
+        key: row.value[key] for key in ("tools", "documents") if row.value.get(key) is not None
+    }
     if "tools" in extra:
-        extra["tools"] = _parsed(row, extra["tools"], "tools")
-        if not isinstance(extra["tools"], list):
-            raise row.error(f"`tools` is {kind(extra['tools'])}, not a list")
+        extra["tools"] = require(row, _parsed(row, extra["tools"], "tools"), list, "`tools`")
     more = row.value.get("chat_template_kwargs") or {}
-    if not isinstance(more, dict):
-        raise row.error("`chat_template_kwargs` is not an object")
+    require(row, more, dict, "`chat_template_kwargs`")
     for key in sorted(RESERVED.intersection(more)):
         raise row.error(
-            f"`chat_template_kwargs` has {key!r}, which is no variable of the template",
+            f"`chat_template_kwargs` has {key!r}, which is not a variable of the template",
             hint="leave it out of the row",
         )
     return {**more, **extra}

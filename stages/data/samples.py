@@ -1,89 +1,88 @@
-"""Samples of different lengths with a mask of their targets, on disk."""
+"""Samples in cache entries: rows with a mask of their targets, and blocks of a token stream."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.contracts.data import NO_TARGET, Sample, Samples
 from pipeline.errors import StageError
-from stages.data import tokenize
-from stages.data.cache import Counts, Entry
-from stages.data.documents import require_within
-from stages.data.encode import Dropped, Encoded, RowEncoder
-from stages.data.formats import FormName
+from stages.data.cache import Counts, Entry, VerifiedArray
+from stages.data.encode import Dropped, Encoded
+from stages.data.formats import Format
 from stages.data.rows import Row
-from stages.data.tokenize import Announcer
+from stages.data.tokenize import ProgressLog
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Iterator
 
-T = TypeVar("T")
-_TOKENS, _TRAINED, _OFFSETS, _TARGETS = "tokens.bin", "trained.bin", "offsets.bin", "targets.bin"
+    from numpy.typing import NDArray
+
+TOKENS, STARTS = "tokens.bin", "starts.bin"
+_TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
+FORM = "form "
+"""Prefix of the counts of an entry's rows by format."""
 _ROWS_SHOWN = 5
-_BATCH = 64
-"""Rows that a process encodes at a time."""
 
 
-class MaskedSamples(Samples):
+def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return the indices. Raises IndexError unless all of them are in [0, count)."""
+    if len(indices) and not 0 <= indices.min() <= indices.max() < count:
+        raise IndexError(f"samples {indices.min()} to {indices.max()} of {count}")
+    return indices
+
+
+class CountedSamples(Samples):
+    """Base of sets that know the targets of many samples at once."""
+
+    def targets(self, index: int) -> int:
+        return self.total_targets(np.array([index]))
+
+    def checked(self, index: int) -> int:
+        """Return the index. Raises IndexError if it is not in the set."""
+        require_within(np.array([index]), len(self))
+        return index
+
+
+class MaskedSamples(CountedSamples):
     """Samples `first` ... `first` + `count` - 1 of a cache entry that SampleWriter wrote."""
 
-    def __init__(self, entry: Entry, dtype: str, first: int = 0, count: int | None = None) -> None:
-        self._tokens = entry.array(_TOKENS, dtype)
+    def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
+        self._tokens = entry.array(TOKENS, dtype)
         self._trained = entry.array(_TRAINED, "u1")
-        self._offsets = entry.array(_OFFSETS, "<i8")[:]
-        self._targets = entry.array(_TARGETS, "<i4")[:]
-        self._first = first
-        self._count = len(self._targets) - first if count is None else count
+        self.offsets = entry.array(_OFFSETS, "<i8")[first : first + count + 1]
+        """Start of each sample's tokens, and end of the last."""
+        self.target_counts = entry.array(_TARGETS, "<i4")[first : first + count]
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.target_counts)
 
     def __getitem__(self, index: int) -> Sample:
-        position = self._position(index)
-        start, stop = int(self._offsets[position]), int(self._offsets[position + 1])
+        start, stop = self.offsets[self.checked(index) : index + 2].tolist()
         ids = np.asarray(self._tokens[start:stop], dtype=np.int64)
         labels = np.where(self._trained[start + 1 : stop] != 0, ids[1:], NO_TARGET)
         return Sample(input_ids=ids[:-1], labels=labels)
 
-    def targets(self, index: int) -> int:
-        return int(self._targets[self._position(index)])
-
-    def total_targets(self, indices: np.ndarray[Any, Any]) -> int:
-        return int(self._targets[self._first + require_within(indices, self._count)].sum())
-
-    def lengths(self) -> np.ndarray[Any, Any]:
-        """How many `input_ids` each sample has; int64, shape (samples,)."""
-        offsets = self._offsets[self._first : self._first + self._count + 1]
-        return np.diff(np.asarray(offsets, dtype=np.int64)) - 1
-
-    def all_targets(self) -> np.ndarray[Any, Any]:
-        """`targets` of every sample; int64, shape (samples,)."""
-        targets = self._targets[self._first : self._first + self._count]
-        return np.asarray(targets, dtype=np.int64)
-
-    def _position(self, index: int) -> int:
-        if not 0 <= index < self._count:
-            raise IndexError(f"sample {index} of {self._count}")
-        return self._first + index
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        return int(self.target_counts[require_within(indices, len(self))].sum())
 
 
 @dataclass
-class LeftOut:
-    """How many rows were left out for one reason, and the first of them."""
+class DroppedRows:
+    """The number of rows that were dropped for one reason, and the first of them."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
-    """As file:row."""
+    """Places as file:row."""
 
     def add(self, row: Row) -> None:
-        """One more."""
+        """Count one more row."""
         self.count += 1
         if len(self.first) < _ROWS_SHOWN:
             self.first.append(f"{row.file}:{row.number}")
@@ -94,82 +93,122 @@ class LeftOut:
 
 @dataclass(kw_only=True)
 class SampleWriter:
-    """Encodes rows and writes those that can be trained on."""
+    """Writes encoded rows as the files of MaskedSamples."""
 
-    encoder: RowEncoder
     dtype: str
-    workers: int | None
     log: logging.Logger
-    announcer: Announcer
-    _counts: Counts = field(init=False)
-    _dropped: dict[str, LeftOut] = field(init=False)
-    """Why -> which rows."""
+    progress: ProgressLog
 
-    def write(self, folder: Path, rows: Iterable[tuple[FormName, Row]]) -> Counts:
-        """Write the files of MaskedSamples. Returns `rows`, `samples`, `tokens`, `targets`,
-        `largest` (id), `long` (rows that were truncated or dropped) and `dropped`.
+    def write(
+        self,
+        folder: Path,
+        batches: Iterable[tuple[Sequence[tuple[Format, Row]], Sequence[Encoded | Dropped]]],
+    ) -> Counts:
+        """Write batches of rows with their tokens. Returns `rows`, `samples`, `tokens`, `targets`,
+        `largest` (id), `long` (rows that were truncated or dropped), `dropped`, and the rows of
+        each format.
 
-        Raises DataError for a row that cannot be encoded, and StageError when no row is left.
+        Raises StageError if every row is dropped.
         """
         names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
-        self._counts = dict.fromkeys(names, 0)
-        self._dropped = {}
+        counts, dropped = dict.fromkeys(names, 0), defaultdict[str, DroppedRows](DroppedRows)
         offsets, targets = array("q", [0]), array("i")
-        encoded = tokenize.each(self.encoder.batch, chunks(rows, _BATCH), self.workers)
-        with (folder / _TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
-            for batch, results in encoded:
-                for (_, row), result in zip(batch, results, strict=True):
-                    self._counts["rows"] += 1
-                    self._counts["long"] += result.long
+        with (folder / TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
+            for batch, results in batches:
+                for (format, row), result in zip(batch, results, strict=True):
+                    counts["rows"] += 1
+                    counts["long"] += result.long
+                    counts[FORM + format] = counts.get(FORM + format, 0) + 1
                     if isinstance(result, Dropped):
-                        self._drop(row, result)
+                        dropped[result.why].add(row)
                         continue
-                    targets.append(self._store(result, tokens, trained))
-                    offsets.append(self._counts["tokens"])
-                self.announcer.tell(self._counts["rows"], self._counts["tokens"])
+                    tokens.write(result.ids.astype(self.dtype).tobytes())
+                    trained.write(result.trained.astype("u1").tobytes())
+                    counts["tokens"] += len(result.ids)
+                    counts["largest"] = max(counts["largest"], int(result.ids.max()))
+                    offsets.append(counts["tokens"])
+                    targets.append(int(result.trained[1:].sum()))
+                self.progress.update(counts["rows"], counts["tokens"])
         np.array(offsets, "<i8").tofile(folder / _OFFSETS)
         np.array(targets, "<i4").tofile(folder / _TARGETS)
-        self._report()
-        return self._counts
+        counts |= {"samples": len(targets), "targets": sum(targets)}
+        counts["dropped"] = counts["rows"] - counts["samples"]
+        self._report(counts, dropped)
+        return counts
 
-    def _drop(self, row: Row, dropped: Dropped) -> None:
-        self._counts["dropped"] += 1
-        self._dropped.setdefault(dropped.why, LeftOut()).add(row)
-
-    def _store(self, encoded: Encoded, tokens: BinaryIO, trained: BinaryIO) -> int:
-        tokens.write(encoded.ids.astype(self.dtype).tobytes())
-        trained.write(encoded.trained.astype("u1").tobytes())
-        targets = int(encoded.trained[1:].sum())
-        self._counts["samples"] += 1
-        self._counts["tokens"] += len(encoded.ids)
-        self._counts["targets"] += targets
-        self._counts["largest"] = max(self._counts["largest"], int(encoded.ids.max()))
-        return targets
-
-    def _report(self) -> None:
-        reasons = [f"{left_out.count} rows {why}" for why, left_out in self._dropped.items()]
-        if not self._counts["samples"]:
+    def _report(self, counts: Counts, dropped: Mapping[str, DroppedRows]) -> None:
+        reasons = {f"{rows.count} rows {why}": rows for why, rows in dropped.items()}
+        if not counts["samples"]:
             raise StageError(
-                f"no token to train on in {self._counts['rows']} rows: " + "; ".join(reasons),
+                f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
                 hint="check `loss`, the roles of the messages, the chat template and "
                 "`sequence_length`",
             )
-        for why, left_out in self._dropped.items():
-            self.log.warning("dropped %d rows %s: %s", left_out.count, why, left_out)
+        for reason, rows in reasons.items():
+            self.log.warning("dropped %s: %s", reason, rows)
 
 
-def chunks(items: Iterable[T], size: int) -> Iterator[Sequence[T]]:
-    """`items` in lists of `size`, the last one shorter. What `items` raises comes behind all that
-    was read before, so that earlier mistakes are found first."""
-    chunk: list[T] = []
-    try:
-        for item in items:
-            chunk.append(item)
-            if len(chunk) == size:
-                yield chunk
-                chunk = []
-    except StageError as error:
-        yield chunk
-        raise error from error.__cause__
-    if chunk:
-        yield chunk
+class TokenBlocks(CountedSamples):
+    """Windows of `length` + 1 tokens with stride `length`: every token but the first is a target
+    once.
+
+    The last window is shorter if the stream does not fill it. `first` and `count` select a
+    contiguous part of the windows. `starts`, the places in the stream where documents begin, keeps
+    documents apart: positions begin anew with each, and nothing predicts its first token.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[Any] | VerifiedArray,
+        length: int,
+        first: int = 0,
+        count: int | None = None,
+        *,
+        starts: NDArray[Any] | None = None,
+    ) -> None:
+        self._tokens = tokens
+        self._length = length
+        self._first = first
+        self._count = block_count(len(tokens), length) - first if count is None else count
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Sample:
+        start, stop = map(int, self._bounds(self.checked(index)))
+        window = np.asarray(self._tokens[start:stop], dtype=np.int64)
+        inputs, labels = window[:-1], window[1:]
+        if self._starts is None:
+            return Sample(input_ids=inputs, labels=labels)
+        begin, end = np.searchsorted(self._starts, [start + 1, stop])
+        borders = np.asarray(self._starts[begin:end], dtype=np.int64) - start
+        labels = labels.copy()
+        labels[borders - 1] = NO_TARGET
+        return Sample(input_ids=inputs, labels=labels, positions=_positions(len(inputs), borders))
+
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
+        starts, stops = self._bounds(require_within(indices, self._count))
+        total = int((stops - starts - 1).sum())
+        if self._starts is not None:  # the first tokens of documents are no targets
+            begin, end = np.searchsorted(self._starts, [starts + 1, stops])
+            total -= int((end - begin).sum())
+        return total
+
+    def _bounds(self, indices: Any) -> tuple[Any, Any]:
+        """Return the start and end in the stream of one window, or of an array of them."""
+        starts = (self._first + indices) * self._length
+        return starts, np.minimum(starts + self._length + 1, len(self._tokens))
+
+
+def _positions(length: int, borders: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return 0, 1, 2, ... beginning anew at each border; shape (length,)."""
+    began = np.zeros(length, dtype=np.int64)
+    inside = borders[borders < length]
+    began[inside] = inside
+    return np.arange(length) - np.maximum.accumulate(began)
+
+
+def block_count(tokens: int, length: int) -> int:
+    """Return the number of blocks with at least one target in a stream of `tokens` tokens."""
+    return max(0, -(-(tokens - 1) // length))

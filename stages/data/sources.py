@@ -1,86 +1,155 @@
-"""Splits of data sets on the Hugging Face hub, through the `datasets` library."""
+"""Sources of rows: local files, and splits of data sets on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+import glob
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import DataError, StageError
-from stages.data import files, rows
-from stages.data.fields import Source
-from stages.data.rows import Row
-from stages.data.tables import filled
-from stages.data.tokenize import Reading
+from pipeline.errors import DataError, Problem, StageError
+from pipeline.utils.files import replace_text
+from stages.data.cache import cache_folder, digest
+from stages.data.rows import KNOWN, Reading, Row, require_columns, rows, without_nulls
 from stages.model.files import COMMIT
 
+if TYPE_CHECKING:
+    from stages.data.fields import Source
 
-class Part(Protocol):
-    """Rows that are read one behind the other."""
+Patterns = str | tuple[str, ...]
 
-    @property
-    def name(self) -> str | Path:
-        """What a person calls it."""
-        ...
 
-    @property
-    def size(self) -> int:
-        """Bytes of a file, rows of a hub data set."""
-        ...
+def each_pattern(patterns: Patterns) -> tuple[str, ...]:
+    """Return the patterns of a field, which may be a single one, as a tuple."""
+    return (patterns,) if isinstance(patterns, str) else patterns
 
-    def rows(self, reading: Reading, columns: list[str] | None = None) -> Iterator[Row]:
-        """Every row. Raises DataError for one that cannot be read."""
-        ...
+
+def find_files(patterns: Patterns) -> list[Path]:
+    """Return the files that paths and glob patterns match, in the order given, each file once; the
+    matches of a pattern are sorted. Patterns without a match are skipped."""
+    found = (path for pattern in each_pattern(patterns) for path in _matches(pattern))
+    return list(dict.fromkeys(found))
+
+
+def _matches(pattern: str) -> list[Path]:
+    expanded = os.path.expanduser(pattern)  # noqa: PTH111 (a pattern is not a path)
+    if Path(expanded).is_file():
+        return [Path(expanded)]
+    names = sorted(glob.glob(expanded, recursive=True))  # noqa: PTH207 (absolute patterns)
+    return [Path(name) for name in names if Path(name).is_file()]
+
+
+def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
+    """Yield mistakes in a field of files that show without reading one."""
+    if not each_pattern(patterns):
+        yield Problem(message="no file is named", key=key)
+    seen: set[Path] = set()
+    for pattern in each_pattern(patterns):
+        matches = _matches(pattern)
+        if not matches:
+            yield Problem(
+                message=f"no such file: {pattern}",
+                key=key,
+                hint=f"paths are relative to the working directory, {Path.cwd()}",
+            )
+        for path in matches:
+            if not path.name.endswith(KNOWN):
+                hint = "known: " + " ".join(KNOWN)
+                yield Problem(message=f"{path}: unknown kind of file", key=key, hint=hint)
+            if path.resolve() in seen:
+                yield Problem(message=f"{path} is named twice", key=key)
+            seen.add(path.resolve())
+
+
+SETTLED = 60.0
+"""Seconds. The digest of a file is not kept if the file was changed less than this before it was
+read: a later change could get the same time stamp."""
+
+Stamp = list[int]
+
+
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Return the hex SHA-256 of the content of each file. Files that are new or have changed are
+    read in threads; the digests of the others are known from an earlier call."""
+    names = [str(path.absolute()) for path in paths]
+    record = cache_folder() / "digests" / f"{digest(names)}.json"
+    known, now = _kept(record), time.time()
+
+    def stamp_and_digest(path: Path) -> tuple[Stamp, str]:
+        stamp, entry = _stamp(path), known.get(str(path.absolute()))
+        return entry if entry and entry[0] == stamp else (stamp, content_digest(path))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = list(pool.map(stamp_and_digest, paths))
+    kept = {
+        name: entry
+        for name, entry, path in zip(names, found, paths, strict=True)
+        if entry[0] == _stamp(path) and max(entry[0][1:3]) / 1e9 < now - SETTLED
+    }
+    if kept != known:
+        text = json.dumps({"files": kept, "digest": digest(kept)})
+        with contextlib.suppress(OSError):  # the files are read again next time
+            record.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(record, text)
+    return [content for _, content in found]
+
+
+def _stamp(path: Path) -> Stamp:
+    """Return a file's size, times (ns) and inode."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", file=path) from error
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def content_digest(path: Path) -> str:
+    """Return the hex SHA-256 of a file's content. Raises DataError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", file=path) from error
+
+
+def _kept(record: Path) -> dict[str, tuple[Stamp, str]]:
+    """Return the digests in a record of an earlier call; none if it is damaged."""
+    try:
+        kept = json.loads(record.read_text("utf-8"))
+        if digest(kept["files"]) != kept["digest"]:
+            return {}
+        return {name: (stamp, content) for name, (stamp, content) in kept["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 @dataclass(frozen=True)
-class FilePart:
-    """One local file."""
+class LocalFile:
+    """One file of a source."""
 
     name: Path
 
     @property
     def size(self) -> int:
+        """Size in bytes."""
         return self.name.stat().st_size
 
     def rows(self, reading: Reading, columns: list[str] | None = None) -> Iterator[Row]:
-        return rows.rows(self.name, reading, columns)
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A source whose parts are known."""
-
-    source: Source
-    parts: tuple[Part, ...]
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Equal for equal contents: over the bytes of files; a hub data set's commit and split."""
-        if self.source.dataset is None:
-            return files.contents_digest([Path(part.name) for part in self.parts])
-        return "/".join(str(part.name) for part in self.parts)
-
-    def reading(self) -> Reading:
-        """A new measure of how far reading has come."""
-        return Reading(total=sum(part.size for part in self.parts))
-
-
-def open_source(source: Source) -> Opened:
-    """Find the source's parts. Raises StageError when there is nothing that can be read."""
-    if source.dataset is not None:
-        parts: tuple[Any, ...] = (hub_split(source),)
-        return Opened(source, parts)
-    for problem in files.problems("files", source.files):
-        raise StageError(problem.message, hint=problem.hint)
-    return Opened(source, tuple(FilePart(path) for path in files.expand(source.files)))
+        """Yield every row, or its `columns`. Raises DataError for a row that cannot be read."""
+        return rows(self.name, reading, columns)
 
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split, at one commit, in the hub cache of this machine."""
+    """One split of a hub data set at one commit, in the hub cache of this machine."""
 
     name: str
     table: Any
@@ -88,23 +157,57 @@ class HubSplit:
 
     @property
     def size(self) -> int:
+        """Number of rows."""
         return len(self.table)
 
     def rows(self, reading: Reading, columns: list[str] | None = None) -> Iterator[Row]:
-        missing = set(columns or ()) - set(self.table.column_names)
-        if missing:
-            known = self.table.column_names
-            raise DataError(f"no column {sorted(missing)[0]!r}; it has {known}", file=self.name)
+        """Yield every row, or its `columns`. Raises DataError if a column is missing."""
+        require_columns(self.name, self.table.column_names, columns)
         table = self.table.select_columns(columns) if columns else self.table
         number = 0
         reading.enter(self.size, lambda: number)
-        for value in table:
-            number += 1
-            yield Row(file=self.name, number=number, value=filled(value))
+        for number, value in enumerate(table, 1):
+            yield Row(file=self.name, number=number, value=without_nulls(value))
 
 
-def hub_split(source: Source) -> HubSplit:
-    """Download a split, or find it in the cache. Raises StageError when it cannot be had."""
+Part = LocalFile | HubSplit
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source with its files found, or its split downloaded."""
+
+    source: Source
+    parts: tuple[Part, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Equal for equal contents: over the contents and kinds (not the names) of files, in order;
+        the commit and split of a hub data set."""
+        paths = [part.name for part in self.parts if isinstance(part, LocalFile)]
+        if not paths:
+            return "/".join(str(part.name) for part in self.parts)
+        total = hashlib.sha256()
+        for path, content in zip(paths, file_digests(paths), strict=True):
+            total.update(f"{''.join(path.suffixes[-2:])}:{content}\n".encode())
+        return total.hexdigest()
+
+    def reading(self) -> Reading:
+        """Return a new measure of progress through the source."""
+        return Reading(total=sum(part.size for part in self.parts))
+
+
+def open_source(source: Source) -> Opened:
+    """Find the files of a source, or download its split. Raises StageError if there is nothing that
+    can be read."""
+    if source.dataset is not None:
+        return Opened(source, (_hub_split(source),))
+    for problem in file_problems("files", source.files):
+        raise StageError(problem.message, hint=problem.hint)
+    return Opened(source, tuple(map(LocalFile, find_files(source.files))))
+
+
+def _hub_split(source: Source) -> HubSplit:
     try:
         import datasets
     except ImportError as error:
@@ -117,20 +220,17 @@ def hub_split(source: Source) -> HubSplit:
         table = datasets.load_dataset(
             source.dataset, source.config, split=source.split, revision=commit
         )
-    except Exception as error:  # from the network, the hub's parsing, or a split that is not there
-        raise StageError(f"cannot get {source} from the hub: {_line(error)}") from error
+    except Exception as error:  # from the network, the hub's parsing, or an unknown split
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise StageError(f"cannot get {source} from the hub: {words}") from error
     return HubSplit(f"{source}@{commit}", table)
 
 
 def _commit(source: Source) -> str:
-    """The commit that a branch or tag stands for now."""
+    """Return the commit of the source's branch, tag or commit."""
     if source.revision is not None and COMMIT.fullmatch(source.revision):
         return source.revision
     from huggingface_hub import HfApi
 
     assert source.dataset is not None
     return str(HfApi().dataset_info(source.dataset, revision=source.revision).sha)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

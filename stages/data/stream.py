@@ -13,8 +13,8 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import Problem
-from stages.data import files
 from stages.data.fields import DocumentSettings
+from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.config_checks import tokenizer_problems
 
 
@@ -23,9 +23,9 @@ class StreamData(DocumentSettings):
     """Train on running text that is read a few shards at a time, from disks or object stores.
 
     Every shard is cut into blocks as `data.text` cuts its stream. Each epoch visits the shards in
-    an order of its own, a window of them at a time; the blocks of a window are mixed. Which block
-    comes when depends on the shards, the tokenizer, the seed and these fields alone, so a resumed
-    run goes on exactly, and reads no window before its own. How many blocks an epoch has is not
+    an order of its own, a window of them at a time; the blocks of a window are mixed. The order
+    depends on the shards, the tokenizer, the seed and these fields alone, so a resumed run
+    continues exactly, and reads no window before its own. The number of blocks in an epoch is not
     known: the train slot takes `steps`.
     """
 
@@ -33,15 +33,15 @@ class StreamData(DocumentSettings):
     """Files, as in `data.text`: paths or glob patterns, or addresses that fsspec knows, such as
     `s3://bucket/corpus/*.jsonl.gz`."""
     window: Annotated[int, Field(ge=1)] = 8
-    """Shards whose blocks are mixed. On each node there is room for the tokens of (`ahead` + 2)
-    windows, and for one shard itself if it is not a local file."""
+    """Shards whose blocks are mixed. Each node needs room for the tokens of (`ahead` + 2) windows,
+    and for one shard itself if shards are not local files."""
     ahead: Annotated[int, Field(ge=0)] = 1
     """Windows that are prepared, in a thread, before they are needed."""
     heldout_files: str | tuple[str, ...] = ()
     """Local files to evaluate on."""
     cache: str | None = None
-    """Folder on each node for the tokens at hand, which are removed when the run ends, and for
-    those of `heldout_files`. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
+    """Folder on each node for the tokens of windows, removed when the run ends, and of
+    `heldout_files`. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
 
     @property
     def holds_out(self) -> bool:
@@ -49,14 +49,14 @@ class StreamData(DocumentSettings):
         return bool(self.heldout_files)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """Local shards that are not there, and an epoch's length that would have to be known."""
-        local = tuple(each for each in files.each(self.shards) if "://" not in each)
+        """Yield mistakes in the files and the tokenizer, and a train slot that takes `epochs`."""
+        local = tuple(each for each in each_pattern(self.shards) if "://" not in each)
         if local or not self.shards:
-            yield from files.problems("shards", local)
+            yield from file_problems("shards", local)
         if self.heldout_files:
-            yield from files.problems("heldout_files", self.heldout_files)
-        known = {path.resolve() for path in files.expand(local)}
-        for path in files.expand(self.heldout_files):
+            yield from file_problems("heldout_files", self.heldout_files)
+        known = {path.resolve() for path in find_files(local)}
+        for path in find_files(self.heldout_files):
             if path.resolve() in known:
                 yield Problem(message=f"{path} is also trained on", key="heldout_files")
         yield from tokenizer_problems(plan, template=False)
@@ -69,7 +69,7 @@ class StreamData(DocumentSettings):
                 )
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
-        """List the shards; they are read when their turn comes. Raises StageError when there are
+        """List the shards; they are read when they are needed. Raises StageError if there are
         none."""
         from stages.data.streaming.data import stream_data
 

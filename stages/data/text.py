@@ -24,12 +24,12 @@ class TextData(DocumentSettings, Selection):
     """
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """What is wrong with the files and sources, as far as that shows without reading them."""
+        """Yield mistakes in the files and sources that show without reading them."""
         yield from problems(self)
         yield from tokenizer_problems(plan, template=False)
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Tokenise once, then map the tokens. Raises DataError for a file that cannot be used."""
-        from stages.data.prepare_text import text_data
+        from stages.data.prepare import text_data
 
         return text_data(self, ctx, model)

@@ -1,46 +1,179 @@
-"""A function of batches, computed by several processes, with the result of one."""
+"""Tokenisers and their special ids, and batches that several processes tokenise in order."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from pipeline.contracts.model import ModelSource
 from pipeline.errors import StageError
 from pipeline.hardware.host import cores_each
 from pipeline.utils.process_tree import die_with
 from stages.data.cache import digest
+from stages.data.rows import Reading
 
 if TYPE_CHECKING:
     import logging
+
+    from numpy.typing import NDArray
 
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+Span = tuple[int, int]
+"""Start and end of a range of characters."""
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """A text's ids (int64, shape (length,)), and the start and end of the characters of each token
+    (int64, shape (length, 2))."""
+
+    ids: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    def inside(self, spans: list[Span]) -> NDArray[np.bool_]:
+        """Return which tokens share a character with one of the spans; shape (length,)."""
+        inside = np.zeros(len(self.bounds), dtype=bool)
+        for start, end in spans:
+            inside |= (self.bounds[:, 0] < end) & (self.bounds[:, 1] > start)
+        return inside
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A fast tokenizer that reports the characters of each token."""
+
+    tokenizer: Any
+
+    def __call__(self, text: str) -> TextTokens:
+        """Tokenise a text that contains its special tokens already."""
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        # Some tokenizers leave white space out of the offsets; it belongs to the token behind it.
+        reached = np.maximum.accumulate(offsets[:, 1])
+        before = np.concatenate([[0], reached[:-1]])
+        bounds = np.stack([np.minimum(offsets[:, 0], before), offsets[:, 1]], axis=1)
+        return TextTokens(np.array(encoded["input_ids"], dtype=np.int64), bounds)
+
+    @functools.cached_property
+    def special(self) -> Mapping[int, str]:
+        """Text of each special token by id."""
+        known = self.tokenizer.added_tokens_decoder
+        return {index: str(token) for index, token in known.items() if token.special}
+
+    @functools.cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        texts = sorted(self.special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # which never matches
+
+    def spelled_in(self, value: Any) -> str | None:
+        """Return a special token that a text within `value` spells out, if any does."""
+        found = map(self._spelled.search, _texts(value))
+        return next((match.group() for match in found if match), None)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(child)
+
+
+def identity(tokenizer: Any) -> str:
+    """Return the hex digest of everything that decides which ids a text becomes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        state: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        state = json.loads(backend.to_str())
+        for left_by_the_last_call in ("truncation", "padding"):
+            state.pop(left_by_the_last_call, None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return digest([type(tokenizer).__name__, state, special])
+
+
+def id_dtype(tokenizer: Any, vocab_size: int = 0) -> str:
+    """Return the little-endian dtype that holds every id of the tokenizer, and those below
+    `vocab_size`."""
+    largest = max(max(tokenizer.get_vocab().values()), vocab_size - 1)
+    return "<u2" if largest < 1 << 16 else "<u4"
+
+
+def pad_id(tokenizer: Any) -> int:
+    """Return the padding token's id, else the end token's, else 0."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def required_id(tokenizer: Any, name: str, field: str) -> int:
+    """Return the id of `bos_token` or `eos_token`. Raises StageError, which names the recipe field
+    to change, if the tokenizer has none."""
+    token = getattr(tokenizer, f"{name}_id")
+    if token is None:
+        raise StageError(f"the tokenizer has no {name}", hint=f"set `{field}: false`")
+    return int(token)
+
+
+def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
+    """Return the ids to put before a text: the start token if `prepend_bos`; if it is None, the ids
+    that the tokenizer's own call puts there. Raises StageError if there is no start token, or if
+    the call does not show them."""
+    if prepend_bos is not None:
+        return [required_id(tokenizer, "bos_token", "prepend_bos")] if prepend_bos else []
+    for text in ("a", "A", "1", "."):  # a tokenizer may lack ids for some of them
+        called = list(tokenizer(text)["input_ids"])
+        plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        places = range(len(called) - len(plain) + 1)
+        start = next((k for k in places if called[k : k + len(plain)] == plain), None)
+        if start is not None and (plain or not called):
+            return called[:start]
+    message = "the ids that the tokenizer puts before a text cannot be found"
+    raise StageError(message, hint="set `prepend_bos`")
+
+
+def check_ids(model: ModelSource, largest: int) -> None:
+    """Raise StageError if the data holds an id beyond the model's embedding."""
+    if largest >= model.vocab_size:
+        raise StageError(
+            f"the tokenizer made id {largest}, but {model.name} embeds {model.vocab_size} tokens",
+            hint="this tokenizer belongs to another model",
+        )
+
+
 _AHEAD = 3
 """Batches under way for each process."""
 _function: Callable[[Any], Any]
-"""What this process, forked for it, computes."""
+"""Function of this worker process."""
 
 
-def each(
+def map_batches(
     function: Callable[[T], R], batches: Iterable[T], workers: int | None
 ) -> Iterator[tuple[T, R]]:
-    """Each batch with `function` of it, in order, whatever finished first.
+    """Yield each batch with its result, in order.
 
     `workers` processes (None: one a core) are forked when there is a second batch; `function` need
-    not be picklable, its arguments and results must be. Raises what `function` raises for the first
-    batch that it fails on, and StageError when a process is killed.
+    not be picklable, its arguments and results must be. Raises the error of `function` for the
+    first batch that it fails on, and StageError when a process is killed.
     """
     rest = iter(batches)
     for first in rest:  # here, because most mistakes show at once, and little data needs no help
@@ -51,12 +184,7 @@ def each(
         yield from ((batch, function(batch)) for batch in rest)
         return
     for second in rest:
-        yield from _forked(function, _chain(second, rest), count)
-
-
-def _chain(first: T, rest: Iterator[T]) -> Iterator[T]:
-    yield first
-    yield from rest
+        yield from _forked(function, itertools.chain([second], rest), count)
 
 
 def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Iterator[tuple[T, R]]:
@@ -68,48 +196,34 @@ def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Ite
     under_way: deque[tuple[T, Future[R]]] = deque()
     stopped: list[StageError] = []
     try:
-        for batch in _until(stopped, batches):
-            with _killed():
-                under_way.append((batch, pool.submit(_call, batch)))
+        for batch in _until_error(batches, stopped):
+            under_way.append((batch, pool.submit(_call, batch)))
             if len(under_way) >= count * _AHEAD:
-                yield _finished(*under_way.popleft())
-        while under_way:  # what is wrong in an earlier batch comes before what stopped `batches`
-            yield _finished(*under_way.popleft())
+                first, future = under_way.popleft()
+                yield first, future.result()
+        for first, future in under_way:  # their errors come before the one that ended `batches`
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        message = "a process that tokenises was killed"
+        raise StageError(message, hint="if memory was short, set fewer `workers`") from error
     finally:
         pool.shutdown(cancel_futures=True)
     if stopped:
         raise stopped[0]
 
 
-def _until(stopped: list[StageError], batches: Iterator[T]) -> Iterator[T]:
-    """The batches up to the error that stops them, which goes into `stopped`."""
+def _until_error(batches: Iterator[T], stopped: list[StageError]) -> Iterator[T]:
+    """Yield the batches; append the error that ends them to `stopped`."""
     try:
         yield from batches
     except StageError as error:
         stopped.append(error)
 
 
-def _finished(batch: T, future: Future[R]) -> tuple[T, R]:
-    with _killed():
-        return batch, future.result()
-
-
-@contextlib.contextmanager
-def _killed() -> Iterator[None]:
-    """A pool that lost a process says so wherever it is asked next."""
-    try:
-        yield
-    except BrokenProcessPool as error:
-        raise StageError(
-            "a process that tokenises was killed",
-            hint="if memory was short, set fewer `workers`",
-        ) from error
-
-
 def _begin(function: Callable[[Any], Any], parent: int) -> None:
     global _function
     die_with(parent)
-    # Its threads did not survive the fork; without this it would say so.
+    # Its threads did not survive the fork; without this it warns about that.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _function = function
 
@@ -118,124 +232,50 @@ def _call(batch: Any) -> Any:
     return _function(batch)
 
 
-LOG_SECONDS = 10.0
+def chunks(
+    items: Iterable[T], size: int, *, cost: Callable[[T], int] = lambda item: 0, most: int = 0
+) -> Iterator[list[T]]:
+    """Yield `items` in lists of at most `size`, with a total cost of at most `most` unless a single
+    item has more. An error of `items` is raised after the items before it have been yielded, so
+    that earlier mistakes are found first."""
+    chunk: list[T] = []
+    total = 0
+    try:
+        for item in items:
+            if len(chunk) == size or (chunk and total + cost(item) > most):
+                yield chunk
+                chunk, total = [], 0
+            chunk.append(item)
+            total += cost(item)
+    except StageError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
+        yield chunk
 
 
 @dataclass(kw_only=True)
-class Reading:
-    """How far through its source a reader has come. Sizes are bytes of files, or rows of a hub
-    data set."""
-
-    total: int = 0
-    """Size of the whole source; 0 when that is not known."""
-    _before: int = field(default=0, init=False)
-    _size: int = field(default=0, init=False)
-    _position: Callable[[], int] = field(default=lambda: 0, init=False)
-
-    def enter(self, size: int, position: Callable[[], int]) -> None:
-        """Begin a part of this size, in which `position` tells how far reading has come."""
-        self._before += self._size
-        self._size, self._position = size, position
-
-    def fraction(self) -> float | None:
-        """The part that is read, 0 to 1; None when that is not known."""
-        if not self.total:
-            return None
-        return min(1.0, (self._before + self._position()) / self.total)
-
-
-@dataclass(kw_only=True)
-class Announcer:
-    """Says every few seconds how far tokenising has come."""
+class ProgressLog:
+    """Logs every few seconds how much has been tokenised."""
 
     log: logging.Logger
     reading: Reading
     unit: str
-    """What is counted: `rows`, `documents`."""
-    seconds: float = LOG_SECONDS
-    _began: float = field(init=False)
-    _spoken: float = field(init=False)
+    """Plural of what is counted: `rows`, `documents`."""
+    seconds: float = 10.0
+    _began: float = field(init=False, default_factory=lambda: time.monotonic())
+    _logged: float | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        self._began = self._spoken = time.monotonic()
-
-    def tell(self, count: int, tokens: int) -> None:
-        """Say it if it is time: `count` units with `tokens` tokens are done."""
+    def update(self, count: int, tokens: int) -> None:
+        """Log, if it is time, that `count` units with `tokens` tokens are done."""
         now = time.monotonic()
-        if now - self._spoken < self.seconds:
+        if now - (self._logged or self._began) < self.seconds:
             return
-        self._spoken = now
-        fraction = self.reading.fraction()
+        self._logged = now
+        fraction, rate = self.reading.fraction(), count / max(now - self._began, 1e-9)
+        read = "" if fraction is None else f", {fraction:.0%} read"
         self.log.info(
             "tokenising: %d %s, %d tokens, %.0f %s/s%s",
-            count,
-            self.unit,
-            tokens,
-            count / max(now - self._began, 1e-9),
-            self.unit,
-            "" if fraction is None else f", {fraction:.0%} read",
-        )
-
-
-def identity(tokenizer: Any) -> str:
-    """Hex digest of everything that decides which ids a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        state: Any = sorted(tokenizer.get_vocab().items())
-    else:
-        state = json.loads(backend.to_str())
-        # Left over from the last call, not part of what the tokenizer is.
-        state.pop("truncation", None)
-        state.pop("padding", None)
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return digest([type(tokenizer).__name__, state, special])
-
-
-def id_dtype(tokenizer: Any, vocab_size: int = 0) -> str:
-    """The little-endian dtype that holds every id of the tokenizer, and those below `vocab_size`
-    that rows of ids may have."""
-    largest = max(max(tokenizer.get_vocab().values()), vocab_size - 1)
-    return "<u2" if largest < 1 << 16 else "<u4"
-
-
-def pad_id(tokenizer: Any) -> int:
-    """The padding token's id, else the end token's, else 0."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
-
-
-def required_id(tokenizer: Any, name: str, field: str) -> int:
-    """The id of `bos_token` or `eos_token`, which `field` asks for; StageError if there is none."""
-    token = getattr(tokenizer, f"{name}_id")
-    if token is None:
-        raise StageError(f"the tokenizer has no {name}", hint=f"set `{field}: false`")
-    return int(token)
-
-
-def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
-    """Ids that a text begins with: the start token or none, as the field says; null: those that the
-    tokenizer's own call puts before a text. Raises StageError when there is no start token, or when
-    it cannot be told from the call."""
-    if prepend_bos is not None:
-        return [required_id(tokenizer, "bos_token", "prepend_bos")] if prepend_bos else []
-    for text in ("a", "A", "1", "."):  # which of them a tokenizer has ids for is not known
-        called = list(tokenizer(text)["input_ids"])
-        plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        places = range(len(called) - len(plain) + 1)
-        start = next((k for k in places if called[k : k + len(plain)] == plain), None)
-        if start is not None and (plain or not called):
-            return called[:start]
-    raise StageError(
-        "what the tokenizer puts before a text cannot be told", hint="set `prepend_bos`"
-    )
-
-
-def check_ids(model: ModelSource, largest: int) -> None:
-    """Raise StageError when the data holds an id beyond the model's embedding."""
-    if largest >= model.vocab_size:
-        raise StageError(
-            f"the tokenizer made id {largest}, but {model.name} embeds {model.vocab_size} tokens",
-            hint="this tokenizer belongs to another model",
-        )
+            count, self.unit, tokens, rate, self.unit, read,
+        )  # fmt: skip

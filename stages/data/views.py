@@ -1,33 +1,32 @@
-"""Several documents in one sample, so that little of it is padding."""
+"""Views of sample sets: several rows packed in one sample, sources mixed, parts held out."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 from array import array
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.contracts.data import Sample, Samples
+from pipeline.errors import StageError
 from stages.data.cache import KEYS, Counts, Entry, digest
-from stages.data.documents import require_within
-from stages.data.samples import MaskedSamples
+from stages.data.samples import CountedSamples, MaskedSamples, require_within
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
+    from stages.data.fields import Selection
 
 _ROWS, _OFFSETS, _TARGETS = "rows.bin", "offsets.bin", "targets.bin"
 
 
-class PackedSamples(Samples):
-    """Each sample is some of `rows`, one behind the other, with positions that begin anew at 0 with
-    each. No row is cut, and none predicts the first token of the next."""
+class PackedSamples(CountedSamples):
+    """Samples that each hold several of `rows`, with positions that begin anew at 0 with each. No
+    row is cut, and none predicts the first token of the next."""
 
     def __init__(self, rows: Samples, entry: Entry) -> None:
         self._rows = rows
@@ -39,39 +38,28 @@ class PackedSamples(Samples):
         return len(self._targets)
 
     def __getitem__(self, index: int) -> Sample:
-        rows = [self._rows[row] for row in self.members(index)]
+        start = int(self._offsets[self.checked(index)])
+        members = self._members[start : int(self._offsets[index + 1])]
+        rows = [self._rows[row] for row in members.tolist()]
         return Sample(
             input_ids=np.concatenate([row.input_ids for row in rows]),
             labels=np.concatenate([row.labels for row in rows]),
             positions=np.concatenate([np.arange(len(row.input_ids)) for row in rows]),
         )
 
-    def targets(self, index: int) -> int:
-        return int(self._targets[self._checked(index)])
-
-    def total_targets(self, indices: np.ndarray[Any, Any]) -> int:
+    def total_targets(self, indices: NDArray[np.int64]) -> int:
         return int(self._targets[require_within(indices, len(self))].sum())
-
-    def members(self, index: int) -> list[int]:
-        """The rows in sample `index`, in order."""
-        start = int(self._offsets[self._checked(index)])
-        members: list[int] = self._members[start : int(self._offsets[index + 1])].tolist()
-        return members
-
-    def _checked(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return index
 
 
 def pack_key(rows: Entry, first: int, count: int, length: int) -> str:
-    """The cache key of a packing of some of an entry's rows."""
+    """Return the cache key of a packing of some of an entry's rows."""
     return digest(["packing", KEYS, rows.key, first, count, length])
 
 
 def write_packs(folder: Path, rows: MaskedSamples, length: int) -> Counts:
-    """Write the files of PackedSamples; returns `samples`, and `positions` that hold a token."""
-    lengths, targets = rows.lengths(), rows.all_targets()
+    """Write the files of PackedSamples. Returns `samples`, and `positions` that hold a token."""
+    lengths = np.asarray(rows.offsets[1:] - rows.offsets[:-1] - 1, np.int64)
+    targets = np.asarray(rows.target_counts, np.int64)
     packs = best_fit_decreasing(lengths, length)
     offsets = np.cumsum([0, *map(len, packs)])
     members = np.array([row for pack in packs for row in pack], dtype="<i8")
@@ -81,13 +69,13 @@ def write_packs(folder: Path, rows: MaskedSamples, length: int) -> Counts:
     return {"samples": len(packs), "positions": int(lengths.sum())}
 
 
-def best_fit_decreasing(lengths: np.ndarray[Any, Any], capacity: int) -> list[array[int]]:
-    """Items into bins: each, the longest first, into the fullest bin that still takes it (Johnson
-    1974, Fast algorithms for bin packing; at most 11/9 of the fewest bins, and one more).
+def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[array[int]]:
+    """Pack items into bins: the longest item first, each into the fullest bin with enough room
+    (Johnson 1974, Fast algorithms for bin packing; at most 11/9 of the fewest bins, and one more).
 
     `lengths`: int64, shape (items,), none above `capacity`. Returns each bin's items in ascending
     order, the bins by their first item. Takes O(n log n) comparisons: bins are found by bisection
-    among the distinct rooms that are left.
+    among the distinct amounts of room.
     """
     bins: list[array[int]] = []
     rooms: list[int] = []  # distinct, ascending
@@ -111,11 +99,11 @@ def best_fit_decreasing(lengths: np.ndarray[Any, Any], capacity: int) -> list[ar
     return sorted((array("q", sorted(each)) for each in bins), key=lambda each: each[0])
 
 
-class Mixture(Samples):
-    """Sets one behind the other, of which each is repeated to a given number of samples.
+class Mixture(CountedSamples):
+    """Concatenated sets, each repeated to a given number of samples.
 
-    Of a set of n samples that is given c >= n places, place k holds sample floor(k n / c): every
-    sample is there floor(c / n) or ceil(c / n) times, those that are there once more spread evenly.
+    If a set of n samples has c >= n places, place k holds sample floor(k n / c): every sample
+    occurs floor(c / n) or ceil(c / n) times, and the extra occurrences are spread evenly.
     """
 
     def __init__(self, parts: Sequence[Samples], counts: Sequence[int]) -> None:
@@ -129,12 +117,9 @@ class Mixture(Samples):
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        part, inner = self._locate(index)
-        return self._parts[part][inner]
-
-    def targets(self, index: int) -> int:
-        part, inner = self._locate(index)
-        return self._parts[part].targets(inner)
+        part = bisect.bisect_right(self._starts, self.checked(index)) - 1
+        start, stop = self._starts[part : part + 2]
+        return self._parts[part][(index - start) * len(self._parts[part]) // (stop - start)]
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
         indices, total = require_within(indices, len(self)), 0
@@ -143,17 +128,10 @@ class Mixture(Samples):
             total += part.total_targets(places * len(part) // (stop - start))
         return total
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        part = bisect_right(self._starts, index) - 1
-        place, count = index - self._starts[part], self._starts[part + 1] - self._starts[part]
-        return part, place * len(self._parts[part]) // count
-
 
 def shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Samples of each set in an epoch: proportional to the weights, rounded to the nearest, and as
-    few as hold every sample of every set."""
+    """Return the samples of each set in an epoch: proportional to the weights, rounded, and the
+    fewest that hold every sample of every set."""
     scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
     return [
         max(size, round(scale * weight)) for size, weight in zip(sizes, weights, strict=True)
@@ -161,14 +139,49 @@ def shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 
 def mixed(parts: Sequence[Samples], weights: Sequence[float]) -> Samples:
-    """The sets mixed by weight."""
+    """Return the sets mixed by weight."""
     if len(parts) == 1:
         return parts[0]
     return Mixture(parts, shares([len(part) for part in parts], weights))
 
 
 def joined(parts: Sequence[Samples]) -> Samples | None:
-    """The sets one behind the other; None if there are none."""
+    """Return the sets one behind the other; None if there are none."""
     if len(parts) <= 1:
         return parts[0] if parts else None
     return Mixture(parts, [len(part) for part in parts])
+
+
+def train_and_heldout(
+    stage: Selection,
+    entries: Sequence[Entry],
+    size: Callable[[Entry], int],
+    samples: Callable[[Entry, int, int], Samples],
+) -> tuple[Samples, Samples | None]:
+    """Return the samples to train and to evaluate on (collective if `samples` is).
+
+    `entries` are those of the sources to train on and, after them, to evaluate on. `size` counts
+    the samples of an entry; `samples(entry, first, count)` opens a part of them. Raises StageError
+    if `heldout_fraction` leaves none to train on.
+    """
+    weights = [source.weight for source in stage.trained_on()]
+    cuts = [_train_count(size(each), stage.heldout_fraction) for each in entries[: len(weights)]]
+    train = [samples(entry, 0, cut) for entry, cut in zip(entries, cuts, strict=False)]
+    if stage.heldout_fraction:
+        held = list(zip(entries, cuts, strict=True))
+    else:
+        held = [(entry, 0) for entry in entries[len(weights) :]]
+    heldout = [samples(entry, first, size(entry) - first) for entry, first in held]
+    return mixed(train, weights), joined(heldout)
+
+
+def _train_count(count: int, fraction: float) -> int:
+    """Return how many of `count` samples are left if the last `fraction`, at least one sample for a
+    fraction above 0, is held out."""
+    held = max(1, round(count * fraction)) if fraction > 0 else 0
+    if held >= count:
+        raise StageError(
+            f"holding out {fraction:g} of {count} samples leaves none to train on",
+            hint="use more data, shorter samples or `heldout_files`",
+        )
+    return count - held

@@ -18,7 +18,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, Durable, PlanView
 from pipeline.errors import Problem, StageError
 from pipeline.utils.files import replace_text
-from stages.data.files import problems
+from stages.data.sources import file_problems
 
 Count = Annotated[int, Gt(0)]
 WINDOW = 1024
@@ -74,7 +74,7 @@ class EvaluateLm:
         if not self.files and not self.tasks:
             yield Problem(key="files", message="nothing to measure", hint="give files or tasks")
         if self.files:
-            yield from problems("files", self.files)
+            yield from file_problems("files", self.files)
         window = self.window or WINDOW
         if self.stride is not None and self.stride > window:
             message = f"{self.stride} leaves out tokens between windows of {window}"

@@ -14,7 +14,7 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from pipeline.utils.optional import optional
 from stages.data import tokenize
-from stages.data.documents import DocumentReader
+from stages.data.documents import read_documents
 from stages.data.fields import Source
 from stages.data.sources import open_source
 from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel
@@ -99,9 +99,10 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
         tokenize.check_ids(source, max(ids, default=0))
         return start + ids
 
-    reader = DocumentReader(text_key=config.text_key, unit=config.documents)
     opened = open_source(Source(files=config.files))
-    documents = reader.read(opened.parts, opened.reading())
+    documents = read_documents(
+        opened.parts, opened.reading(), text_key=config.text_key, unit=config.documents
+    )
     return measure(config, model, documents, encode, window, most)
 
 

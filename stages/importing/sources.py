@@ -155,17 +155,15 @@ def _from_hub(draft: Draft) -> None:
 
 def _stage(files: list[str]) -> str:
     """By what the first row of the first file is."""
-    from stages.data.formats import FORMS
+    from stages.data.formats import KEYS
 
     keys = _first_row(files).keys()
-    rows = any(form != "text" and keys >= set(FORMS[form].keys) for form in FORMS)
+    rows = any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
     return "data.chat" if rows else "data.text"
 
 
 def _first_row(files: list[str]) -> dict[str, Any]:
-    from stages.data.files import TEXT
-    from stages.data.rows import rows
-    from stages.data.tokenize import Reading
+    from stages.data.rows import TEXT, Reading, rows
 
     if not files or files[0].endswith(TEXT):
         return {}

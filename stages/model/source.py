@@ -17,7 +17,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import DtypeName, torch_dtype
 from pipeline.contracts.tensors import TensorReader
 from pipeline.errors import StageError
-from stages.data.cache import file_digests
+from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import checkpoint_blocks, compile_blocks, use_fp8, use_liger
 from stages.model.declared import outline, ties

@@ -1,31 +1,28 @@
-"""The heavy half of `data.stream`."""
+"""Samples of `data.stream`, and their order: a pure function of the seed and of each shard's number
+of blocks."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import itertools
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.contracts.data import Data, Sample, Samples
+from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.model import ModelSource
-from pipeline.errors import StageError, system_errors_as
+from pipeline.contracts.sample_order import ENDLESS, SampleOrder
+from pipeline.errors import StageError
 from stages.data import tokenize
-from stages.data.cache import Counts, Entry, cache_folder, digest
-from stages.data.documents import TokenBlocks
+from stages.data.cache import cache_folder, digest
+from stages.data.documents import Documents
 from stages.data.fields import Source
-from stages.data.prepare_text import Documents
-from stages.data.sources import FilePart
-from stages.data.streaming import shards
-from stages.data.streaming.order import Place, StreamOrder, first_blocks, located
-from stages.data.streaming.shards import Ledger, Shard
-from stages.data.streaming.store import ShardStore, Tokeniser
-from stages.data.tokenize import Announcer, Reading
+from stages.data.prepare import source_entry
+from stages.data.samples import CountedSamples
+from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards, read_index
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,36 +30,122 @@ if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
     from stages.data.stream import StreamData
 
-LEDGER = "stream.jsonl"
-"""File in the run's folder: what shards have been read."""
+INDEX = "stream.jsonl"
+"""Shard index in the run's folder."""
+WINDOW_BITS, SHARD_BITS, BLOCK_BITS = 23, 20, 20
+"""Bits of an index: a window's number, a shard's number, and a block's number in the shard."""
 
 
-class StreamSamples(Samples):
-    """The blocks of all shards, by what `located` makes of an index. Whoever asks for a block of a
-    window has the next windows prepared."""
+class Place(NamedTuple):
+    """Shard and number of a block, and the window that it is read for."""
 
-    def __init__(self, store: ShardStore, shards: int, window: int, ahead: int) -> None:
+    window: int
+    shard: int
+    block: int
+
+
+class StreamOrder:
+    """Windows of shards, one behind the other, epoch after epoch.
+
+    Epoch e visits the shards in the order of epoch e of SampleOrder, `window` at a time; the last
+    window of an epoch may have fewer. Within window number g, counted over all epochs, blocks come
+    in the order of epoch g of a SampleOrder. Without `shuffle` both are in their stored order.
+    """
+
+    size = ENDLESS
+
+    def __init__(
+        self, seed: int, *, shuffle: bool, shards: int, window: int, count: Callable[[int], int]
+    ) -> None:
+        """`count` returns a shard's number of blocks, which may need reading it. Raises StageError
+        if there are more shards than an index can number."""
+        _require(shards, SHARD_BITS, "shards")
+        self._seed = seed
+        self._shuffle = shuffle
+        self._shards = SampleOrder(seed, shards, shuffle=shuffle)
+        self._window = window
+        self._windows = -(-shards // window)
+        self._count = count
+        self._starts = [0]
+        """First position of each window so far, and of the next."""
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return the indices of positions start ... start + count - 1; shape (count,)."""
+        pieces = [np.empty(0, dtype=np.int64)]
+        while count > 0:
+            number = self._window_at(start)
+            taken = min(count, self._starts[number + 1] - start)
+            pieces.append(self._blocks(number, start - self._starts[number], taken))
+            start, count = start + taken, count - taken
+        return np.concatenate(pieces)
+
+    def members(self, number: int) -> list[int]:
+        """Return the shards of a window."""
+        epoch, place = divmod(number, self._windows)
+        first, count = place * self._window, self._shards.size
+        size = min(self._window, count - first)
+        members: list[int] = self._shards.indices(epoch * count + first, size).tolist()
+        return members
+
+    def _window_at(self, position: int) -> int:
+        while self._starts[-1] <= position:
+            number = len(self._starts) - 1
+            self._starts.append(self._starts[-1] + sum(map(self._count, self.members(number))))
+            if number + 1 == self._windows and not self._starts[-1]:
+                raise StageError("no shard has two tokens of text")
+        return bisect_right(self._starts, position) - 1
+
+    def _blocks(self, number: int, offset: int, count: int) -> NDArray[np.int64]:
+        _require(number + 1, WINDOW_BITS, "windows")
+        members = np.array(self.members(number), dtype=np.int64)
+        sizes = map(self._count, members.tolist())
+        starts = np.array(list(itertools.accumulate(sizes, initial=0)), dtype=np.int64)
+        size = int(starts[-1])
+        _require(int(np.diff(starts).max()), BLOCK_BITS, "blocks in a shard")
+        order = SampleOrder(self._seed, size, shuffle=self._shuffle)
+        places = order.indices(number * size + offset, count)
+        which = np.searchsorted(starts, places, side="right") - 1
+        shards = (number << SHARD_BITS) | members[which]
+        return (shards << BLOCK_BITS) | (places - starts[which])
+
+
+def _require(count: int, bits: int, what: str) -> None:
+    if count > 1 << bits:
+        raise StageError(f"{count} {what} are more than the {1 << bits} that a stream can have")
+
+
+def located(index: int) -> Place:
+    """Return the place that an index encodes."""
+    rest, block = divmod(index, 1 << BLOCK_BITS)
+    return Place(*divmod(rest, 1 << SHARD_BITS), block)
+
+
+def first_blocks(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the index of the first block of the same shard and window for each index."""
+    return indices >> BLOCK_BITS << BLOCK_BITS
+
+
+class StreamSamples(CountedSamples):
+    """Blocks of all shards, by the `Place` in an index. Reading a block of a window prepares the
+    windows after it."""
+
+    def __init__(self, stage: StreamData, store: ShardStore, shards: int) -> None:
+        self._stage = stage
         self._store = store
         self._shards = shards
-        self._window = window
-        self._ahead = ahead
         self._order: StreamOrder | None = None
         self._prepared = 0
-        """The number of the first window that has not been prepared."""
+        """First window that has not been prepared."""
 
     def __len__(self) -> int:
         raise StageError(
-            "how many samples a stream has is not known",
+            "the number of samples of a stream is not known",
             hint="give the train slot `steps` instead of `epochs`",
         )
 
     def __getitem__(self, index: int) -> Sample:
         place = self._place(index)
         return self._store.blocks(place.shard)[place.block]
-
-    def targets(self, index: int) -> int:
-        place = self._place(index)
-        return self._store.blocks(place.shard).targets(place.block)
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
         firsts, which = np.unique(first_blocks(indices), return_inverse=True)
@@ -75,33 +158,39 @@ class StreamSamples(Samples):
     def order(self, seed: int, *, shuffle: bool) -> StreamOrder:
         self._prepared = 0
         self._order = StreamOrder(
-            seed, shuffle=shuffle, shards=self._shards, window=self._window, count=self._store.count
+            seed,
+            shuffle=shuffle,
+            shards=self._shards,
+            window=self._stage.window,
+            count=self._store.count,
         )
         return self._order
 
     def _place(self, index: int) -> Place:
         place = located(index)
-        following = range(max(self._prepared, place.window + 1), place.window + self._ahead + 1)
-        self._prepared = max(self._prepared, following.stop)
+        behind = place.window + 1 + self._stage.ahead
         if self._order is not None:
-            for window in following:
+            for window in range(max(self._prepared, place.window + 1), behind):
                 self._store.prepare(self._order.members(window))
+        self._prepared = max(self._prepared, behind)
         return place
 
 
 def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
-    """What the stage gives (collective)."""
+    """Return the data of `data.stream` (collective)."""
     # one worker, this thread: processes must not be forked in the middle of training
-    documents = Documents(stage, stage.cache, 1, ctx, model, model.tokenizer())
-    corpus = _listed(stage, ctx)
-    store = _store(stage, ctx, documents, corpus)
+    documents = Documents(stage, 1, ctx, model)
+    main = ctx.dist.is_main
+    text = json.dumps([asdict(shard) for shard in list_shards(stage.shards)]) if main else None
+    shards = [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
+    store = _store(stage, ctx, documents, shards)
     ctx.on_exit(store.close)
-    ctx.log.info("stream: %d shards, %d bytes", len(corpus), sum(each.size for each in corpus))
+    ctx.log.info("stream: %d shards, %d bytes", len(shards), sum(each.size for each in shards))
     held = None
     identity: dict[str, str | int | float | None] = {
         "stage": "data.stream",
-        "tokenizer": tokenize.identity(documents.tokenizer),
-        "contents": digest([[each.name, each.size] for each in corpus]),
+        "tokenizer": documents.tokenizer_identity,
+        "contents": digest([[each.name, each.size] for each in shards]),
         "window": stage.window,
         "text_key": stage.text_key,
         "sequence_length": stage.sequence_length,
@@ -111,11 +200,11 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
         "documents_apart": stage.documents_apart,
     }
     if stage.heldout_files:
-        entry = documents.entry(Source(files=stage.heldout_files))
-        held = documents.blocks(entry)
+        entry = source_entry(documents, Source(files=stage.heldout_files), stage.cache)
+        held = documents.samples(entry)
         identity["heldout"] = entry.key
     return Data(
-        train=StreamSamples(store, len(corpus), stage.window, stage.ahead),
+        train=StreamSamples(stage, store, len(shards)),
         heldout=held,
         pad_id=tokenize.pad_id(documents.tokenizer),
         packed=stage.documents_apart,
@@ -123,61 +212,18 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
     )
 
 
-def _listed(stage: StreamData, ctx: Context) -> list[Shard]:
-    """The shards that rank 0 sees (collective)."""
-    text = json.dumps(shards.dump(shards.listed(stage.shards))) if ctx.dist.is_main else None
-    return [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
-
-
 def _store(
-    stage: StreamData, ctx: Context, documents: Documents, corpus: list[Shard]
+    stage: StreamData, ctx: Context, documents: Documents, shards: list[Shard]
 ) -> ShardStore:
-    """What this process reads shards through (collective)."""
-    main = ctx.dist.is_main
-    file = ctx.run_dir / LEDGER
-    known = ctx.dist.broadcast_str(Ledger.read(file, documents.making) if main else None)
+    """Open the node's store of shards (collective)."""
+    main, file, settings = ctx.dist.is_main, ctx.run_dir / INDEX, documents.settings_digest
+    known = ctx.dist.broadcast_str(read_index(file, settings) if main else None)
     place = digest([str(ctx.run_dir.resolve()), ctx.slot])
     return ShardStore(
-        corpus,
-        cache_folder(stage.cache) / f"stream-{place[:16]}",
-        Tokeniser(
-            build=functools.partial(_build, documents),
-            open=lambda entry: _opened(documents, entry),
-            making=documents.making,
-            sequence_length=stage.sequence_length,
-        ),
-        Ledger(file if main else None, documents.making, known),
+        shards=shards,
+        folder=cache_folder(stage.cache) / f"stream-{place[:16]}",
+        documents=documents,
+        index=ShardIndex(file if main else None, settings, known),
         capacity=(stage.ahead + 2) * stage.window,
         cleans=ctx.dist.local_rank == 0,
     )
-
-
-def _build(
-    documents: Documents, shard: Shard, path: Path, folder: Path, stop: Callable[[], bool]
-) -> Counts:
-    """Tokenise one shard; a corpus may have some without text."""
-    began = time.monotonic()
-    with system_errors_as(StageError):
-        reading = Reading(total=path.stat().st_size)
-    log = documents.ctx.log
-    reader = dataclasses.replace(
-        documents.reader(),
-        blank=lambda part: log.warning("stream: %s has no text", shard.address),
-    )
-    writer = documents.writer(Announcer(log=log, reading=reading, unit="documents"))
-    counts = writer.write(folder, _until(stop, reader.read([FilePart(path)], reading)))
-    seconds = time.monotonic() - began
-    log.debug("stream: %s: %d tokens, %.1f s", shard.address, counts["tokens"], seconds)
-    return counts
-
-
-def _until(stop: Callable[[], bool], documents: Iterable[str]) -> Iterator[str]:
-    for document in documents:
-        if stop():
-            raise StageError("the run ends")
-        yield document
-
-
-def _opened(documents: Documents, entry: Entry) -> TokenBlocks:
-    tokenize.check_ids(documents.model, entry.counts["largest"])
-    return documents.blocks(entry)

@@ -1,171 +1,276 @@
-"""The shards of a stream: listed, and brought here one at a time."""
+"""Shards of a stream: listed, fetched and tokenised one at a time, a bounded number kept."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
 import json
+import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.errors import DataError, StageError, in_words
+from pipeline.errors import StageError, in_words, system_errors_as
 from pipeline.utils import jsonl
-from stages.data import files
+from stages.data import tokenize
+from stages.data.cache import Counts, cache_errors, digest, prepare_locally
+from stages.data.documents import Documents
+from stages.data.rows import KNOWN, Reading
+from stages.data.samples import TokenBlocks, block_count
+from stages.data.sources import LocalFile, Patterns, content_digest, each_pattern, find_files
+
+_DIGEST = "sha256"
+"""File of an entry with the digest of the shard's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of a corpus, wherever it is."""
+    """One file of a corpus."""
 
     address: str
-    """A local path, or what fsspec knows."""
+    """A local path, or an address that fsspec knows."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     stamp: str
-    """What changes when the file is written anew, as its file system tells it (a time, an
-    ETag)."""
+    """Version of the file as its file system reports it (a time, an ETag)."""
 
     @property
     def name(self) -> str:
         """The file's own name."""
         return PurePosixPath(self.address).name
 
-    def as_json(self) -> dict[str, Any]:
-        """For `Shard(**...)` on another rank."""
-        return asdict(self)
 
-
-def listed(patterns: files.Patterns) -> list[Shard]:
-    """The shards in the order given, a pattern's in sorted order. Raises StageError when a pattern
-    matches nothing, or something that cannot be read."""
+def list_shards(patterns: Patterns) -> list[Shard]:
+    """Return the shards in the order given; the matches of a pattern are sorted. Raises StageError
+    if a pattern matches nothing, or an unknown kind of file."""
     found: dict[str, Shard] = {}
-    for pattern in files.each(patterns):
+    for pattern in each_pattern(patterns):
         matches = list(_matches(pattern))
         if not matches:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
     for shard in found.values():
-        if not shard.name.endswith(files.KNOWN):
-            known = "known: " + " ".join(files.KNOWN)
-            raise StageError(f"{shard.address}: unknown kind of file", hint=known)
+        if not shard.name.endswith(KNOWN):
+            hint = "known: " + " ".join(KNOWN)
+            raise StageError(f"{shard.address}: unknown kind of file", hint=hint)
     return list(found.values())
 
 
 def _matches(pattern: str) -> Iterator[Shard]:
     if "://" not in pattern:
-        for path in files.expand(pattern):
-            yield _shard(*_system(str(path)), str(path))
+        for path in find_files(pattern):
+            stat = path.stat()
+            yield Shard(address=str(path), size=stat.st_size, stamp=str(stat.st_mtime_ns))
         return
-    system, place = _system(pattern)
-    try:
+    system, place = _file_system(pattern)
+    with _access_errors(f"cannot list {pattern}"):
         for each in sorted(system.glob(place)):
-            yield _shard(system, each, system.unstrip_protocol(each))
-    except Exception as error:  # every file system has its own
-        raise StageError(f"cannot list {pattern}: {_words(error)}") from error
+            address, stamp = system.unstrip_protocol(each), str(system.checksum(each))
+            yield Shard(address=address, size=int(system.size(each)), stamp=stamp)
 
 
-def _shard(system: Any, place: str, address: str) -> Shard:
-    return Shard(
-        address=address, size=int(system.size(place)), stamp=str(system.checksum(place))
-    )  # fmt: skip
-
-
-def _system(address: str) -> tuple[Any, str]:
-    """The file system of an address, and its place there."""
+def _file_system(address: str) -> tuple[Any, str]:
+    """Return the file system of an address, and its place there."""
     from fsspec.core import url_to_fs
 
-    try:
+    with _access_errors(f"{address} cannot be opened"):
         system, place = url_to_fs(address)
-    except Exception as error:
-        raise StageError(f"{address} cannot be opened: {_words(error)}") from error
     return system, place
 
 
 @contextlib.contextmanager
+def _access_errors(message: str) -> Iterator[None]:
+    """Raise errors of a file system, which has classes of its own for them, as StageError."""
+    try:
+        yield
+    except Exception as error:
+        raise StageError(f"{message}: {' '.join(in_words(error).split())}") from error
+
+
+@contextlib.contextmanager
 def fetched(shard: Shard, scratch: Path) -> Iterator[Path]:
-    """The shard as a local file, for the time of the body; in `scratch` if it is elsewhere."""
+    """Give the shard as a local file: a copy in `scratch`, removed at the end, if it is remote."""
     if "://" not in shard.address:
         yield Path(shard.address)
         return
     with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch) as folder:
         path = Path(folder) / shard.name
-        system, place = _system(shard.address)
-        try:
+        system, place = _file_system(shard.address)
+        with _access_errors(f"cannot read {shard.address}"):
             system.get_file(place, str(path))
-        except Exception as error:
-            raise StageError(f"cannot read {shard.address}: {_words(error)}") from error
-        yield path
+        try:
+            yield path
+        except StageError as error:  # the copy is gone when this is read
+            raise StageError(str(error).replace(str(path), shard.address)) from error
 
 
-def sha256(shard: Shard, path: Path) -> str:
-    """Hex digest of the shard's content, which is in the file `path`. Raises DataError when that
-    cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", file=shard.address) from error
+class ShardIndex:
+    """Digest and number of tokens of each shard that has been read, one line a shard in `file`.
 
-
-def _words(error: Exception) -> str:
-    return " ".join(in_words(error).split())
-
-
-def dump(shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """JSON of a list of shards."""
-    return [shard.as_json() for shard in shards]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """A shard that has been tokenised once."""
-
-    sha256: str
-    """Of the file as it is stored."""
-    tokens: int
-
-
-class Ledger:
-    """How many tokens each shard has, in `file`, one line a shard; an address and a way of making
-    tokens (`making`, a digest) tell the lines apart.
-
-    A run that resumes at some position learns from it in which window that is, without reading
-    what came before.
+    A resumed run learns from it in which window its position is, without reading earlier shards.
+    Only lines with the same `settings` (`Documents.settings_digest`) count.
     """
 
-    def __init__(self, file: Path | None, making: str, text: str = "{}") -> None:
+    def __init__(self, file: Path | None, settings: str, text: str) -> None:
+        """`file`: None on ranks that do not write. `text`: from `read_index`."""
         self._file = file
-        self._making = making
-        self._known = {address: Known(**each) for address, each in json.loads(text).items()}
-
-    @classmethod
-    def read(cls, file: Path, making: str) -> str:
-        """What the file knows, as text for other ranks' `Ledger`."""
-        known = {
-            record["address"]: {"sha256": record["sha256"], "tokens": record["tokens"]}
-            for record in jsonl.read(file)
-            if record.get("making") == making
-        }
-        return json.dumps(known)
+        self._settings = settings
+        self._known: dict[str, list[Any]] = json.loads(text)
 
     def tokens(self, shard: Shard) -> int | None:
-        """The shard's tokens, if it has been read."""
+        """Return the shard's number of tokens, if it has been read."""
         known = self._known.get(shard.address)
-        return known.tokens if known else None
+        return known[1] if known else None
 
-    def enter(self, shard: Shard, known: Known) -> None:
-        """Note what was read. Raises StageError when it is not what was read before."""
-        before = self._known.get(shard.address)
-        if before is not None and before != known:
+    def record(self, shard: Shard, sha256: str, tokens: int) -> None:
+        """Record a shard. Raises StageError if an earlier reading found another content."""
+        known = [sha256, tokens]
+        before = self._known.setdefault(shard.address, known)
+        if before != known:
             raise StageError(
                 f"{shard.address} is not the file that this run has read before",
                 hint="restore it, or start a new run",
             )
-        if before is None:
-            self._known[shard.address] = known
-            if self._file is not None:
-                record = {"making": self._making, "address": shard.address, **vars(known)}
-                jsonl.append(self._file, record, sync=True)
+        if before is known and self._file is not None:
+            line = {"making": self._settings, "address": shard.address, "sha256": sha256}
+            jsonl.append(self._file, {**line, "tokens": tokens}, sync=True)
+
+
+def read_index(file: Path, settings: str) -> str:
+    """Return the content of a shard index as text for the ShardIndex of every rank."""
+    lines = [line for line in jsonl.read(file) if line.get("making") == settings]
+    return json.dumps({line["address"]: [line["sha256"], line["tokens"]] for line in lines})
+
+
+@dataclass(kw_only=True)
+class ShardStore:
+    """Blocks of shards by number; the `capacity` shards that were used last are kept.
+
+    Processes of a node share `folder`: a lock for each shard lets one of them tokenise it. The
+    process with `cleans` removes shards that are no longer kept; a process that still has one open
+    goes on reading it.
+    """
+
+    shards: Sequence[Shard]
+    folder: Path
+    documents: Documents
+    index: ShardIndex
+    capacity: int
+    cleans: bool
+    _open: OrderedDict[int, TokenBlocks] = field(default_factory=OrderedDict, init=False)
+    _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._ahead = ThreadPoolExecutor(1, "pipe-shards")
+        with cache_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def count(self, number: int) -> int:
+        """Return a shard's number of blocks. Reads the shard if it has never been read."""
+        tokens = self.index.tokens(self.shards[number])
+        if tokens is None:
+            return len(self.blocks(number))
+        return block_count(tokens, self.documents.settings.sequence_length)
+
+    def blocks(self, number: int, *, wait: bool = True) -> TokenBlocks:
+        """Return a shard's blocks. Raises StageError if it cannot be read, and BlockingIOError
+        without `wait` if another process or thread is tokenising it."""
+        with self._guard:
+            if number in self._open:
+                self._open.move_to_end(number)
+                return self._open[number]
+        blocks = self._tokenised(number, wait=wait)
+        with self._guard:
+            self._open[number] = blocks
+            old = list(self._open)[: -self.capacity]
+            for each in old:
+                del self._open[each]
+        for each in old:
+            self._remove(each)
+        return blocks
+
+    def prepare(self, numbers: Sequence[int]) -> None:
+        """Tokenise these shards in a thread, those that another process is tokenising last: so
+        processes with the same list share the work."""
+        for number in numbers:
+            self._submit(number, wait=False)
+
+    def close(self) -> None:
+        """End the thread; remove the tokens."""
+        self._closed = True
+        self._ahead.shutdown(cancel_futures=True)
+        if self.cleans:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _submit(self, number: int, *, wait: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._ahead.submit(self._prepare, number, wait=wait)
+
+    def _prepare(self, number: int, *, wait: bool) -> None:
+        try:
+            self.blocks(number, wait=wait)
+        except BlockingIOError:
+            # It is opened all the same: a process removes only what it has opened.
+            self._submit(number, wait=True)
+        except StageError:
+            pass  # it is raised where the shard is needed
+
+    def _tokenised(self, number: int, *, wait: bool) -> TokenBlocks:
+        shard, key = self.shards[number], self._key(number)
+        with self._locked(key, wait=wait):
+            entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
+            sha256 = (entry.folder / _DIGEST).read_text("ascii")
+            with self._guard:
+                self.index.record(shard, sha256, entry.counts["tokens"])
+            tokenize.check_ids(self.documents.model, entry.counts["largest"])
+            return self.documents.samples(entry)
+
+    def _build(self, shard: Shard, folder: Path) -> Counts:
+        """Tokenise one shard; it may have no text."""
+        began, log = time.monotonic(), self.documents.ctx.log
+        with fetched(shard, self.folder) as path:
+            (folder / _DIGEST).write_text(content_digest(path), "ascii")
+            with system_errors_as(StageError):
+                reading = Reading(total=path.stat().st_size)
+            documents = self.documents.read(
+                [LocalFile(path)],
+                reading,
+                lambda part: log.warning("stream: %s has no text", shard.address),
+            )
+            counts = self.documents.write(folder, self._until_closed(documents), reading)
+        seconds = time.monotonic() - began
+        log.debug("stream: %s: %d tokens, %.1f s", shard.address, counts["tokens"], seconds)
+        return counts
+
+    def _until_closed(self, documents: Iterable[str]) -> Iterator[str]:
+        for document in documents:
+            if self._closed:
+                raise StageError("the run ends")
+            yield document
+
+    def _remove(self, number: int) -> None:
+        if self.cleans:
+            key = self._key(number)
+            with self._locked(key, wait=True):
+                shutil.rmtree(self.folder / key, ignore_errors=True)
+
+    def _key(self, number: int) -> str:
+        shard = self.shards[number]
+        settings = self.documents.settings_digest
+        return digest([settings, shard.address, shard.size, shard.stamp])
+
+    @contextlib.contextmanager
+    def _locked(self, key: str, *, wait: bool) -> Iterator[None]:
+        """Admit one process and thread at a time; the system frees the lock of a killed one."""
+        with cache_errors(self.folder):
+            file = (self.folder / f"{key}.lock").open("w")
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield

@@ -13,10 +13,10 @@ import pytest
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from stages.data import cache
+from stages.data.cache import VerifiedArray, write_sums
 from stages.data.chat import ChatData
-from stages.data.documents import TokenWriter
+from stages.data.documents import Documents
 from stages.data.text import TextData
-from stages.data.verified import VerifiedArray, write_sums
 from tests.stages.data.fakes import FakeSource, ids
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -37,13 +37,13 @@ def stage(tmp_path: Path) -> TextData:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folder of every tokenisation."""
     folders: list[Path] = []
-    write = TokenWriter.write
+    write = Documents.write
 
-    def counted(self: TokenWriter, folder: Path, documents: Any) -> cache.Counts:
+    def counted(self: Documents, folder: Path, *more: Any) -> cache.Counts:
         folders.append(folder)
-        return write(self, folder, documents)
+        return write(self, folder, *more)
 
-    monkeypatch.setattr(TokenWriter, "write", counted)
+    monkeypatch.setattr(Documents, "write", counted)
     return folders
 
 
@@ -118,7 +118,7 @@ ROWS = [
 def test_a_changed_bit_is_never_trained_on(
     ctx: Context, source: FakeSource, packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.data.verified.BLOCK", 64)
+    monkeypatch.setattr("stages.data.cache.BLOCK", 64)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     stage = ChatData(files=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "c"), packing=packing)
 
@@ -143,7 +143,7 @@ def test_a_changed_bit_is_never_trained_on(
 def test_blocks_are_compared_once_and_only_where_something_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.data.verified.BLOCK", 16)
+    monkeypatch.setattr("stages.data.cache.BLOCK", 16)
     file = tmp_path / "a.bin"
     np.arange(21, dtype="<u2").tofile(file)
     write_sums(file)
@@ -152,7 +152,7 @@ def test_blocks_are_compared_once_and_only_where_something_is_read(
     assert (len(held), held[:8].tolist(), held[16:99].tolist()) == (
         21, list(range(8)), list(range(16, 21))
     )  # fmt: skip
-    with pytest.raises(StageError, match="bytes 16 to 31 are others"):
+    with pytest.raises(StageError, match="bytes 16 to 31 differ"):
         held[7:9]
     flip(file, 0)  # what has been compared is not read again
     assert held[1:8].tolist() == list(range(1, 8))
@@ -271,9 +271,9 @@ def test_a_machine_with_other_data_builds_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "1" / "cache").iterdir())
 
 
-def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.default_folder() == tmp_path / "pipetrain"
+    assert cache.cache_folder() == tmp_path / "pipetrain"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache.default_folder() == tmp_path / "home/.cache/pipetrain"
+    assert cache.cache_folder() == tmp_path / "home/.cache/pipetrain"

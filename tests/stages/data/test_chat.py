@@ -14,9 +14,10 @@ from pipeline.contracts.data import NO_TARGET, Sample
 from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from pipeline.testing import plan_view
-from stages.data.chat import ChatData, with_today
+from stages.data.chat import ChatData
+from stages.data.chat_template import with_date
 from stages.data.rows import Row
-from stages.data.samples import LeftOut
+from stages.data.samples import DroppedRows
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 from tests.support.tier import examples, times
 
@@ -173,10 +174,10 @@ def test_of_many_dropped_rows_the_first_are_named(
 
 
 def test_what_is_kept_of_dropped_rows_does_not_grow() -> None:
-    left_out = LeftOut()
+    dropped = DroppedRows()
     for number in range(1000):
-        left_out.add(Row(file="f", number=number, value={}))
-    assert (left_out.count, left_out.first) == (1000, ["f:0", "f:1", "f:2", "f:3", "f:4"])
+        dropped.add(Row(file="f", number=number, value={}))
+    assert (dropped.count, dropped.first) == (1000, ["f:0", "f:1", "f:2", "f:3", "f:4"])
 
 
 def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_the_cache_knows_the_template_and_the_settings(
     def no_encoder(*arguments: Any) -> Any:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr("stages.data.encode.Encoder.__call__", no_encoder)
+    monkeypatch.setattr("stages.data.encode.RowEncoder.batch", no_encoder)
     again = stage.run(ctx, FakeSource())
     assert again.fingerprint == prints[0]
     assert trained(again.train[0]) == [*ids("b"), STOP, *ids("d"), STOP]
@@ -240,7 +241,7 @@ def test_a_template_is_told_the_date_that_is_set(ctx: Context, chat: Any, templa
 @pytest.mark.parametrize("bad", ["tomorrow", "2024-02-30", "20240726", "26 Jul 2024"])
 def test_what_is_no_date(chat: Any, bad: str) -> None:
     (problem,) = chat(today=bad).check(plan_view())
-    assert str(problem) == f"today: {bad!r} is no date (write it as YYYY-MM-DD)"
+    assert str(problem) == f"today: {bad!r} is not a date (write it as YYYY-MM-DD)"
 
 
 @examples(25)
@@ -259,7 +260,7 @@ def test_the_template_renders_as_if_it_were_that_day(before: str, date: Any) -> 
         said = [message("user", content) for content in contents]
         return str(fast.apply_chat_template(said, chat_template=template, tokenize=False))
 
-    told = rendered(with_today(template, f"{day:%Y-%m-%d}"), asked)
+    told = rendered(with_date(template, f"{day:%Y-%m-%d}"), asked)
     assert told == rendered(plain, [day.strftime(each) for each in asked])
 
 

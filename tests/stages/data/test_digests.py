@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DataError
-from stages.data import cache
-from stages.data.cache import file_digests
+from stages.data import sources
+from stages.data.sources import file_digests
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Names of the files that are read; what has been written counts as written long ago."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "SETTLED", -60.0)
-    content, names = cache._content, []
+    monkeypatch.setattr(sources, "SETTLED", -60.0)
+    content, names = sources.content_digest, []
 
     def watched(path: Path) -> str:
         names.append(path.name)
         return content(path)
 
-    monkeypatch.setattr(cache, "_content", watched)
+    monkeypatch.setattr(sources, "content_digest", watched)
     return names
 
 
@@ -70,7 +70,7 @@ def test_another_file_moved_into_its_place(read: list[str], files: list[Path]) -
 def test_a_file_that_was_just_written_is_read_again(
     read: list[str], files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "SETTLED", 60.0)
+    monkeypatch.setattr(sources, "SETTLED", 60.0)
     for _ in range(2):
         assert file_digests(files) == expected(files)
     assert sorted(read) == ["a", "a", "b", "b"]

@@ -158,7 +158,7 @@ class Spare:
 
 def test_what_is_put_behind_a_text_is_never_put_before_it() -> None:
     assert start_ids(Spare("01"), None) == [1]
-    with pytest.raises(StageError, match="cannot be told"):
+    with pytest.raises(StageError, match="cannot be found"):
         start_ids(Spare("xyz"), None)
 
 

@@ -63,7 +63,7 @@ CHAT = {
         LINE + b'{"text": "\xff"}\n',
         "a.jsonl:2: not UTF-8: byte 0xff at offset 10 (convert the file, for example with iconv)",
     ),
-    "NUL byte": Case(LINE + b"\0\0\0", "a.jsonl:2: a NUL byte at offset 0 (the file is no UTF-8"),
+    "NUL byte": Case(LINE + b"\0\0\0", "a.jsonl:2: a NUL byte at offset 0 (the file is not UTF-8"),
     "NUL in JSON": second(said("x\0"), "`messages[0].content` holds a NUL character"),
     "half a surrogate pair": second(
         said("\ud800"), "`messages[0].content` holds half of a surrogate pair"
@@ -105,7 +105,7 @@ CHAT = {
     "a message as text": second({"messages": ["hi"]}, "`messages[0]` is text, not an object"),
     "unknown role": second(
         {"messages": [USER, {"role": "asistant", "content": "b"}]},
-        "`messages[1].role` is 'asistant', which is no role (did you mean `assistant`?)",
+        "`messages[1].role` is 'asistant', which is not a known role (did you mean `assistant`?)",
     ),
     "missing role": second({"messages": [{"content": "x"}]}, "`messages[0].role` is missing, not"),
     "missing content": second(
@@ -121,7 +121,8 @@ CHAT = {
     ),
     "tool call without tools": second(
         {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
-        "calls a tool, but has no `tools` (give the row the `tools` that may be called; an empty",
+        "calls a tool, but has no `tools` (give the row the `tools` that may be called; use "
+        "`tools: []` if the messages describe them)",
     ),
     "a user calls a tool": second(
         {"tools": [], "messages": [{**USER, "tool_calls": [CALL]}]},
@@ -143,15 +144,15 @@ CHAT = {
         {**GOOD, "tools": '{"name": "f"}'}, "`tools` is an object, not a list"
     ),
     "template arguments that are no object": second(
-        {**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is not an object"
+        {**GOOD, "chat_template_kwargs": 3}, "`chat_template_kwargs` is a number, not an object"
     ),
     "template arguments that are transformers' own": second(
         {**GOOD, "chat_template_kwargs": {"mood": 1, "tokenize": True, "return_dict": True}},
-        "`chat_template_kwargs` has 'return_dict', which is no variable of the template (leave it",
+        "`chat_template_kwargs` has 'return_dict', which is not a variable of the template (",
     ),
     "a clock in the row": second(
         {**GOOD, "chat_template_kwargs": {"strftime_now": "now"}},
-        "`chat_template_kwargs` has 'strftime_now', which is no variable of the template",
+        "`chat_template_kwargs` has 'strftime_now', which is not a variable of the template",
     ),
     "history that is no list": Case(
         [{"instruction": "x", "output": "y", "history": 5}],
@@ -170,7 +171,8 @@ CHAT = {
     ),
     "unknown ShareGPT name": Case(
         [{"conversations": [{"from": "humann", "value": "x"}]}],
-        "a.jsonl:1: `conversations[0].from` is 'humann', which is no role (did you mean `human`?)",
+        "a.jsonl:1: `conversations[0].from` is 'humann', which is not a known role (did you mean "
+        "`human`?)",
     ),
     "ShareGPT without a value": Case(
         [{"conversations": [{"from": "human"}]}],
@@ -191,7 +193,7 @@ CHAT = {
     "template whose prefixes do not match": Case(
         [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}],
         "a.jsonl:1: the chat template renders messages[1] differently in a longer conversation, "
-        "so that its tokens cannot be told (set `loss: last`, or mark the turns",
+        "so that its tokens cannot be located (set `loss: last`, or mark the turns",
         template=PLAIN.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}"),
     ),
     "template whose markers mark nothing": Case(
@@ -362,8 +364,8 @@ def test_a_row_that_is_not_of_the_form_that_was_set(
     file = written(tmp_path / "a.jsonl", [half])
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form=form)
     assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
-        f"a.jsonl:1: has ['output', 'prompt'], which is no row of form {form!r} "
-        f"(such a row has {keys}; without `form` the keys tell)"
+        f"a.jsonl:1: has ['output', 'prompt'], which is not a row of form {form!r} "
+        f"(such a row has {keys}; without `form` the keys decide)"
     )
 
 
@@ -371,7 +373,7 @@ def test_lines_of_text_are_no_messages(ctx: Context, source: FakeSource, tmp_pat
     file = written(tmp_path / "a.txt", b"hello\n")
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form="messages")
     assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(
-        "a.txt:1: has ['text'], which is no row of form 'messages'"
+        "a.txt:1: has ['text'], which is not a row of form 'messages'"
     )
 
 
@@ -473,7 +475,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"sources": (Source(dataset="./here", revision="0" * 40),)},
-            [("sources.0.dataset", "'./here' is no hub id (owner/name)")],
+            [("sources.0.dataset", "'./here' is not a hub id (owner/name)")],
         ),
         (
             {"sources": (Source(dataset="owner/name"),)},

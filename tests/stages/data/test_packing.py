@@ -212,7 +212,7 @@ def test_a_document_without_a_token_is_no_border(
     length=st.integers(1, 9),
 )
 def test_documents_apart_are_told_by_the_index_alone(documents: list[str], length: int) -> None:
-    from stages.data.documents import TokenBlocks
+    from stages.data.samples import TokenBlocks
 
     stream = np.array([token for text in documents for token in [*ids(text), END]])
     starts = np.cumsum([0, *(len(text) + 1 for text in documents)])[:-1]

@@ -18,8 +18,9 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from stages.data import tokenize
 from stages.data.chat import ChatData
+from stages.data.rows import Reading
 from stages.data.text import TextData
-from stages.data.tokenize import Announcer, Reading
+from stages.data.tokenize import ProgressLog
 from tests.stages.data.fakes import FakeSource
 
 
@@ -27,7 +28,7 @@ def test_results_come_in_order_from_other_processes() -> None:
     def square(number: int) -> tuple[int, int]:
         return number * number, os.getpid()
 
-    found = list(tokenize.each(square, range(50), 3))
+    found = list(tokenize.map_batches(square, range(50), 3))
     assert [(batch, result[0]) for batch, result in found] == [(n, n * n) for n in range(50)]
     pids = [result[1] for _, result in found]
     assert pids[0] == os.getpid()
@@ -37,13 +38,13 @@ def test_results_come_in_order_from_other_processes() -> None:
 
 def test_workers_are_as_many_as_cores_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.hardware.host.usable_cores", lambda: 1.5)
-    found = list(tokenize.each(lambda batch: os.getpid(), [7, 8, 9], None))
+    found = list(tokenize.map_batches(lambda batch: os.getpid(), [7, 8, 9], None))
     assert {pid for _, pid in found} == {os.getpid()}
 
 
 def test_one_batch_or_one_worker_needs_no_process() -> None:
     for batches, workers in (([7], 4), ([7, 8, 9], 1), ([], 4)):
-        found = list(tokenize.each(lambda batch: os.getpid(), batches, workers))
+        found = list(tokenize.map_batches(lambda batch: os.getpid(), batches, workers))
         assert [result for _, result in found] == [os.getpid()] * len(batches)
 
 
@@ -58,7 +59,7 @@ def failing_at(*bad: int) -> Any:
 
 def test_an_error_keeps_its_class_and_its_words() -> None:
     with pytest.raises(DataError) as caught:
-        list(tokenize.each(failing_at(9, 5), range(20), 2))
+        list(tokenize.map_batches(failing_at(9, 5), range(20), 2))
     assert str(caught.value) == "f:5: broken (mend it)"
 
 
@@ -68,9 +69,9 @@ def test_an_error_of_the_reader_comes_behind_earlier_ones() -> None:
         raise StageError("unreadable")
 
     with pytest.raises(DataError, match="f:5"):
-        list(tokenize.each(failing_at(5), numbers(), 2))
+        list(tokenize.map_batches(failing_at(5), numbers(), 2))
     with pytest.raises(StageError, match="unreadable"):
-        list(tokenize.each(failing_at(), numbers(), 2))
+        list(tokenize.map_batches(failing_at(), numbers(), 2))
 
 
 def test_a_killed_process_is_no_hang() -> None:
@@ -80,7 +81,7 @@ def test_a_killed_process_is_no_hang() -> None:
         return number
 
     with pytest.raises(StageError, match=r"was killed \(if memory was short, set fewer `workers`"):
-        list(tokenize.each(die, range(20), 2))
+        list(tokenize.map_batches(die, range(20), 2))
 
 
 def test_a_process_that_ends_while_a_slow_source_is_read() -> None:
@@ -97,7 +98,7 @@ def test_a_process_that_ends_while_a_slow_source_is_read() -> None:
         return number
 
     with pytest.raises(StageError, match="a process that tokenises was killed"):
-        list(tokenize.each(leave, slow(), 2))
+        list(tokenize.map_batches(leave, slow(), 2))
 
 
 def files_of(cache: Path) -> dict[str, bytes]:
@@ -133,16 +134,16 @@ def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
     now = 100.0
     monkeypatch.setattr(tokenize.time, "monotonic", lambda: now)
     reading = Reading(total=200)
-    announcer = Announcer(log=logging.getLogger("test"), reading=reading, unit="rows")
+    progress = ProgressLog(log=logging.getLogger("test"), reading=reading, unit="rows")
     reading.enter(120, lambda: 120)
     reading.enter(80, lambda: 20)
     now = 109.0
-    announcer.tell(90, 900)
+    progress.update(90, 900)
     assert not caplog.messages
     now = 120.0
-    announcer.tell(100, 1000)
+    progress.update(100, 1000)
     now = 125.0
-    announcer.tell(101, 1001)
+    progress.update(101, 1001)
     assert caplog.messages == ["tokenising: 100 rows, 1000 tokens, 5 rows/s, 70% read"]
     assert Reading().fraction() is None
 

@@ -27,8 +27,8 @@ from pipeline.run.metrics import records
 from pipeline.testing import plan_view
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data.stream import StreamData
-from stages.data.streaming import store
-from stages.data.streaming.order import StreamOrder, located
+from stages.data.streaming import shards
+from stages.data.streaming.data import StreamOrder, located
 from stages.data.text import TextData
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
@@ -119,14 +119,14 @@ def test_without_shuffle_it_is_the_files_in_order(ctx: Context, folder: Path) ->
 def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     """The shards of `folder` that are read, by name; a thread of an earlier test may read on."""
     names: list[str] = []
-    build = store.ShardStore._build
+    build = shards.ShardStore._build
 
     def counted(self: Any, shard: Any, entry: Path) -> Any:
         if Path(shard.address).parent == folder:
             names.append(shard.name)
         return build(self, shard, entry)
 
-    monkeypatch.setattr(store.ShardStore, "_build", counted)
+    monkeypatch.setattr(shards.ShardStore, "_build", counted)
     return names
 
 
@@ -258,13 +258,13 @@ def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
 
 def rank_of_two(dist: Any, folder: str, run_dir: str) -> Any:
     names: list[str] = []
-    build = store.ShardStore._build
+    build = shards.ShardStore._build
 
     def counted(self: Any, shard: Any, place: Path) -> Any:
         names.append(shard.name)
         return build(self, shard, place)
 
-    store.ShardStore._build = counted  # type: ignore[method-assign]
+    shards.ShardStore._build = counted  # type: ignore[method-assign]
     data, _ = opened(stream(Path(folder), ahead=2), context(dist, run_dir))
     found = taken(data, 0, 60)
     dist.barrier()
@@ -412,7 +412,7 @@ def test_epochs_need_a_length(folder: Path, ctx: Context) -> None:
     )
     slots["train"] = TrainCausalLm(steps=1, global_batch_size=2)
     assert not list(stage.check(plan_view(slots)))
-    with pytest.raises(StageError, match="how many samples a stream has is not known"):
+    with pytest.raises(StageError, match="the number of samples of a stream is not known"):
         len(opened(stage, ctx)[0].train)
 
 

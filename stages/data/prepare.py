@@ -1,0 +1,196 @@
+"""Samples of `data.chat` and `data.text`: sources are tokenised into cache entries, then mapped."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.contracts.data import Data, Samples
+from pipeline.contracts.model import ModelSource
+from pipeline.errors import StageError
+from stages.data import tokenize
+from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
+from stages.data.documents import Documents
+from stages.data.encode import RowEncoder
+from stages.data.formats import rows_with_formats
+from stages.data.samples import FORM, MaskedSamples, SampleWriter
+from stages.data.sources import Opened, open_source
+from stages.data.tokenize import ProgressLog, TextTokenizer, chunks
+from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
+
+if TYPE_CHECKING:
+    from pipeline.contracts.stage import Context
+    from stages.data.chat import ChatData
+    from stages.data.fields import Source
+    from stages.data.text import TextData
+
+_BATCH = 64
+"""Rows that a process encodes at a time."""
+_SETTINGS = (
+    "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
+)  # fmt: skip
+"""Fields of `data.chat` that decide which tokens a row becomes."""
+_START = "-"
+"""Separator of a cache key from the digest of the ids that texts begin with."""
+
+
+def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> Entry:
+    """Return the cache entry of a source, tokenised if it is absent (collective)."""
+    started = time.monotonic()
+    opened = functools.cache(functools.partial(open_source, source))
+    entry = prepare(
+        work.ctx,
+        cache_folder(cache),
+        lambda: work.key(opened()),
+        lambda folder: work.build(opened(), folder),
+    )
+    tokenize.check_ids(work.model, entry.counts["largest"])
+    seconds = time.monotonic() - started
+    work.ctx.log.info("%s: %s, %.1f s (%s)", source, work.describe(entry), seconds, entry)
+    return entry
+
+
+def _entries(stage: ChatData | TextData, work: Documents | Rows) -> list[Entry]:
+    """Return the entries of the sources to train on, then of those to evaluate on (collective)."""
+    sources = (*stage.trained_on(), *stage.held_out())
+    return [source_entry(work, source, stage.cache) for source in sources]
+
+
+def _data(
+    stage: ChatData | TextData,
+    work: Documents | Rows,
+    entries: Sequence[Entry],
+    packed: bool,
+    identity: Mapping[str, Any],
+) -> Data:
+    """Return the data in the entries of a stage's sources (collective)."""
+    train, heldout = train_and_heldout(stage, entries, work.size, work.samples)
+    return Data(
+        train=train,
+        heldout=heldout,
+        pad_id=tokenize.pad_id(work.tokenizer),
+        packed=packed,
+        identity={
+            "tokenizer": work.tokenizer_identity,
+            "weights": json.dumps([source.weight for source in stage.trained_on()]),
+            "heldout_fraction": stage.heldout_fraction,
+            **identity,
+        },
+    )
+
+
+def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
+    """Return the data of `data.text` (collective)."""
+    work = Documents(stage, stage.workers, ctx, model)
+    entries = _entries(stage, work)
+    names = ("sequence_length", "append_eos", "documents", "documents_apart")
+    identity = {
+        "stage": "data.text",
+        "contents": digest([entry.key for entry in entries]),
+        "prepend_bos": bool(work.start),
+        **{name: getattr(stage, name) for name in names},
+    }
+    return _data(stage, work, entries, stage.documents_apart, identity)
+
+
+def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
+    """Return the data of `data.chat` (collective)."""
+    work = Rows(stage, ctx, model)
+    entries = _entries(stage, work)
+    identity = {
+        "stage": "data.chat",
+        "contents": digest([work.content(entry) for entry in entries]),
+        "packing": stage.packing,
+        **({"prepend_bos": True} if any(map(work.has_start, entries)) else {}),
+        **work.settings,
+    }
+    return _data(stage, work, entries, stage.packing, identity)
+
+
+class Rows:
+    """Tokenises the rows of sources into cache entries, and opens them as samples."""
+
+    def __init__(self, stage: ChatData, ctx: Context, model: ModelSource) -> None:
+        """Raises StageError for a slow tokenizer."""
+        self.stage, self.ctx, self.model = stage, ctx, model
+        self.tokenizer = model.tokenizer()
+        if not self.tokenizer.is_fast:
+            raise StageError(
+                f"{model.name}: its tokenizer does not report the characters of a token",
+                hint="data.chat needs a tokenizer with a tokenizer.json",
+            )
+        identity = tokenize.identity(self.tokenizer)
+        self.tokenizer_identity = digest([identity, self.tokenizer.chat_template])
+        self.dtype = tokenize.id_dtype(self.tokenizer, model.vocab_size)
+        self.start = tokenize.start_ids(self.tokenizer, stage.prepend_bos)
+        """Ids that texts begin with."""
+        self.settings = {name: getattr(stage, name) for name in _SETTINGS}
+
+    def size(self, entry: Entry) -> int:
+        """Return the number of an entry's samples, unpacked."""
+        return entry.counts["samples"]
+
+    def has_start(self, entry: Entry) -> bool:
+        """Whether any row of an entry begins with `start`."""
+        texts = {"text"} if self.stage.template else {"text", "prompt/completion", "alpaca"}
+        return bool(self.start) and any(entry.counts.get(FORM + format) for format in texts)
+
+    def content(self, entry: Entry) -> str:
+        """Return an entry's key, without the digest of `start` if no row begins with it: so runs of
+        conversations from before `prepend_bos` existed can be resumed."""
+        return entry.key if self.has_start(entry) else entry.key.partition(_START)[0]
+
+    def key(self, opened: Opened) -> str:
+        settings = [self.settings, self.stage.roles, self.dtype]
+        rest = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
+        return rest + _START + digest(self.start)[:16] if self.start else rest
+
+    def build(self, opened: Opened, folder: Path) -> Counts:
+        reading, log = opened.reading(), self.ctx.log
+        encoder = RowEncoder(
+            stage=self.stage,
+            tokens=TextTokenizer(self.tokenizer),
+            vocab_size=self.model.vocab_size,
+            start=self.start,
+        )
+        rows = chunks(rows_with_formats(opened.parts, reading, self.stage.form), _BATCH)
+        progress = ProgressLog(log=log, reading=reading, unit="rows")
+        return SampleWriter(dtype=self.dtype, log=log, progress=progress).write(
+            folder, tokenize.map_batches(encoder.batch, rows, self.stage.workers)
+        )
+
+    def describe(self, entry: Entry) -> str:
+        counts = entry.counts
+        formats = ", ".join(
+            f"{count} {name.removeprefix(FORM)}"
+            for name, count in counts.items()
+            if name.startswith(FORM)
+        )
+        return (
+            f"{counts['rows']} rows ({formats}), {counts['dropped']} dropped, "
+            f"{counts['long']} too long, {counts['samples']} samples, {counts['tokens']} tokens, "
+            f"{counts['targets']} targets"
+        )
+
+    def samples(self, entry: Entry, first: int, count: int) -> Samples:
+        """Open some rows of an entry as samples (collective)."""
+        rows = MaskedSamples(entry, self.dtype, first, count)
+        if not self.stage.packing:
+            return rows
+        length = self.stage.sequence_length
+        packs = prepare(
+            self.ctx,
+            cache_folder(self.stage.cache),
+            lambda: pack_key(entry, first, count, length),
+            lambda folder: write_packs(folder, rows, length),
+        )
+        filled = packs.counts["positions"] / (packs.counts["samples"] * length)
+        self.ctx.log.info(
+            "packing: %d rows in %d samples, %.1f%% full", count, packs.counts["samples"],
+            100 * filled,
+        )  # fmt: skip
+        return PackedSamples(rows, packs)
