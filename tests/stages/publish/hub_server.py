@@ -68,7 +68,10 @@ class Hub:
             raise Refused(401, f"Invalid credentials: {authorization}")
         for pattern, action in ACTIONS.items():
             if match := re.fullmatch(pattern, line):
-                return action(self, *match.groups(), body)
+                try:
+                    return action(self, *match.groups(), body)
+                except KeyError as missing:
+                    raise Refused(404, f"not found: {missing}") from missing
         raise Refused(501, f"not a request that publishing needs: {line}")
 
 
@@ -82,8 +85,9 @@ def _create(hub: Hub, body: bytes) -> Any:
     return {"url": f"{hub.url}/{name}"}
 
 
-def _info(hub: Hub, name: str, body: bytes) -> Any:
-    return {"id": name, "private": hub.repos[name].private}
+def _info(hub: Hub, name: str, revision: str | None, body: bytes) -> Any:
+    repo = hub.repos[name]
+    return {"id": name, "private": repo.private, "sha": repo.branches[revision or "main"]}
 
 
 def _branch(hub: Hub, name: str, branch: str, body: bytes) -> Any:
@@ -149,7 +153,7 @@ def _commit(hub: Hub, name: str, branch: str, body: bytes) -> Any:
 
 ACTIONS: dict[str, Callable[..., Any]] = {
     r"POST /api/repos/create": _create,
-    rf"GET /api/models/{NAME}": _info,
+    rf"GET /api/models/{NAME}(?:/revision/([\w.-]+))?": _info,
     rf"POST /api/models/{NAME}/branch/([\w.-]+)": _branch,
     rf"GET /api/models/{NAME}/tree/([\w.-]+)": _tree,
     r"POST /api/validate-yaml": lambda hub, body: {"errors": [], "warnings": []},
