@@ -11,7 +11,6 @@ import io
 import math
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -26,17 +25,18 @@ from torch.distributed._shard.sharding_spec._internals import (
     check_tensor,
     validate_non_overlapping_shards_metadata,
 )
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from pipeline.checkpoint.layout import dtype
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import CheckpointError
 from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
@@ -114,9 +114,8 @@ def require_cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 
 
 _DESCRIPTIONS = (
-    metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, Metadata, metadata.MetadataIndex,
-    metadata.StorageMeta, metadata.TensorProperties, TensorStorageMetadata,
-    metadata._MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
+    BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta,
+    TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
 )  # fmt: skip
 _ADMITTED: dict[str, Any] = {
     **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _DESCRIPTIONS},
@@ -216,55 +215,34 @@ def write_state_dict(
     values: Mapping[str, Mapping[str, Any]],
     folder: Path,
 ) -> None:
-    """Save a state dict of sections, one tensor in memory at a time. A section has tensors of
-    `source`, whose keys are in `keys`, and plain `values`. Raises CheckpointError, OSError."""
-    state = {
-        section: {name: _placeholder(source, key) for name, key in named.items()}
-        | dict(values.get(section, {}))
-        for section, named in keys.items()
-    }
-    names = {f"{section}.{name}": key for section in keys for name, key in keys[section].items()}
-    writer, planner = _Writer(folder, overwrite=False), _Planner(source, names)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(state, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as failed:
-        raise next((error for error, _ in failed.failures.values()), failed) from None
+    """Write a state dict of sections as rank 0 of one process does, one tensor in memory at a time.
+
+    A section has tensors of `source`, whose keys are in `keys`, and plain `values`. Raises
+    CheckpointError, OSError.
+    """
+    written = Metadata({}, planner_data={}, storage_data={})
+    with (folder / _DATA).open("wb") as stream:
+        for section, named in keys.items():
+            for name, key in named.items():
+                _write((section, name), assembled(source, key), stream, written)
+            for name, value in values.get(section, {}).items():
+                _write((section, name), value, stream, written)
+    with (folder / ".metadata").open("wb") as stream:
+        pickle.dump(written, stream)
 
 
-def _placeholder(source: StateSource, key: str) -> Tensor:
-    entry = source.entry(key)
-    return torch.empty(entry.shape, dtype=dtype(entry.dtype), device="meta")
-
-
-class _Planner(DefaultSavePlanner):
-    def __init__(self, source: StateSource, keys: Mapping[str, str]) -> None:
-        super().__init__()
-        self._source = source
-        self._keys = keys
-
-    def lookup_object(self, index: metadata.MetadataIndex) -> Any:
-        if index.fqn in self._keys:
-            return assembled(self._source, self._keys[index.fqn])
-        return super().lookup_object(index)
-
-
-class _Writer(FileSystemWriter):
-    """Writes one file, tensor by tensor; torch's own `write_data` keeps all of them in memory."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = []
-        with Path(self.path, _DATA).open("wb") as stream:
-            for item in plan.items:
-                offset = stream.tell()
-                data = planner.resolve_data(item)
-                if isinstance(data, Tensor):
-                    append(data, stream)
-                else:
-                    stream.write(data.getbuffer())
-                length = stream.tell() - offset
-                written.append(WriteResult(item.index, length, _StorageInfo(_DATA, offset, length)))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(written)
-        return done
+def _write(keys: Keys, value: Any, stream: IO[bytes], written: Metadata) -> None:
+    name, begin = ".".join(keys), stream.tell()
+    append(value, stream)
+    index, described = MetadataIndex(name), cast(Any, BytesStorageMetadata())
+    if isinstance(value, Tensor):
+        zeros = torch.Size([0] * value.dim())
+        index = MetadataIndex(name, zeros)
+        chunk = ChunkStorageMetadata(zeros, value.size())
+        properties = TensorProperties.create_from_tensor(value)
+        described = TensorStorageMetadata(properties, value.size(), [chunk])
+    if name in written.state_dict_metadata:
+        raise CheckpointError(f"{name}: there are two entries of this name")
+    written.planner_data[name] = keys
+    written.state_dict_metadata[name] = described
+    written.storage_data[index] = _StorageInfo(_DATA, begin, stream.tell() - begin)

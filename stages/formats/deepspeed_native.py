@@ -102,20 +102,22 @@ class FlatGroup(NamedTuple):
     """Number of the optimizer group."""
     shapes: Mapping[str, Shape]
     places: Mapping[str, Sequence[Place]]
-    """Places that make up each parameter, in order."""
+    """Places of each parameter, in order."""
     flats: Mapping[str, Sequence[Tensor]]
-    """Flat tensors of the ranks, by kind."""
+    """Flat tensors of all ranks, by kind."""
     counts: set[int]
-    """Numbers of updates that ranks report."""
+    """Numbers of updates, as the ranks saved them."""
     settings: Saved
 
 
 def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     """The state in the sub-folder `state` of `folder`. Raises CheckpointError."""
-    models = [load(file, verify=reading.verify) for file in _files(state, "model")]
-    ranks = [load(file, verify=reading.verify) for file in _files(state, "optim")]
-    ranks = [saved["optimizer_state_dict"] for saved in ranks]
-    sharded = bool(ranks) and "fp32_flat_groups" in ranks[0]
+    models, optimizers = (
+        [load(file, verify=reading.verify) for file in _files(state, kind)]
+        for kind in ("model", "optim")
+    )
+    ranks = [saved["optimizer_state_dict"] for saved in optimizers]
+    sharded = "fp32_flat_groups" in ranks[0]
     _require_complete(state, models, ranks, sharded=sharded)
     groups = list(_flat_groups(state, models, ranks, sharded=sharded))
     model, moments = models[0], () if reading.weights_only else MOMENTS
@@ -134,7 +136,7 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
         state=State(
             aliases=dict(model["shared_params"]),
             frozen=list(frozen),
-            groups=_optimizer_groups(groups),
+            groups=list(_optimizer_groups(groups)),
             updates={n: max(g.counts) for g in groups for n in g.shapes} if moments else {},
             moments=list(moments),
             loss_scale=loss_scale(ranks[0]),
@@ -147,26 +149,21 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
 
 def _files(folder: Path, kind: str) -> list[Path]:
     """Files of all ranks, in rank order. Raises CheckpointError for other parallelism than ZeRO."""
-    ranks: dict[int, Path] = {}
+    found = []
     for file in folder.glob(f"*_{kind}_states.pt"):
         match = _FILE.fullmatch(file.name)
         if match is None or int(match["mp"]):
             raise CheckpointError(
                 f"{file}: is of tensor, pipeline or expert parallelism, which is not converted"
             )
-        other = ranks.setdefault(int(match["dp"] or 0), file)
-        if other != file:
-            raise CheckpointError(f"{folder}: both {other.name} and {file.name} are there")
-    if not ranks:
+        found.append((int(match["dp"] or 0), file))
+    ranks = [rank for rank, _ in sorted(found)]
+    if not ranks or ranks != list(range(len(ranks))):
         raise CheckpointError(
-            f"{folder}: no *_{kind}_states.pt: incomplete, or not saved under ZeRO-1, 2 or 3"
+            f"{folder}: has a *_{kind}_states.pt for the ranks {ranks}: incomplete, or not saved "
+            "under ZeRO-1, 2 or 3"
         )
-    missing = set(range(len(ranks))) - ranks.keys()
-    if missing:
-        raise CheckpointError(
-            f"{folder}: the file of rank {min(missing)} (*_{kind}_states.pt) is missing"
-        )
-    return [ranks[rank] for rank in range(len(ranks))]
+    return [file for _, file in sorted(found)]
 
 
 def _require_complete(
@@ -197,27 +194,24 @@ def _flat_groups(
     owners = {index: number for number, group in enumerate(groups) for index in group["params"]}
     for index, shapes in enumerate(models[0]["param_shapes"]):
         group = groups[owners[index]]
-        states = [
-            {
-                WEIGHT: _in_memory(folder, rank, saved[masters][index]),
-                STEP: group.get(STEP, -1),
-                **{k: _in_memory(folder, rank, v) for k, v in base["state"].get(index, {}).items()},
-            }
-            for rank, (saved, base) in enumerate(zip(ranks, bases, strict=True))
-        ]
+        states = []
+        for rank, (saved, base) in enumerate(zip(ranks, bases, strict=True)):
+            state = {STEP: group.get(STEP, -1), **base["state"].get(index, {})}
+            state[WEIGHT] = saved[masters][index]
+            states.append({kind: _in_memory(folder, rank, v) for kind, v in state.items()})
         counts = {int(state.pop(STEP)) for state in states}
         flats = {
             kind: [flattened(state[kind]) for state in states]
             for kind in states[0]
             if all(isinstance(state.get(kind), Tensor) for state in states)
         }
-        places = (
-            _cut_each(shapes, len(ranks))
-            if sharded
-            else _cut_as_one(
-                folder, index, shapes, [len(flat) for flat in flats[WEIGHT]], models[0], ranks
-            )
-        )
+        if sharded:
+            places = _cut_each(shapes, len(ranks))
+        else:
+            places = _cut_as_one(shapes, flats[WEIGHT], index, ranks)
+            if not _reorders(models[0].get("ds_config")):
+                mappings = [rank["param_slice_mappings"][index] for rank in ranks]
+                _require_same_places(folder, places, mappings)
         yield FlatGroup(owners[index], shapes, places, flats, counts, group)
 
 
@@ -238,31 +232,24 @@ def _cut_each(shapes: Mapping[str, Shape], ranks: int) -> dict[str, list[Place]]
 
 
 def _cut_as_one(
-    folder: Path, index: int, shapes: Mapping[str, Shape], lengths: Sequence[int], model: Saved,
-    ranks: Sequence[Saved],
-) -> dict[str, list[Place]]:  # fmt: skip
+    shapes: Mapping[str, Shape], flats: Sequence[Tensor], index: int, ranks: Sequence[Saved]
+) -> dict[str, list[Place]]:
     """Stages 1 and 2: the parameters of a group, with padding behind each, make one vector, of
-    which each rank has a part of `lengths` elements."""
+    which each rank has a part."""
     paddings = ranks[0].get("param_alignment_paddings")
     padded = paddings[index] if paddings else [0] * len(shapes)
     found: dict[str, list[Place]] = {}
     start = 0
     for name, padding in zip(shapes, padded, strict=True):
         stop = start + math.prod(shapes[name])
-        found[name] = list(_cut(lengths, start, stop))
+        begins = itertools.accumulate(map(len, flats), initial=0)
+        parts = [
+            Place(rank, max(start - begin, 0), min(stop - begin, len(flat)))
+            for rank, (begin, flat) in enumerate(zip(begins, flats, strict=False))
+        ]
+        found[name] = [part for part in parts if part.start < part.stop]
         start = stop + padding
-    if not _reorders(model.get("ds_config")):
-        _require_same_places(folder, found, [rank["param_slice_mappings"][index] for rank in ranks])
     return found
-
-
-def _cut(lengths: Sequence[int], start: int, stop: int) -> Iterator[Place]:
-    begin = 0
-    for rank, length in enumerate(lengths):
-        low, high = max(start, begin), min(stop, begin + length)
-        if low < high:
-            yield Place(rank, low - begin, high - begin)
-        begin += length
 
 
 def _reorders(config: Any) -> bool:
@@ -309,12 +296,11 @@ def _require_optimizer(group: FlatGroup, folder: Path) -> None:
         raise CheckpointError(f"{folder}: ranks differ in the number of updates, or have none")
 
 
-def _optimizer_groups(groups: Sequence[FlatGroup]) -> list[Group]:
-    own = {group.number: settings(group.settings) for group in groups}
-    members = {
-        number: [n for g in groups if g.number == number for n in g.shapes] for number in own
-    }
-    return [Group(settings=own[number], parameters=members[number]) for number in sorted(own)]
+def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[Group]:
+    for _, parts in itertools.groupby(groups, key=lambda group: group.number):
+        own = list(parts)
+        names = [name for group in own for name in group.shapes]
+        yield Group(settings=settings(own[0].settings), parameters=names)
 
 
 def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:

@@ -159,12 +159,12 @@ class Damage:
     @staticmethod
     def first_rank_gone(state: Path) -> str:
         (state / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-        return "the file of rank 0 .* is missing"
+        return r"has a \*_optim_states.pt for the ranks \[1\]: incomplete"
 
     @staticmethod
     def model_gone(state: Path) -> str:
         (state / "mp_rank_00_model_states.pt").unlink()
-        return r"no \*_model_states.pt"
+        return r"has a \*_model_states.pt for the ranks \[\]: incomplete"
 
     @staticmethod
     def truncated(state: Path) -> str:
