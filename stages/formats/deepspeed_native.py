@@ -1,9 +1,15 @@
-"""A checkpoint of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 or 3, read as a state."""
+"""A checkpoint of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 or 3, read as a state.
+
+It is read without DeepSpeed and without running anything. Under ZeRO, the master weights of several
+parameters make one flat tensor per rank, and so do their moments, in the same places.
+"""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,114 +18,165 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.layout import random_key
 from pipeline.checkpoint.manifest import Group, Scale, State
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError
-from stages.formats.deepspeed_files import (
-    Scaler,
-    load,
-    model_files,
-    optimizer_files,
-    own_progress,
-    own_random,
-)
-from stages.formats.deepspeed_layout import (
-    Placed,
-    reorders,
-    replicated,
-    require_same_account,
-    sharded,
-)
-from stages.formats.mapped import (
+from stages.formats import stored
+from stages.formats.stored import (
+    MOMENTS,
+    PROGRESS,
     MappedSource,
-    Range,
+    Shape,
     Stored,
+    flattened,
     fresh_progress,
+    joined,
+    read_json,
     require_file_name,
     require_moments,
     settings,
+    understood,
     whole,
 )
 
 Saved = Mapping[str, Any]
 STEP = "step"
+_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?:model|optim)_states\.pt"
+)
+
+
+class _Inert:
+    """Stands in for a class of DeepSpeed's: has an object's saved attributes, and does nothing."""
+
+
+class Scaler(_Inert):
+    """A loss scaler, with the attributes of DeepSpeed's."""
+
+    cur_scale: float
+    dynamic: bool
+    cur_iter: int
+    last_overflow_iter: int
+    scale_window: int
+
+
+class Fragment(_Inert):
+    """Elements [start, start + numel) of a rank's flat tensor."""
+
+    numel: int
+    start: int
+
+
+class Stage(int):
+    """Number of the ZeRO stage."""
+
+
+ADMITTED = [
+    (Scaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Scaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Fragment, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+
+
+def load(file: Path, *, verify: bool = True) -> Any:
+    """Content of one of DeepSpeed's files. Raises CheckpointError."""
+    return stored.load(file, ADMITTED, verify=verify)
+
+
+class Place(NamedTuple):
+    """Elements [start, stop) of the flat tensor of rank `rank`."""
+
+    rank: int
+    start: int
+    stop: int
 
 
 class FlatGroup(NamedTuple):
-    """Parameters whose masters lie in one flat tensor per rank, with its optimizer state."""
+    """Parameters whose tensors lie in flat tensors, one per rank and kind."""
 
-    group: int
-    placed: Mapping[str, Placed]
-    masters: Sequence[Tensor]
-    states: Sequence[Saved]
+    number: int
+    """Number of the optimizer group."""
+    shapes: Mapping[str, Shape]
+    places: Mapping[str, Sequence[Place]]
+    """Places of each parameter, in order."""
+    flats: Mapping[str, Sequence[Tensor]]
+    """Flat tensors of all ranks, by kind."""
+    counts: set[int]
+    """Numbers of updates, as the ranks saved them."""
     settings: Saved
 
 
 def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     """The state in the sub-folder `state` of `folder`. Raises CheckpointError."""
-    models = [load(file, verify=reading.verify) for file in model_files(state)]
-    ranks = [_of_zero(file, verify=reading.verify) for file in optimizer_files(state)]
-    _require_complete(state, models, ranks)
-    flats = list(_sharded_flats(state, models, ranks) if _is_sharded(ranks) else
-                 _replicated_flats(state, models, ranks))  # fmt: skip
-    step = int(models[0]["global_steps"])
-    progress = own_progress(folder) or fresh_progress(
-        step, reading.samples, int(models[0].get("skipped_steps") or 0)
+    models, optimizers = (
+        [load(file, verify=reading.verify) for file in _files(state, kind)]
+        for kind in ("model", "optim")
     )
-    moments: tuple[str, ...] = () if reading.weights_only else _moments(flats, state)
-    untrained = dict(
-        _sharded_frozen(models) if _is_sharded(ranks) else _whole_frozen(models, flats)
-    )
-    buffers = {name: whole(models[0]["module"][name]) for name in models[0]["buffer_names"]}
-    stored = {f"{WEIGHT}/{name}": value for name, value in (untrained | buffers).items()}
+    ranks = [saved["optimizer_state_dict"] for saved in optimizers]
+    sharded = "fp32_flat_groups" in ranks[0]
+    _require_complete(state, models, ranks, sharded=sharded)
+    groups = list(_flat_groups(state, models, ranks, sharded=sharded))
+    model, moments = models[0], () if reading.weights_only else MOMENTS
+    for group in groups if moments else ():
+        _require_optimizer(group, state)
+    frozen = dict(_frozen_shards(models) if sharded else _frozen(model, groups))
+    buffers = {name: whole(model["module"][name]) for name in model["buffer_names"]}
+    step = int(model["global_steps"])
     return MappedSource(
         where=str(folder),
         step=step,
         world_size=len(ranks),
-        writer={"format": "deepspeed", "packages": {"deepspeed": models[0].get("ds_version")}},
-        progress=progress,
+        writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
+        progress=_own_progress(folder)
+        or fresh_progress(step, reading.samples, int(model.get("skipped_steps") or 0)),
         state=State(
-            aliases=dict(models[0]["shared_params"]),
-            frozen=list(untrained),
-            groups=_groups(flats),
-            updates={} if reading.weights_only else dict(_updates(flats, state)),
+            aliases=dict(model["shared_params"]),
+            frozen=list(frozen),
+            groups=list(_optimizer_groups(groups)),
+            updates={n: max(g.counts) for g in groups for n in g.shapes} if moments else {},
             moments=list(moments),
             loss_scale=loss_scale(ranks[0]),
         ),
-        stored=stored | dict(_trained(flats, moments)) | own_random(folder),
+        stored={f"{WEIGHT}/{name}": value for name, value in (frozen | buffers).items()}
+        | dict(_trained(groups, (WEIGHT, *moments)))
+        | dict(_own_random(folder)),
     )
 
 
-def _of_zero(file: Path, *, verify: bool) -> Saved:
-    saved = load(file, verify=verify).get("optimizer_state_dict")
-    known = ("fp32_flat_groups", "single_partition_of_fp32_groups")
-    if not isinstance(saved, Mapping) or not any(key in saved for key in known):
-        raise CheckpointError(f"{file}: holds no master weights of ZeRO")
-    return saved
-
-
-def _is_sharded(ranks: Sequence[Saved]) -> bool:
-    """Whether it is stage 3."""
-    return "fp32_flat_groups" in ranks[0]
-
-
-def _require_complete(folder: Path, models: Sequence[Saved], ranks: Sequence[Saved]) -> None:
-    if not models:
-        raise CheckpointError(f"{folder}: no *_model_states.pt")
-    if not ranks:
+def _files(folder: Path, kind: str) -> list[Path]:
+    """Files of all ranks, in rank order. Raises CheckpointError for other parallelism than ZeRO."""
+    found = []
+    for file in folder.glob(f"*_{kind}_states.pt"):
+        match = _FILE.fullmatch(file.name)
+        if match is None or int(match["mp"]):
+            raise CheckpointError(
+                f"{file}: is of tensor, pipeline or expert parallelism, which is not converted"
+            )
+        found.append((int(match["dp"] or 0), file))
+    ranks = [rank for rank, _ in sorted(found)]
+    if not ranks or ranks != list(range(len(ranks))):
         raise CheckpointError(
-            f"{folder}: no *_optim_states.pt: incomplete, or not saved under ZeRO-1, 2 or 3"
+            f"{folder}: has a *_{kind}_states.pt for the ranks {ranks}: incomplete, or not saved "
+            "under ZeRO-1, 2 or 3"
         )
+    return [file for _, file in sorted(found)]
+
+
+def _require_complete(
+    folder: Path, models: Sequence[Saved], ranks: Sequence[Saved], *, sharded: bool
+) -> None:
     expected = models[0]["dp_world_size"]
-    if len(ranks) != expected:
-        raise CheckpointError(
-            f"{folder}: has the optimizer state of {len(ranks)} ranks, {expected} saved"
-        )
-    if _is_sharded(ranks) and len(models) != expected:
-        raise CheckpointError(
-            f"{folder}: has model states of {len(models)} ranks, {expected} saved"
-        )
+    if not sharded and "single_partition_of_fp32_groups" not in ranks[0]:
+        raise CheckpointError(f"{folder}: holds no master weights of ZeRO")
+    for name, found in {"optimizer": ranks, **({"model": models} if sharded else {})}.items():
+        if len(found) != expected:
+            raise CheckpointError(
+                f"{folder}: has the {name} state of {len(found)} ranks, {expected} saved"
+            )
     count = ranks[0].get("partition_count", expected)
     if {*(count if isinstance(count, list) else [count])} != {expected}:
         raise CheckpointError(f"{folder}: sharded within groups of ranks, which is not converted")
@@ -127,54 +184,101 @@ def _require_complete(folder: Path, models: Sequence[Saved], ranks: Sequence[Sav
         raise CheckpointError(f"{folder}: is of expert parallelism, which is not converted")
 
 
-def _replicated_flats(
-    folder: Path, models: Sequence[Saved], ranks: Sequence[Saved]
+def _flat_groups(
+    folder: Path, models: Sequence[Saved], ranks: Sequence[Saved], *, sharded: bool
 ) -> Iterator[FlatGroup]:
-    """Stages 1 and 2: one flat tensor per optimizer group."""
-    bases = [rank["base_optimizer_state"] for rank in ranks]
-    if not all(isinstance(base, Mapping) for base in bases):
-        raise CheckpointError(f"{folder}: an elastic checkpoint, which is not converted")
-    for index, shapes in enumerate(models[0]["param_shapes"]):
-        masters = [rank["single_partition_of_fp32_groups"][index] for rank in ranks]
-        alignment = ranks[0].get("param_alignment_paddings")
-        padding = alignment[index] if alignment else [0] * len(shapes)
-        placed = replicated(shapes, padding, [master.numel() for master in masters])
-        if not reorders(models[0].get("ds_config")):
-            mappings = [rank["param_slice_mappings"][index] for rank in ranks]
-            require_same_account(placed, mappings, folder)
-        group = bases[0]["param_groups"][index]
-        states = [base["state"].get(group["params"][0], {}) for base in bases]
-        yield FlatGroup(index, placed, masters, states, group)
-
-
-def _sharded_flats(
-    folder: Path, models: Sequence[Saved], ranks: Sequence[Saved]
-) -> Iterator[FlatGroup]:
-    """Stage 3: one flat tensor per sub-group, of which an optimizer group has one or more."""
-    optimizers = [rank["optimizer_state_dict"] for rank in ranks]
-    groups = optimizers[0]["param_groups"]
+    """One flat group per optimizer group, or under stage 3 one or more."""
+    masters = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
+    bases = [rank["optimizer_state_dict" if sharded else "base_optimizer_state"] for rank in ranks]
+    groups = bases[0]["param_groups"]
     owners = {index: number for number, group in enumerate(groups) for index in group["params"]}
     for index, shapes in enumerate(models[0]["param_shapes"]):
-        placed, length = sharded(shapes, len(ranks))
-        masters = [
-            _in_memory(folder, number, rank["fp32_flat_groups"][index])
-            for number, rank in enumerate(ranks)
+        group = groups[owners[index]]
+        states = []
+        for rank, (saved, base) in enumerate(zip(ranks, bases, strict=True)):
+            state = {STEP: group.get(STEP, -1), **base["state"].get(index, {})}
+            state[WEIGHT] = saved[masters][index]
+            states.append({kind: _in_memory(folder, rank, v) for kind, v in state.items()})
+        counts = {int(state.pop(STEP)) for state in states}
+        flats = {
+            kind: [flattened(state[kind]) for state in states]
+            for kind in states[0]
+            if all(isinstance(state.get(kind), Tensor) for state in states)
+        }
+        if sharded:
+            places = _cut_each(shapes, len(ranks))
+        else:
+            places = _cut_as_one(shapes, flats[WEIGHT], index, ranks)
+            if not _reorders(models[0].get("ds_config")):
+                mappings = [rank["param_slice_mappings"][index] for rank in ranks]
+                _require_same_places(folder, places, mappings)
+        yield FlatGroup(owners[index], shapes, places, flats, counts, group)
+
+
+def _cut_each(shapes: Mapping[str, Shape], ranks: int) -> dict[str, list[Place]]:
+    """Stage 3: each parameter is cut into a part per rank, of which the last are padded; the flat
+    tensor of a rank is its parts of all parameters."""
+    found = {}
+    offset = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        part = -(-numel // ranks)
+        sizes = [min(part, numel - rank * part) for rank in range(ranks)]
+        found[name] = [
+            Place(rank, offset, offset + size) for rank, size in enumerate(sizes) if size > 0
         ]
-        if index not in owners or any(master.numel() < length for master in masters):
+        offset += part
+    return found
+
+
+def _cut_as_one(
+    shapes: Mapping[str, Shape], flats: Sequence[Tensor], index: int, ranks: Sequence[Saved]
+) -> dict[str, list[Place]]:
+    """Stages 1 and 2: the parameters of a group, with padding behind each, make one vector, of
+    which each rank has a part."""
+    paddings = ranks[0].get("param_alignment_paddings")
+    padded = paddings[index] if paddings else [0] * len(shapes)
+    found: dict[str, list[Place]] = {}
+    start = 0
+    for name, padding in zip(shapes, padded, strict=True):
+        stop = start + math.prod(shapes[name])
+        begins = itertools.accumulate(map(len, flats), initial=0)
+        parts = [
+            Place(rank, max(start - begin, 0), min(stop - begin, len(flat)))
+            for rank, (begin, flat) in enumerate(zip(begins, flats, strict=False))
+        ]
+        found[name] = [part for part in parts if part.start < part.stop]
+        start = stop + padding
+    return found
+
+
+def _reorders(config: Any) -> bool:
+    """Whether parameters were dealt out in turn. DeepSpeed 0.19 then saves fragments as if they
+    were not (`param_slice_mappings`), while the order of the shapes is right."""
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return bool(zero.get("round_robin_gradients")) if isinstance(zero, Mapping) else False
+
+
+def _require_same_places(
+    folder: Path, places: Mapping[str, list[Place]], mappings: Sequence[Mapping[str, Fragment]]
+) -> None:
+    """Compare the places with each rank's fragments, the other record of them in the files. Raises
+    CheckpointError."""
+    for name in {*places}.union(*mappings):
+        fragments = [
+            Place(rank, mapping[name].start, mapping[name].start + mapping[name].numel)
+            for rank, mapping in enumerate(mappings)
+            if name in mapping
+        ]
+        if fragments != places.get(name):
             raise CheckpointError(
-                f"{folder}: sub-group {index} has not the size that its parameters say; "
+                f"{folder}: the files disagree on where {name} lies in the flat tensors; "
                 "written by a version of DeepSpeed that is not known here"
             )
-        states = [
-            {key: _in_memory(folder, number, value) for key, value in saved["state"][index].items()}
-            if index in saved["state"] else {}
-            for number, saved in enumerate(optimizers)
-        ]  # fmt: skip
-        yield FlatGroup(owners[index], placed, masters, states, groups[owners[index]])
 
 
 def _in_memory(folder: Path, rank: int, value: Any) -> Any:
-    """A flat tensor that was on disk when it was saved is mapped from the checkpoint's copy."""
+    """The value, or if it is a tensor that was on disk, the checkpoint's copy of it, mapped."""
     if not isinstance(value, Tensor) or value.numel() or not hasattr(value, "ds_id"):
         return value
     name = require_file_name(f"{value.ds_id}.tensor.swp", str(folder))
@@ -185,68 +289,63 @@ def _in_memory(folder: Path, rank: int, value: Any) -> Any:
     return torch.from_file(str(file), shared=False, size=size, dtype=value.dtype)
 
 
-def _moments(flats: Sequence[FlatGroup], folder: Path) -> tuple[str, ...]:
-    kinds: list[str] = []
-    for flat in flats:
-        for state in flat.states:
-            kinds = [k for k, v in state.items() if isinstance(v, Tensor) and k != STEP]
-            require_moments(kinds, str(folder), next(iter(flat.placed), "a parameter"))
-    return tuple(kinds)
+def _require_optimizer(group: FlatGroup, folder: Path) -> None:
+    kinds = group.flats.keys() - {WEIGHT}
+    require_moments(kinds, str(folder), next(iter(group.shapes), "a parameter"))
+    if len(group.counts) != 1 or -1 in group.counts:
+        raise CheckpointError(f"{folder}: ranks differ in the number of updates, or have none")
 
 
-def _updates(flats: Sequence[FlatGroup], folder: Path) -> Iterator[tuple[str, int]]:
-    for flat in flats:
-        counts = {int(state.get(STEP, flat.settings.get(STEP, -1))) for state in flat.states}
-        if len(counts) != 1 or -1 in counts:
-            raise CheckpointError(f"{folder}: ranks differ in the number of updates, or do not say")
-        yield from zip(flat.placed, itertools.repeat(counts.pop()), strict=False)
+def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[Group]:
+    for _, parts in itertools.groupby(groups, key=lambda group: group.number):
+        own = list(parts)
+        names = [name for group in own for name in group.shapes]
+        yield Group(settings=settings(own[0].settings), parameters=names)
 
 
-def _groups(flats: Sequence[FlatGroup]) -> list[Group]:
-    members: dict[int, list[str]] = {}
-    for flat in flats:
-        members.setdefault(flat.group, []).extend(flat.placed)
-    own = {flat.group: settings(flat.settings) for flat in flats}
-    return [Group(settings=own[number], parameters=members[number]) for number in sorted(members)]
+def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:
+    for group, kind in itertools.product(groups, kinds):
+        for name, places in group.places.items():
+            parts = [group.flats[kind][rank][start:stop] for rank, start, stop in places]
+            yield f"{kind}/{name}", joined(group.shapes[name], parts)
 
 
-def _trained(flats: Sequence[FlatGroup], moments: Sequence[str]) -> Iterator[tuple[str, Stored]]:
-    for flat in flats:
-        tensors = {WEIGHT: flat.masters}
-        tensors |= {moment: [state[moment] for state in flat.states] for moment in moments}
-        for kind, parts in tensors.items():
-            views = [part.detach().view(-1) for part in parts]
-            for name, placed in flat.placed.items():
-                yield f"{kind}/{name}", placed.stored(views)
-
-
-def _whole_frozen(
-    models: Sequence[Saved], flats: Sequence[FlatGroup]
-) -> Iterator[tuple[str, Stored]]:
+def _frozen(model: Saved, groups: Sequence[FlatGroup]) -> Iterator[tuple[str, Stored]]:
     """Stages 1 and 2: parameters without a master, which every rank holds whole."""
-    known = {*models[0]["buffer_names"], *models[0]["shared_params"]}
-    known.update(name for flat in flats for name in flat.placed)
-    for name, tensor in models[0]["module"].items():
-        if name not in known:
-            yield name, whole(tensor)
+    known = {*model["buffer_names"], *model["shared_params"]}.union(*(g.shapes for g in groups))
+    yield from ((name, whole(t)) for name, t in model["module"].items() if name not in known)
 
 
-def _sharded_frozen(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
-    """Stage 3: each rank saved its part of every parameter without a master."""
+def _frozen_shards(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
+    """Stage 3: parameters without a master, of which each rank holds a part."""
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
-        parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
-        left = math.prod(shape)
-        ranges = []
-        for part in parts:
-            ranges.append(Range(part, 0, min(left, part.numel())))
-            left -= ranges[-1].stop
-        yield name, Stored(shape=tuple(shape), ranges=ranges)
+        places = _cut_each({name: shape}, len(models))[name]
+        parts = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models))]
+        yield name, joined(shape, [flattened(parts[rank])[:stop] for rank, _, stop in places])
 
 
-def loss_scale(rank: Saved) -> Scale | None:
-    """The state of dynamic loss scaling; None without."""
-    scaler = rank.get("loss_scaler")
+def loss_scale(saved: Saved) -> Scale | None:
+    """The state of dynamic loss scaling; None without it."""
+    scaler = saved.get("loss_scaler")
     if not isinstance(scaler, Scaler) or not scaler.dynamic:
         return None
     good = scaler.cur_iter - scaler.last_overflow_iter - 1
     return Scale(scale=float(scaler.cur_scale), good_steps=good % scaler.scale_window)
+
+
+def _own_progress(folder: Path) -> dict[str, Any] | None:
+    """The progress of a pipetrain run; None for another tool's checkpoint."""
+    file = folder / PROGRESS
+    if not file.is_file():
+        return None
+    with understood(file, "pipe"):
+        return vars(Progress.from_record(read_json(file)["progress"]))
+
+
+def _own_random(folder: Path) -> Iterator[tuple[str, Stored]]:
+    """States of the generators of every rank of a pipetrain run, by key."""
+    for file in folder.glob("random-*.json"):
+        rank = int(file.stem.removeprefix("random-"))
+        for name, text in read_json(file).items():
+            data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            yield random_key(rank, name), whole(data)

@@ -1,54 +1,58 @@
-"""DeepSpeed's universal checkpoint, read as a state: a folder per parameter, a file per kind."""
+"""DeepSpeed's universal checkpoint: a folder per parameter, with a file per kind of tensor."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, State
+from pipeline.checkpoint.manifest import Group, Scale, State
+from pipeline.checkpoint.offline_writer import appearing
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from stages.formats.deepspeed_files import load
-from stages.formats.deepspeed_native import loss_scale
-from stages.formats.files import load as load_any
-from stages.formats.mapped import (
+from stages.formats.deepspeed_native import load, loss_scale
+from stages.formats.stored import (
     MOMENTS,
     MappedSource,
-    Range,
     Shape,
     Stored,
-    flattened,
+    append,
+    assembled,
     fresh_progress,
+    joined,
     require_file_name,
     require_moments,
     settings,
+    weights_of,
     whole,
 )
 
-FP32 = "fp32"
-"""DeepSpeed's name of the file of a master weight."""
+FILES = {WEIGHT: "fp32", **{moment: moment for moment in MOMENTS}}
+"""Names of the files of a parameter's folder, by kind."""
+MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""Files in which stages 1 and 2, and stage 3, look for everything but tensors."""
 
 
 def open_universal(folder: Path, reading: Reading) -> StateSource:
     """The state in the folder of a tag. Raises CheckpointError."""
-    files = sorted(folder.glob("*_model_states.pt"))
-    if not files:
+    model = next(map(load, sorted(folder.glob("*_model_states.pt"))), None)
+    if model is None:
         raise CheckpointError(f"{folder}: no *_model_states.pt")
-    model = load(files[0])
-    optimizer = load(folder / "zero" / "optimizer_state.pt")
+    zero = folder / "zero"
+    optimizer = load(zero / "optimizer_state.pt")
     shapes: dict[str, Shape] = {
         name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()
     }
     step = int(model["global_steps"])
     moments = () if reading.weights_only else MOMENTS
-    stored = dict(_trained(folder / "zero", shapes, moments))
-    others = dict(_untrained(folder / "zero", model, shapes))
-    steps = 0 if reading.weights_only else _steps(folder / "zero", shapes, optimizer)
+    stored = dict(_trained(zero, shapes, (WEIGHT, *moments)))
+    others = dict(_untrained(zero, model, shapes))
     return MappedSource(
         where=str(folder),
         step=step,
@@ -59,7 +63,7 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
             aliases=dict(model["shared_params"]),
             frozen=[name for name in others if name not in model["buffer_names"]],
             groups=list(_groups(model["param_shapes"], optimizer["param_groups"], folder)),
-            updates=dict.fromkeys(shapes, steps) if moments else {},
+            updates=dict.fromkeys(shapes, _updates(zero, shapes, optimizer)) if moments else {},
             moments=list(moments),
             loss_scale=loss_scale(optimizer),
         ),
@@ -68,51 +72,175 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
 
 
 def _trained(
-    folder: Path, shapes: Mapping[str, Shape], moments: Sequence[str]
+    zero: Path, shapes: Mapping[str, Shape], kinds: Sequence[str]
 ) -> Iterator[tuple[str, Stored]]:
     for name, shape in shapes.items():
-        own = folder / require_file_name(name, str(folder))
-        if moments:
-            kinds = [kind for kind in MOMENTS if (own / f"{kind}.pt").is_file()]
-            require_moments(kinds, str(folder), name)
-        for kind, file in {WEIGHT: FP32, **{moment: moment for moment in moments}}.items():
-            flat = flattened(_tensor(own / f"{file}.pt"))
-            yield f"{kind}/{name}", Stored(shape=shape, ranges=[Range(flat, 0, flat.numel())])
+        own = zero / require_file_name(name, str(zero))
+        if len(kinds) > 1:
+            present = [kind for kind in MOMENTS if (own / f"{kind}.pt").is_file()]
+            require_moments(present, str(zero), name)
+        for kind in kinds:
+            yield f"{kind}/{name}", joined(shape, [_tensor(own / f"{FILES[kind]}.pt")])
 
 
 def _untrained(
-    folder: Path, model: Mapping[str, Any], shapes: Mapping[str, Shape]
+    zero: Path, model: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Stored]]:
     """Frozen parameters and buffers."""
     wanted = {*(model["frozen_param_shapes"] or {}), *model["buffer_names"]}
-    there = {path.name for path in folder.iterdir() if path.is_dir()}
-    for name in sorted((wanted | there) - {*shapes, *model["shared_params"]}):
-        file = folder / require_file_name(name, str(folder)) / f"{FP32}.pt"
-        yield name, whole(_tensor(file))
+    present = {path.name for path in zero.iterdir() if path.is_dir()}
+    for name in sorted((wanted | present) - {*shapes, *model["shared_params"]}):
+        own = zero / require_file_name(name, str(zero))
+        yield name, whole(_tensor(own / f"{FILES[WEIGHT]}.pt"))
 
 
 def _tensor(file: Path) -> Tensor:
-    content = load_any(file)
+    content = load(file)
     tensor = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{file}: holds no tensor")
     return tensor
 
 
-def _steps(folder: Path, shapes: Mapping[str, Shape], optimizer: Mapping[str, Any]) -> int:
+def _updates(zero: Path, shapes: Mapping[str, Shape], optimizer: Mapping[str, Any]) -> int:
     """The one count of updates that DeepSpeed keeps."""
-    file = folder / next(iter(shapes)) / "step.pt"
+    file = zero / next(iter(shapes)) / "step.pt"
     if file.is_file():
-        return int(load_any(file))
+        return int(load(file))
     return int(optimizer["optimizer_state_dict"]["state"][0]["step"])
 
 
 def _groups(
     shapes: Sequence[Mapping[str, Shape]], groups: Sequence[Mapping[str, Any]], folder: Path
 ) -> Iterator[Group]:
-    """`shapes` are of groups, or under stage 3 of their sub-groups."""
+    """Optimizer groups; each entry of `shapes` is one, or under stage 3 a sub-group of one."""
     if sorted(index for group in groups for index in group["params"]) != list(range(len(shapes))):
         raise CheckpointError(f"{folder}: optimizer groups and parameters do not belong together")
     for group in groups:
         names = [name for index in group["params"] for name in shapes[index]]
         yield Group(settings=settings(group), parameters=names)
+
+
+def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
+    """Write `folder`; returns what its reader should know. Raises CheckpointError for a state
+    that DeepSpeed cannot hold."""
+    updates = _one_count(source)
+    tag = f"global_step{source.step}"
+    with appearing(folder) as partial:
+        zero = partial / tag / "zero"
+        zero.mkdir(parents=True)
+        for key in source.tensors:
+            kind, _, name = key.partition("/")
+            if kind in FILES:
+                own = zero / require_file_name(name, source.where)
+                own.mkdir(exist_ok=True)
+                _save({"param": assembled(source, key)}, own / f"{FILES[kind]}.pt")
+        for name in source.state.updates:
+            # torch's optimizers need a tensor, DeepSpeed's take one.
+            _save(torch.tensor(float(updates)), zero / name / "step.pt")
+        _save(_optimizer_state(source, updates), zero / "optimizer_state.pt")
+        for file in MODEL_STATES:
+            _save(_model_state(source), partial / tag / file)
+        (partial / "latest_universal").write_text(tag, encoding="utf-8")
+    return list(_notes(source))
+
+
+def _save(value: Any, file: Path) -> None:
+    with file.open("xb") as stream:
+        append(value, stream)
+
+
+def _one_count(source: StateSource) -> int:
+    """The number of updates of every parameter, of which DeepSpeed keeps one."""
+    state = source.state
+    if set(state.moments) != set(MOMENTS):
+        raise CheckpointError(
+            f"{source.where}: DeepSpeed's universal checkpoint holds weights with Adam's moments; "
+            f"here is {', '.join(state.moments) or 'no optimizer state'}"
+        )
+    counts = sorted(set(state.updates.values()))
+    if len(counts) != 1:
+        raise CheckpointError(
+            f"{source.where}: DeepSpeed counts updates once for all parameters; here they were "
+            f"updated {', '.join(map(str, counts))} times"
+        )
+    return counts[0]
+
+
+def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
+    groups = [
+        {**group.settings, "step": updates, "params": [number]}
+        for number, group in enumerate(source.state.groups)
+    ]
+    found: dict[str, Any] = {
+        "param_groups": groups,
+        # Stage 3 gives this very object to all sub-groups. A tensor would be counted up by each of
+        # them at every step; with a number, optimizers that need a tensor refuse to go on.
+        "optimizer_state_dict": {"state": {0: {"step": updates}}, "param_groups": groups},
+        "ds_version": importlib.metadata.version("deepspeed"),
+    }
+    if source.state.loss_scale is not None:
+        found |= {"loss_scaler": _scaler(source.state.loss_scale), "dynamic_loss_scale": True}
+    return found
+
+
+def _scaler(scale: Scale) -> Any:
+    from pipeline.distributed.process_group import DistContext
+    from stages.wrap.zero.compat import point_at_device
+
+    point_at_device(DistContext(device=torch.device("cpu")))
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(
+        init_scale=scale.scale, scale_window=1000, min_scale=1, delayed_shift=2,
+        consecutive_hysteresis=False,
+    )  # fmt: skip
+    scaler.cur_iter = scaler.last_overflow_iter + 1 + scale.good_steps
+    return scaler
+
+
+def _model_state(source: StateSource) -> dict[str, Any]:
+    state = source.state
+    shapes = {name: torch.Size(entry.shape) for name, entry in weights_of(source).items()}
+    groups = [{name: shapes[name] for name in group.parameters} for group in state.groups]
+    return {
+        "module": {},
+        "buffer_names": [
+            name for name in shapes if name not in state.updates and name not in state.frozen
+        ],
+        "param_shapes": groups,
+        "frozen_param_shapes": {name: shapes[name] for name in state.frozen},
+        "shared_params": dict(state.aliases),
+        **dict.fromkeys(("frozen_param_fragments", "optimizer", "lr_scheduler")),
+        **dict.fromkeys(("data_sampler", "random_ltd")),
+        "global_steps": source.step,
+        "global_samples": source.progress.get("samples", 0),
+        "skipped_steps": source.progress.get("skipped", 0),
+        "dp_world_size": source.world_size,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": importlib.metadata.version("deepspeed"),
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
+        "progress": dict(source.progress),
+    }
+
+
+def _notes(source: StateSource) -> Iterator[str]:
+    state = source.state
+    yield (
+        "load it in DeepSpeed with `checkpoint: {load_universal: true}` and "
+        "load_lr_scheduler_states=False; the schedule is not part of the state"
+    )
+    yield "zero_to_fp32 reads no universal checkpoint: `pipe export` writes the weights"
+    yield "ZeRO-3: DeepSpeed 0.19 continues it with its own optimizers; those of torch stop"
+    if len({str(sorted(group.settings.items())) for group in state.groups}) > 1:
+        yield (
+            "ZeRO-3: DeepSpeed 0.19 gives every optimizer group the hyperparameters of the first, "
+            "weight decay too: set them again after loading"
+        )
+    if len(state.updates) < len(weights_of(source)):
+        yield "DeepSpeed loads only trained parameters: load the others with the model"
+    if state.averages:
+        yield f"left out, as there is no place for it: {', '.join(state.averages)} of the weights"
+    if state.loss_scale is not None:
+        yield "loss scaling will have DeepSpeed's default window, hysteresis and least scale"

@@ -1,4 +1,7 @@
-"""A checkpoint of transformers' Trainer, read as a state."""
+"""A checkpoint of transformers' Trainer, read as a state.
+
+Its `optimizer.pt` numbers parameters; their names are those of the model in `config.json`.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.checkpoint.formats import Reading
 from pipeline.checkpoint.manifest import Group, State
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
-from stages.formats import files
-from stages.formats.files import read_json
-from stages.formats.mapped import (
+from stages.formats.stored import (
     MOMENTS,
     MappedSource,
+    Shape,
     Stored,
     fresh_progress,
+    load,
+    read_json,
     require_file_name,
     require_moments,
     settings,
+    understood,
     whole,
 )
 from stages.formats.trainer import STATE, WEIGHTS
-from stages.formats.trainer_names import CONFIG, Described, describe, identify, undescribed
+from stages.model.compat import converts_weights
 
-OPTIMIZER = "optimizer.pt"
+WITHOUT = "--weights-only takes the weights alone"
 
 
-class _Optimizer(NamedTuple):
-    """An optimizer's state by parameter name."""
+class Model(NamedTuple):
+    """Names and shapes of a model."""
 
-    groups: Sequence[Group] = ()
-    updates: Mapping[str, int] = {}
-    stored: Mapping[str, Stored] = {}
+    shapes: Mapping[str, Shape]
+    """Parameters and stored buffers, tied ones once."""
+    parameters: Sequence[str]
+    decayed: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = {}
+    converted: bool = False
+    """Whether files of the architecture have other names or shapes than its module."""
 
 
 def open_trainer(folder: Path, reading: Reading) -> StateSource:
@@ -46,14 +56,20 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
     if not isinstance(step, int):
         raise CheckpointError(f"{folder / STATE}: does not say the step")
     weights = {name: whole(tensor) for name, tensor in _weights(folder)}
-    if reading.weights_only and not (folder / CONFIG).is_file():
-        model = undescribed({name: tensor.shape for name, tensor in weights.items()})
+    if reading.weights_only and not (folder / "config.json").is_file():
+        # The Trainer writes no config.json for a model that is not transformers' own.
+        model = Model({name: tensor.shape for name, tensor in weights.items()}, list(weights))
     else:
-        model = describe(folder)
+        model = _described(folder / "config.json")
     _require_same(folder, model, weights)
-    optimizer = _Optimizer() if reading.weights_only else _optimizer(folder, model)
-    untrained = [name for name in model.parameters if name not in optimizer.updates]
     stored = {f"{WEIGHT}/{name}": weights[name] for name in model.shapes}
+    groups: list[Group] = []
+    updates: dict[str, int] = {}
+    for settings_, states in () if reading.weights_only else _optimizer(folder, model):
+        groups.append(Group(settings=settings_, parameters=list(states)))
+        for name, state in states.items():
+            updates[name] = int(state["step"])
+            stored |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
     return MappedSource(
         where=str(folder),
         step=step,
@@ -62,26 +78,25 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
         progress=fresh_progress(step, reading.samples),
         state=State(
             aliases=model.aliases,
-            frozen=untrained,
-            groups=optimizer.groups,
-            updates=optimizer.updates,
-            moments=list(MOMENTS) if optimizer.updates else [],
+            frozen=[name for name in model.parameters if name not in updates],
+            groups=groups,
+            updates=updates,
+            moments=list(MOMENTS) if updates else [],
             loss_scale=None,
         ),
-        stored=stored | dict(optimizer.stored),
+        stored=stored,
     )
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Tensors of all files, mapped."""
-    names = [WEIGHTS[0]]
-    if not (folder / WEIGHTS[0]).is_file():
-        index = read_json(folder / WEIGHTS[1]).get("weight_map")
-        if not isinstance(index, dict):
-            raise CheckpointError(f"{folder / WEIGHTS[1]}: has no weight_map")
-        names = sorted({str(name) for name in index.values()})
+    single, index = WEIGHTS
+    names = [single]
+    if not (folder / single).is_file():
+        with understood(folder / index, "transformers"):
+            names = sorted(set(read_json(folder / index)["weight_map"].values()))
     for name in names:
-        file = folder / require_file_name(name, str(folder / WEIGHTS[1]))
+        file = folder / require_file_name(name, str(folder / index))
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict
@@ -90,58 +105,128 @@ def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
-def _require_same(folder: Path, model: Described, weights: Mapping[str, Stored]) -> None:
-    if model.converted and (weights.keys() ^ model.shapes.keys()) - model.aliases.keys():
+def _described(config: Path) -> Model:
+    """The model of a `config.json`. Raises CheckpointError for one that transformers lacks."""
+    model = _build(config)
+    from transformers import Trainer
+
+    parameters = dict(model.named_parameters())
+    first = {id(parameter): name for name, parameter in parameters.items()}
+    aliases = {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in parameters
+    }
+    values = model.state_dict()
+    return Model(
+        shapes={name: tuple(values[name].shape) for name in values if name not in aliases},
+        parameters=list(parameters),
+        decayed=frozenset(Trainer.get_decay_parameter_names(None, model)),
+        aliases=aliases,
+        converted=converts_weights(model),
+    )
+
+
+def _build(config: Path) -> nn.Module:
+    """The model without memory."""
+    import transformers
+
+    if not config.is_file():
+        raise CheckpointError(f"{config}: missing; it describes the model")
+    try:
+        described = transformers.AutoConfig.from_pretrained(
+            config.parent, local_files_only=True, trust_remote_code=False
+        )
+        kind = getattr(transformers, described.architectures[0])
+        if not issubclass(kind, transformers.PreTrainedModel):
+            raise TypeError(f"{kind.__name__} is no model")
+        with torch.device("meta"):
+            model: nn.Module = kind(described)
+    except Exception as error:
+        raise CheckpointError(
+            f"{config}: its model cannot be built: {error}",
+            hint="models with code of their own are not converted",
+        ) from error
+    return model
+
+
+def _require_same(folder: Path, model: Model, weights: Mapping[str, Stored]) -> None:
+    shapes = {name: tensor.shape for name, tensor in weights.items() if name not in model.aliases}
+    if model.converted and shapes.keys() != model.shapes.keys():
         raise CheckpointError(
             f"{folder}: this architecture's files store weights under other names or in other "
             "shapes than the model has, which is not converted",
             hint="for its weights alone, load the folder as a model",
         )
-    for name, shape in model.shapes.items():
-        if name not in weights:
-            raise CheckpointError(f"{folder}: holds no {name}, which config.json's model has")
-        if weights[name].shape != shape:
+    for name in sorted(shapes.keys() | model.shapes.keys()):
+        if shapes.get(name) != model.shapes.get(name):
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(weights[name].shape)}, in config.json's model "
-                f"{list(shape)}"
+                f"{folder}: {name} has shape {shapes.get(name, 'none')} in the files and "
+                f"{model.shapes.get(name, 'none')} in the model of config.json"
             )
-    for name in weights:
-        if name not in model.shapes and name not in model.aliases:
-            raise CheckpointError(f"{folder}: holds {name}, which config.json's model has not")
 
 
-def _optimizer(folder: Path, model: Described) -> _Optimizer:
-    file = folder / OPTIMIZER
+def _optimizer(
+    folder: Path, model: Model
+) -> Iterator[tuple[dict[str, Any], dict[str, Mapping[str, Any]]]]:
+    """For each optimizer group its settings, and the state of each parameter by name."""
+    file = folder / "optimizer.pt"
     if not file.is_file():
         raise CheckpointError(
             f"{file}: missing; it holds the optimizer's state",
-            hint="it was not saved (save_only_model), or not by one process or DDP; --weights-only "
-            "takes the weights alone",
+            hint=f"it was not saved (save_only_model), or not by one process or DDP; {WITHOUT}",
         )
-    saved = files.load(file)
-    groups: list[Group] = []
-    updates: dict[str, int] = {}
-    stored: dict[str, Stored] = {}
-    with files.understood(file, "transformers' Trainer"):
-        if len(saved["param_groups"]) != len(model.groups):
+    saved = load(file)
+    with understood(file, "transformers' Trainer"):
+        groups = saved["param_groups"]
+        if len(groups) != 2:
             raise CheckpointError(
-                f"{file}: has {len(saved['param_groups'])} parameter groups, the Trainer makes "
-                f"{len(model.groups)}",
-                hint="--weights-only takes the weights alone",
+                f"{file}: has {len(groups)} parameter groups, the Trainer makes 2", hint=WITHOUT
             )
-        for group, candidates in zip(saved["param_groups"], model.groups, strict=True):
+        for group, decays in zip(groups, (True, False), strict=True):
             own = [saved["state"][number] for number in group["params"]]
             for state in own:
-                _require_adam(state, file)
-            shapes = [tuple(state[MOMENTS[0]].shape) for state in own]
-            names = identify(shapes, candidates, str(file))
-            groups.append(Group(settings=settings(group), parameters=names))
-            for name, state in zip(names, own, strict=True):
-                updates[name] = int(state["step"])
-                stored |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
-    return _Optimizer(groups, updates, stored)
+                kinds = [k for k, value in state.items() if isinstance(value, Tensor)]
+                require_moments({*kinds} - {"step"}, str(file), "a parameter")
+            candidates = [
+                (n, model.shapes[n]) for n in model.parameters if (n in model.decayed) == decays
+            ]
+            names = identify([tuple(state[MOMENTS[0]].shape) for state in own], candidates, file)
+            yield settings(group), dict(zip(names, own, strict=True))
 
 
-def _require_adam(state: Mapping[str, Any], file: Path) -> None:
-    kinds = [key for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
-    require_moments(kinds, str(file), "a parameter")
+Named = Sequence[tuple[str, Shape]]
+
+
+def identify(saved: Sequence[Shape], candidates: Named, file: Path) -> list[str]:
+    """Names of the candidates with the saved shapes, in the same order; candidates between them
+    were frozen. Raises CheckpointError unless there is exactly one such choice."""
+    early = _first_fit(saved, candidates)
+    late = _first_fit(saved[::-1], candidates[::-1])
+    if early is None or late is None:
+        raise CheckpointError(
+            f"{file}: its parameters are not those of the model in config.json, or not in the "
+            "groups that the Trainer makes",
+            hint=WITHOUT,
+        )
+    for number, (one, other) in enumerate(zip(early, late[::-1], strict=True)):
+        if one != other:
+            raise CheckpointError(
+                f"{file}: numbers its parameters, and as some were frozen, number {number} of a "
+                f"group could be {one} or {other}",
+                hint=WITHOUT,
+            )
+    return early
+
+
+def _first_fit(saved: Sequence[Shape], candidates: Named) -> list[str] | None:
+    """Greedy match, in order, of the saved shapes to candidates. Matches from both ends are the
+    same exactly if there is only one."""
+    found = []
+    rest = iter(candidates)
+    for shape in saved:
+        name = next((name for name, other in rest if other == shape), None)
+        if name is None:
+            return None
+        found.append(name)
+    return found

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.stage import Context, Durable, PlanView
 from pipeline.distributed.environment import worker_rank
 from pipeline.errors import Problem
-from stages.publish.token import LOOKS_LIKE_TOKEN, certainly_none, how_to_get_one
+
+TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)[\w.-]+|\bhf_[A-Za-z0-9]{16,}|\bBearer\s+\S+")
+OTHER_SOURCES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")
+"""Variables from which huggingface_hub gets a token if the recipe's variable is not set."""
+LOGIN = "set the environment variable {}, or log in with `hf auth login`"
+
+_BRANCH = re.compile(r"(?!refs/|[0-9a-f]{40}$)\w[\w./-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +50,23 @@ class PublishHub:
     """Only list what would be uploaded and check the model card, without any network."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        mistakes = {
-            "repo": repo_mistake(self.repo),
-            "revision": "" if self.revision is None else branch_mistake(self.revision),
-            "token_env": variable_mistake(self.token_env),
-        }
-        if self.commit_message is not None and not self.commit_message.strip():
-            mistakes["commit_message"] = "must not be empty"
-        for key, mistake in mistakes.items():
-            if mistake:
-                yield Problem(message=mistake, key=key)
-        # Only rank 0 talks to the hub; the others may be on machines that cannot.
-        if not self.dry_run and worker_rank() == 0 and not mistakes["token_env"]:
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(self.repo)
+        except HFValidationError as error:
+            yield Problem(message=f"must be owner/name: {error}", key="repo")
+        else:
+            if "/" not in self.repo:
+                yield Problem(message="must be owner/name", key="repo")
+        if self.revision is not None and not _BRANCH.fullmatch(self.revision):
+            yield Problem(message="must be the name of a branch", key="revision")
+        if TOKEN.search(self.token_env) or not _VARIABLE.fullmatch(self.token_env):
+            message = "must be the name of an environment variable, not the token itself"
+            yield Problem(message=message, key="token_env")
+        elif not self.dry_run and worker_rank() == 0:
+            # Only rank 0 uses the hub; the others may be on machines without a network.
             yield from self._check_machine()
 
     def _check_machine(self) -> Iterator[Problem]:
@@ -63,8 +77,9 @@ class PublishHub:
                 message="cannot upload: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set",
                 hint="unset it, or set dry_run: true",
             )
-        if certainly_none(self.token_env):
-            hint = f"{how_to_get_one(self.token_env)}, or set dry_run: true"
+        named = any(os.environ.get(name, "").strip() for name in (self.token_env, *OTHER_SOURCES))
+        if not named and not Path(constants.HF_TOKEN_PATH).is_file():
+            hint = f"{LOGIN.format(self.token_env)}, or set dry_run: true"
             yield Problem(message="no token for the hub", key="token_env", hint=hint)
 
     def run(self, ctx: Context, model: ExportedModel) -> PublishedModel:
@@ -74,45 +89,6 @@ class PublishHub:
 
     def run_dry(self, ctx: Context, model: ExportedModel) -> PublishedModel:
         return replace(self, dry_run=True).run(ctx, model)
-
-
-BRANCH = re.compile(r"[A-Za-z0-9_](?:[\w./-]*[A-Za-z0-9_-])?", re.ASCII)
-COMMIT = re.compile(r"[0-9a-f]{40}")
-VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-
-
-def repo_mistake(repo: str) -> str:
-    """Why this is no `owner/name`; empty when it is."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    owner, _, name = repo.partition("/")
-    if not owner or not name or "/" in name:
-        return "must be owner/name"
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        return str(error)
-    return ""
-
-
-def branch_mistake(branch: str) -> str:
-    """Why there can be no branch of this name; empty when there can."""
-    if COMMIT.fullmatch(branch) or branch.startswith("refs/"):
-        return "must be a branch, not a commit or a reference"
-    if not BRANCH.fullmatch(branch) or ".." in branch or "//" in branch:
-        return "cannot be the name of a branch"
-    return ""
-
-
-def variable_mistake(name: str) -> str:
-    """Why this is no environment variable's name; empty when it is. Does not repeat the name, which
-    may be a token."""
-    if LOOKS_LIKE_TOKEN.search(name):
-        return "must be the name of an environment variable, not the token itself"
-    if not VARIABLE.fullmatch(name):
-        return "must be the name of an environment variable"
-    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +103,9 @@ class PublishedModel(Durable):
     """Address of that commit."""
 
     def record(self) -> dict[str, Any]:
-        return {"repo": self.repo, "commit": self.commit, "url": self.url}
+        return asdict(self)
 
     @classmethod
     def restore(cls, record: Mapping[str, Any]) -> PublishedModel:
-        """The artifact from its record. The hub is not asked: to go on with a run needs no
-        network."""
-        return cls(repo=record["repo"], commit=record["commit"], url=record["url"])
+        """The artifact from its record, without asking the hub: resuming needs no network."""
+        return cls(**record)

@@ -3,6 +3,7 @@ whole."""
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -17,8 +18,8 @@ from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
-from pipeline.utils.files import sync_tree
-from stages.formats.files import PROGRESS, read_json, write_json
+from pipeline.utils.files import sync, sync_tree
+from stages.formats.stored import PROGRESS, read_json
 from stages.train.batches import MicroBatch, collate
 from stages.train.evaluation import note, perplexity
 from stages.train.feed import Feed
@@ -105,7 +106,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         if dist.is_main:
             newest = self._root / f"checkpoint-{state.global_step}"
             sync_tree(newest)
-            write_json(newest / PROGRESS, vars(self._progress))
+            (newest / PROGRESS).write_text(json.dumps(vars(self._progress), indent=1), "utf-8")
+            sync(newest / PROGRESS)
             if self._keep is not None:
                 for old in whole_checkpoints(self._root)[: -self._keep]:
                     (old / PROGRESS).unlink()

@@ -14,16 +14,16 @@ Convert = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
-    """Some tensors that together become others: renamed, stacked, split, permuted, computed.
+    """Tensors that together become others: renamed, stacked, split, permuted, computed.
 
-    `convert` takes all of `sources` and returns the results by name. It looks at shapes and dtypes,
-    never at values, to decide what to do; so it also takes tensors on the meta device.
+    `convert` takes all of `sources` and returns the results by name. It depends on shapes and
+    dtypes only, never on values, so it also takes tensors on the meta device.
     """
 
     sources: Sequence[str]
     convert: Convert
     renames: bool = False
-    """Whether that is all it does: one tensor becomes one."""
+    """Whether it does nothing but rename one tensor."""
 
 
 def renamed(old: str, new: str) -> Change:

@@ -1,4 +1,4 @@
-"""Any range of any tensor of safetensors files, by plain reads into the memory it is meant for."""
+"""Tensors of safetensors files, any range of which is read straight into its destination."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pipeline.checkpoint.safetensors_format import CHUNK, Placed, table
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from pipeline.utils.files import read_at
+from stages.weights.torch_files import named
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LONGEST_HEADER = 100_000_000
-"""Bytes; the format's own limit."""
+"""Bytes of a header at most, a limit of the format itself."""
 
 
 class _Place(NamedTuple):
@@ -29,8 +30,8 @@ class _Place(NamedTuple):
 
 
 class SafetensorsReader(TensorReader):
-    """Tensors by the names that the files give them. Raises StageError for a damaged file, and for
-    a name that two of the files have."""
+    """Tensors by their names in the files. Raises StageError for a damaged file, and for a name
+    that two of the files have."""
 
     as_stored = True
 
@@ -48,10 +49,10 @@ class SafetensorsReader(TensorReader):
         return self._places.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        return self._place(name).spec
+        return named(self._places, name).spec
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        place = self._place(name)
+        place = named(self._places, name)
         size = place.spec.dtype.itemsize
         step = CHUNK // size
         for first in range(start, stop, step):
@@ -61,7 +62,7 @@ class SafetensorsReader(TensorReader):
             yield chunk
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        place = self._place(name)
+        place = named(self._places, name)
         if out.dtype != place.spec.dtype or out.device.type != "cpu":
             super().read_into(name, start, out)
         elif out.numel():
@@ -73,13 +74,8 @@ class SafetensorsReader(TensorReader):
         self._open.clear()
         self._buffer = None
 
-    def _place(self, name: str) -> _Place:
-        if name not in self._places:
-            raise StageError(f"no tensor named {name}")
-        return self._places[name]
-
     def _read(self, place: _Place, begin: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes from `begin` of the tensor on."""
+        """Fill `memory` with the bytes of a tensor from `begin` on."""
         if not 0 <= begin <= place.spec.nbytes - len(memory):
             raise StageError(f"{place.file}: a range beyond the end of a tensor was asked for")
         try:
@@ -101,7 +97,7 @@ class SafetensorsReader(TensorReader):
 
 
 def places(file: Path) -> dict[str, _Place]:
-    """Where each tensor of a file lies. Raises StageError unless all of them are really there."""
+    """Place of each tensor of a file. Raises StageError unless the file holds all their bytes."""
     try:
         with file.open("rb") as stream:
             head = stream.read(8)

@@ -1,4 +1,4 @@
-"""A reader's tensors with some of their rows from another."""
+"""Readers of other readers' tensors: cast, joined, computed, or with further rows."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ import torch
 
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
+from stages.weights.torch_files import named
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class ReaderView(TensorReader):
-    """Tensors of `base`, seen in another way. Leaves `base` open."""
+    """A view of the tensors of `base`, which it leaves open. It has read what the base has."""
 
     def __init__(self, base: TensorReader) -> None:
         self._base = base
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
-        """Of the base."""
         return self._base.bytes_read
 
     @property
     def as_stored(self) -> bool:  # type: ignore[override]
-        """Of the base."""
         return self._base.as_stored
 
 
 class CastReader(ReaderView):
-    """Floating tensors of `base` in the dtype that `dtype` gives their name; others as they are.
-
-    Raises StageError for finite values that become infinite. Leaves `base` open.
-    """
+    """Floating tensors of `base` in the dtype that `dtype` returns for their name, others
+    unchanged. Raises StageError for finite values that become infinite."""
 
     def __init__(self, base: TensorReader, dtype: Callable[[str], torch.dtype]) -> None:
         super().__init__(base)
@@ -67,8 +64,7 @@ class CastReader(ReaderView):
 
 
 def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
-    """Whether there are finite values that the dtype does not reach; not asked of dtypes that reach
-    as far as fp32."""
+    """Whether the dtype cannot hold a finite value; False for dtypes with the range of fp32."""
     most = torch.finfo(dtype).max
     if most > 1e38:
         return False
@@ -77,7 +73,7 @@ def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
 
 
 class JoinedReader(TensorReader):
-    """The tensors of all `readers`; of those that several have, the first's. Closes all."""
+    """Tensors of all `readers`, which it closes. Of several with one name, the first counts."""
 
     def __init__(self, *readers: TensorReader) -> None:
         self._readers = readers
@@ -87,55 +83,47 @@ class JoinedReader(TensorReader):
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
-        """Of all."""
         return sum(reader.bytes_read for reader in self._readers)
 
     @property
     def as_stored(self) -> bool:  # type: ignore[override]
-        """Of all."""
         return all(reader.as_stored for reader in self._readers)
 
     def names(self) -> Collection[str]:
         return self._owner.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        return self._reader(name).spec(name)
+        return named(self._owner, name).spec(name)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        return self._reader(name).chunks(name, start, stop)
+        return named(self._owner, name).chunks(name, start, stop)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        self._reader(name).read_into(name, start, out)
+        named(self._owner, name).read_into(name, start, out)
 
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
 
-    def _reader(self, name: str) -> TensorReader:
-        if name not in self._owner:
-            raise StageError(f"no tensor named {name}")
-        return self._owner[name]
-
 
 class ComputedReader(TensorReader):
-    """Tensors of `others`, but for those that are computed, chunk by chunk."""
+    """Tensors of `others`, some of which are replaced by tensors computed chunk by chunk."""
 
     @property
     @abstractmethod
     def others(self) -> TensorReader:
-        """Has what is not computed."""
+        """Reader of the tensors that are not computed."""
 
     @abstractmethod
     def computes(self, name: str) -> bool:
-        """Whether it is computed."""
+        """Whether the tensor is computed."""
 
     @abstractmethod
     def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        """As `chunks`, of a tensor that is computed."""
+        """Like `chunks`, for a computed tensor."""
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
-        """Of the others, which the computed ones are made from."""
         return self.others.bytes_read
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
@@ -150,8 +138,8 @@ class ComputedReader(TensorReader):
 
 
 class Origin(NamedTuple):
-    """A tensor whose first `kept` elements are those of `source` in the base, and whose others are
-    those of the same place in the fresh reader."""
+    """A tensor whose first `kept` elements are those of `source` in the base; the others come from
+    the same place in the fresh reader."""
 
     source: str
     kept: int
@@ -159,9 +147,9 @@ class Origin(NamedTuple):
 
 
 class ExtendedReader(ReaderView):
-    """Tensors of `base` by the names in `origins`, with what they lack from `fresh`. Closes both.
+    """Tensors of `base` by the names in `origins`, extended by rows of `fresh`. Closes both.
 
-    A tensor with nothing from the base has the dtype of the fresh one.
+    A tensor of which nothing comes from the base has the dtype of the fresh one.
     """
 
     def __init__(
@@ -175,17 +163,17 @@ class ExtendedReader(ReaderView):
         return self._origins.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        return self._origin(name).spec
+        return named(self._origins, name).spec
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        origin = self._origin(name)
+        origin = named(self._origins, name)
         edge = min(max(origin.kept, start), stop)
         if start < edge:
             yield from self._base.chunks(origin.source, start, edge)
         yield from self._new(name, edge, stop)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        origin = self._origin(name)
+        origin = named(self._origins, name)
         kept = min(max(origin.kept - start, 0), out.numel())
         if kept:
             self._base.read_into(origin.source, start, out[:kept])
@@ -203,8 +191,3 @@ class ExtendedReader(ReaderView):
             assert self._fresh is not None
             for chunk in self._fresh.chunks(name, start, stop):
                 yield chunk.to(self._origins[name].spec.dtype)
-
-    def _origin(self, name: str) -> Origin:
-        if name not in self._origins:
-            raise StageError(f"no tensor named {name}")
-        return self._origins[name]

@@ -18,7 +18,7 @@ from pipeline.checkpoint.manifest import Group, State
 from pipeline.cli import main
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
-from stages.formats.mapped import MappedSource, fresh_progress, whole
+from stages.formats.stored import MappedSource, fresh_progress, whole
 from tests.support.formats import digest_of
 
 SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}

@@ -25,7 +25,7 @@ from stages.consolidate.weights import open_weights
 from stages.export.manifest import BLOCK
 from stages.export.plan import shards
 from stages.export.weight_files import check, write
-from stages.formats.mapped import MappedSource, Range, Stored, fresh_progress
+from stages.formats.stored import MappedSource, Stored, fresh_progress, joined
 from tests.support.tier import examples
 
 HERE = DistContext(device=torch.device("cpu"))
@@ -44,11 +44,11 @@ def cut(whole: torch.Tensor, edges: Sequence[float]) -> Stored:
     """In consecutive parts, as ranks save them; each of them in a larger tensor of its own."""
     flat = whole.reshape(-1)
     places = sorted({0, flat.numel(), *(int(edge * flat.numel()) for edge in edges)})
-    ranges = []
+    parts = []
     for start, stop in itertools.pairwise(places):
         held = torch.cat([flat[:1], flat[start:stop], flat[:1]])
-        ranges.append(Range(held, 1, 1 + stop - start))
-    return Stored(shape=tuple(whole.shape), ranges=ranges or [Range(flat, 0, 0)])
+        parts.append(held[1:-1])
+    return joined(whole.shape, parts or [flat])
 
 
 def source(stored: Mapping[str, Stored]) -> MappedSource:

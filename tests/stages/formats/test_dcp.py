@@ -16,15 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeline.checkpoint.formats import Reading
 from pipeline.checkpoint.manifest import State, TensorEntry
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import CheckpointError
-from stages.formats.boxes import Box, Boxes
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
-from stages.formats.dcp_files import read_metadata
+from stages.formats.dcp_compat import read_metadata, require_cover
+from stages.formats.stored import Box, Stored
 from tests.support.formats import digest_of, load_dcp, same, save_dcp
 from tests.support.processes import run_ranks
 from tests.support.state import Setting
@@ -84,8 +86,6 @@ def test_weights_alone_keep_the_step_and_the_ties(saved: tuple[Path, dict[str, s
 
 
 def test_weights_of_a_training_whose_optimizer_is_another(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     state = {
         "model": {"a": torch.ones(3, 4), "b": torch.zeros(5)},
         "optimizer": {"state.a.momentum_buffer": torch.ones(3, 4), "state.b.factor": "text"},
@@ -177,13 +177,14 @@ def cut(shape: tuple[int, ...], edges: list[list[int]]) -> list[Box]:
     ]
 
 
-def boxes_of(whole: Tensor, boxes: list[Box]) -> Boxes:
-    def mapped(number: int) -> Tensor:
+def stored_as(whole: Tensor, boxes: list[Box]) -> Stored:
+    def load(number: int) -> Tensor:
         box = boxes[number]
         part = whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].contiguous()
         return part.view(-1).view(torch.uint8).view(*part.shape, whole.element_size())
 
-    return Boxes("w", tuple(whole.shape), whole.element_size(), boxes, mapped)
+    shape = tuple(whole.shape)
+    return Stored(shape=shape, dtype=whole.dtype, grid=shape, boxes=boxes, load=load)
 
 
 @given(st.data())
@@ -194,29 +195,37 @@ def test_any_range_of_any_grid(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
     found = io.BytesIO()
-    for first, part in boxes_of(whole, cut(shape, edges)).read(start, stop):
+    for first, part in stored_as(whole, cut(shape, edges)).read(start, stop):
         assert first == start + found.tell() // 2
         found.write(part)
     assert found.getvalue() == whole.view(-1)[start:stop].numpy().tobytes()
 
 
 @pytest.mark.parametrize(("boxes", "message"), [
-    ([Box((0, 0), (2, 3))], "overlap or leave a gap"),
-    ([Box((0, 0), (3, 3)), Box((2, 0), (2, 3))], "overlap or leave a gap"),
-    ([Box((0, 0), (3, 3)), Box((2, 0), (1, 3))], "overlap or leave a gap"),
-    ([Box((0, 0), (5, 3))], "outside of the tensor"),
-    ([Box((0,), (4,))], "outside of the tensor"),
+    ([Box((0, 0), (2, 3))], "do not cover the entire tensor"),
+    ([Box((0, 0), (3, 3)), Box((2, 0), (2, 3))], "does not match tensor volume"),
+    ([Box((0, 0), (3, 3)), Box((2, 0), (1, 3))], "overlap"),
+    ([Box((0, 0), (5, 3))], "exceeds tensor dim"),
+    ([Box((-1, 0), (4, 3))], "should be >=0"),
+    ([Box((0,), (4,))], "shards rank is 1"),
+    ([], "holds no chunk"),
 ])  # fmt: skip
 def test_boxes_that_are_no_tensor(boxes: list[Box], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        list(boxes_of(torch.zeros(4, 3), boxes).read(0, 12))
+    with pytest.raises(ValueError, match=message):
+        require_cover(boxes, (4, 3))
 
 
-def test_no_memory_is_taken_for_what_is_only_claimed() -> None:
-    shape = (1, 6_000_000_000)
-    boxes = Boxes("w", shape, 4, [Box((0, 0), shape)], lambda _: torch.zeros(4, dtype=torch.uint8))
-    with pytest.raises(CheckpointError, match="a chunk has 4 bytes instead of 24000000000"):
-        next(boxes.read(0, shape[1]))
+def test_no_memory_is_taken_for_what_is_only_claimed(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save({"model": {"w": torch.ones(1, 4)}}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    stored: Any = metadata.state_dict_metadata["model.w"]
+    stored.size = stored.chunks[0].sizes = torch.Size((1, 6_000_000_000))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    source = opened(tmp_path, weights_only=True)
+    with pytest.raises(CheckpointError, match="a chunk has 16 bytes instead of 24000000000"):
+        next(source.read("weight/w", 0, 6_000_000_000))
 
 
 class Claimed(StateSource):

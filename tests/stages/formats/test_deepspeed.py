@@ -18,11 +18,10 @@ from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError
-from stages.formats import files
+from stages.formats import stored
 from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
-from stages.formats.deepspeed_files import ADMITTED, Fragment, Stage
-from stages.formats.deepspeed_native import _in_memory
+from stages.formats.deepspeed_native import ADMITTED, Fragment, Stage, _in_memory
 from tests.support.formats import (
     STEP,
     digest_of,
@@ -160,12 +159,12 @@ class Damage:
     @staticmethod
     def first_rank_gone(state: Path) -> str:
         (state / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-        return "the file of rank 0 .* is missing"
+        return r"has a \*_optim_states.pt for the ranks \[1\]: incomplete"
 
     @staticmethod
     def model_gone(state: Path) -> str:
         (state / "mp_rank_00_model_states.pt").unlink()
-        return r"no \*_model_states.pt"
+        return r"has a \*_model_states.pt for the ranks \[\]: incomplete"
 
     @staticmethod
     def truncated(state: Path) -> str:
@@ -209,7 +208,7 @@ class Damage:
     @staticmethod
     def progress_of_another_version(state: Path) -> str:
         (state.parent / "progress.json").write_text(json.dumps({"progress": {"steps": 1}}))
-        return "progress.json: of another version"
+        return "progress.json: not as pipe writes it"
 
 
 class Bomb:
@@ -289,7 +288,7 @@ def test_before_the_first_update_there_are_weights_alone(
 ) -> None:
     folder = shutil.copytree(saved[0], tmp_path / STEP)
     for file in (folder / "state").glob("zero_pp_*"):
-        content = files.load(file, ADMITTED)
+        content = stored.load(file, ADMITTED)
         content["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
         torch.save(plain(content), file.with_suffix(".new"))
         file.with_suffix(".new").replace(file)  # it is mapped

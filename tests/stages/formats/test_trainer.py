@@ -17,9 +17,9 @@ from pipeline.checkpoint.formats import Reading
 from pipeline.checkpoint.state_source import StateSource
 from pipeline.errors import CheckpointError
 from stages.formats.canonical import Canonical
-from stages.formats.mapped import assembled
+from stages.formats.stored import assembled
 from stages.formats.trainer import Trainer
-from stages.formats.trainer_names import identify
+from stages.formats.trainer_source import identify
 from tests.support.runs import TINY
 
 
@@ -189,14 +189,14 @@ def test_shards_with_an_index(copy: Path, tmp_path: Path) -> None:
     assert all(torch.equal(assembled(source, f"weight/{n}"), t) for n, t in whole.items())
     index[names[0]] = "../a.safetensors"
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(CheckpointError, match="cannot be the name of a folder"):
+    with pytest.raises(CheckpointError, match="cannot be the name of a file"):
         opened(copy)
 
 
 def test_a_model_that_is_another(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 38}))
-    with pytest.raises(CheckpointError, match=r"has shape \[.*\], in config.json's model"):
+    with pytest.raises(CheckpointError, match=r"has shape \(.*\) in the files and \("):
         opened(copy)
     (copy / "config.json").write_text(json.dumps(config | {"architectures": ["Mine"]}))
     with pytest.raises(CheckpointError, match="its model cannot be built"):
@@ -207,10 +207,10 @@ NAMED = [("a", (2, 3)), ("b", (2, 3)), ("c", (4,)), ("d", (2, 3))]
 
 
 def test_numbers_are_given_names_only_where_there_is_one_way() -> None:
-    assert identify([(2, 3), (2, 3), (4,), (2, 3)], NAMED, "f") == ["a", "b", "c", "d"]
-    assert identify([(4,), (2, 3)], NAMED, "f") == ["c", "d"]
-    assert identify([], NAMED, "f") == []
+    assert identify([(2, 3), (2, 3), (4,), (2, 3)], NAMED, Path("f")) == ["a", "b", "c", "d"]
+    assert identify([(4,), (2, 3)], NAMED, Path("f")) == ["c", "d"]
+    assert identify([], NAMED, Path("f")) == []
     with pytest.raises(CheckpointError, match=r"as some were frozen, number 0 .* could be a or b"):
-        identify([(2, 3), (4,)], NAMED, "f")
+        identify([(2, 3), (4,)], NAMED, Path("f"))
     with pytest.raises(CheckpointError, match="are not those of the model"):
-        identify([(4,), (4,)], NAMED, "f")
+        identify([(4,), (4,)], NAMED, Path("f"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,64 +11,60 @@ import pytest
 from huggingface_hub import constants
 
 from pipeline.contracts.export import ExportedModel
-from pipeline.testing import problems
+from pipeline.distributed.process_group import DistContext
+from pipeline.testing import context, problems
 from stages.publish.hub import PublishedModel, PublishHub
-from tests.stages.publish.exported import REPO, TOKEN, publish, refused
-from tests.stages.publish.hub_server import Files, Hub, new_repo
+from tests.stages.publish.conftest import LISTED, REPO, publish, refused, snapshot
+from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Files, Hub, new_repo
+from tests.support.processes import run_ranks
 
 # Of huggingface_hub to its own HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 UPLOADED = {
-    ".gitattributes", "README.md", "additional_chat_templates/tools.jinja", "config.json",
-    "export.json", "model.safetensors",
+    "README.md", "additional_chat_templates/tools.jinja", "config.json", "export.json",
+    "model.safetensors",
 }  # fmt: skip
 
 
-def test_what_the_export_lists_arrives_in_one_commit(model: ExportedModel, hub: Hub) -> None:
+def test_what_the_export_lists_arrives_in_one_commit(
+    model: ExportedModel, hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
     done = publish(model)
     repo = hub.repos[REPO]
-    assert repo.head().keys() == UPLOADED
-    for name in UPLOADED - {".gitattributes"}:
-        assert repo.head()[name] == (model.folder / name).read_bytes(), name
+    sent = {name: (model.folder / name).read_bytes() for name in UPLOADED}
+    assert repo.at() == ATTRIBUTES | sent
     assert repo.private
     assert repo.messages == ["Upload the model of the run run"]
     assert done.commit == repo.branches["main"]
     assert done.url == f"{hub.url}/{REPO}/commit/{done.commit}"
-
-
-def test_record_and_restore_ask_nobody(model: ExportedModel, hub: Hub) -> None:
-    done = publish(model)
+    assert f"published, and compared with the export: {done.url}" in caplog.text
+    assert TOKEN not in caplog.text + str(done.record())
     hub.requests.clear()
     assert PublishedModel.restore(done.record()) == done
     assert hub.requests == []
-    assert TOKEN not in str(done.record())
 
 
 def test_a_branch_is_made_and_main_is_left_alone(model: ExportedModel, hub: Hub) -> None:
     publish(model, revision="v2", commit_message="The second", private=False)
     repo = hub.repos[REPO]
-    assert repo.head("main").keys() == {".gitattributes"}
-    assert repo.head("v2").keys() == UPLOADED
+    assert repo.at("main") == ATTRIBUTES
+    assert repo.at("v2").keys() == UPLOADED | ATTRIBUTES.keys()
     assert repo.messages == ["The second"]
     assert not repo.private
 
 
 def test_publishing_again_sends_only_what_changed(model: ExportedModel, hub: Hub) -> None:
+    hub.repos[REPO] = new_repo(private=True, **{"eval/results.json": b"{}", "README.md": b"old"})
     first = publish(model)
+    assert hub.repos[REPO].at().keys() == UPLOADED | ATTRIBUTES.keys() | {"eval/results.json"}
+    assert hub.repos[REPO].at()["README.md"].startswith(b"---")
     assert publish(model).commit == first.commit
     hub.requests.clear()
     (model.folder / "config.json").write_text('{"a": 1}\n')
     assert publish(model).commit != first.commit
     assert not [line for line in hub.requests if line.startswith("PUT")]
-    assert hub.repos[REPO].head()["config.json"] == b'{"a": 1}\n'
-
-
-def test_other_files_of_the_repository_stay(model: ExportedModel, hub: Hub) -> None:
-    hub.repos[REPO] = new_repo(private=True, **{"eval/results.json": b"{}", "README.md": b"old"})
-    publish(model)
-    assert hub.repos[REPO].head().keys() == UPLOADED | {"eval/results.json"}
-    assert hub.repos[REPO].head()["README.md"].startswith(b"---")
+    assert hub.repos[REPO].at()["config.json"] == b'{"a": 1}\n'
 
 
 @pytest.mark.parametrize(
@@ -79,50 +75,37 @@ def test_a_repository_with_other_weights_is_refused(
     name: str, model: ExportedModel, hub: Hub
 ) -> None:
     hub.repos[REPO] = new_repo(private=True, **{name: b"other"})
-    assert (
-        f"holds other weights, which would be loaded with the model or instead of it: {name}"
-        in (refused(model))
-    )
-    assert hub.repos[REPO].head().keys() == {".gitattributes", name}
+    message = "holds other weights, which would be loaded with the model or instead of it: "
+    assert message + name in refused(model)
+    assert hub.repos[REPO].at() == ATTRIBUTES | {name: b"other"}
 
 
 def test_a_public_repository_takes_nothing_private(model: ExportedModel, hub: Hub) -> None:
     hub.repos[REPO] = new_repo(private=False)
     assert "someone/tiny is there already and is public" in refused(model)
-    assert hub.repos[REPO].head().keys() == {".gitattributes"}
+    assert hub.repos[REPO].at() == ATTRIBUTES
     assert publish(model, private=False).commit
 
 
-def test_a_token_of_another_variable(
-    model: ExportedModel, hub: Hub, monkeypatch: pytest.MonkeyPatch
+def test_tokens_of_another_variable_and_of_the_login(
+    model: ExportedModel, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_ofSomebodyElseWhoMayNotWrite")
     monkeypatch.setenv("MY_HUB_TOKEN", f"{TOKEN}\n")
     assert publish(model, token_env="MY_HUB_TOKEN").commit
-
-
-def test_the_login_of_the_hub(
-    model: ExportedModel, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    assert "there is no token for the hub (set the environment variable HF_TOKEN" in refused(model)
+    assert "no token for the hub (set the environment variable HF_TOKEN" in refused(model)
     (tmp_path / "login").write_text(TOKEN)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "login"))
     assert problems(PublishHub, {"repo": REPO}) == []
     assert publish(model).commit
 
 
-REFUSALS = {
-    "POST /api/repos/create": "creating",
-    "GET /api/models/someone/tiny/tree": "listing",
-    "/preupload/": "planning",
-    "/objects/batch": "announcing",
-    "PUT /lfs/": "sending",
-    "/commit/": "committing",
-}
+REQUESTS = ["POST /api/repos/create", "GET /api/models/someone/tiny/tree", "/preupload/",
+            "/objects/batch", "PUT /lfs/", "/commit/"]  # fmt: skip
 
 
-@pytest.mark.parametrize("request_line", REFUSALS, ids=REFUSALS.values())
+@pytest.mark.parametrize("request_line", REQUESTS, ids=lambda line: line.strip("/").split("/")[-1])
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_token_that_is_not_enough(
     status: int, request_line: str, model: ExportedModel, hub: Hub, caplog: pytest.LogCaptureFixture
@@ -133,12 +116,12 @@ def test_a_token_that_is_not_enough(
     assert str(status) in text
     assert "Bearer" not in text
     assert "is not allowed to" in text
-    assert "the token in $HF_TOKEN must be valid and allow to write" in text
-    assert "write access to the repositories of someone" in text
+    assert "the token must be valid and allow to write to the repositories of someone" in text
+    assert "it is that of $HF_TOKEN" in text
     assert f"retry with: pipe resume {model.folder.parent / 'run'}" in text
     assert TOKEN not in text + caplog.text
     assert "Traceback" in caplog.text
-    assert hub.repos.get(REPO) is None or hub.repos[REPO].head().keys() == {".gitattributes"}
+    assert hub.repos.get(REPO) is None or hub.repos[REPO].at() == ATTRIBUTES
 
 
 def test_a_token_of_another_form_is_masked_too(
@@ -173,7 +156,6 @@ def test_no_network(model: ExportedModel, hub: Hub, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
     text = refused(model)
     assert "cannot publish to someone/tiny: ConnectError: " in text
-    assert "refused" in text
     assert "must be valid" not in text
 
 
@@ -209,13 +191,98 @@ def test_what_arrived_is_compared(spoil: Any, words: str, model: ExportedModel, 
     assert words in text
     hub.spoil = lambda files: None
     assert publish(model).commit
-    assert hub.repos[REPO].head().keys() == UPLOADED
+    assert hub.repos[REPO].at().keys() == UPLOADED | ATTRIBUTES.keys()
 
 
-def test_nothing_but_the_listing_is_logged_of_an_upload(
-    model: ExportedModel, hub: Hub, caplog: pytest.LogCaptureFixture
+# Without a hub.
+
+
+@pytest.fixture
+def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens one or looks up a name fails."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a dry run reached for the network")
+
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+
+
+@pytest.mark.usefixtures("no_sockets")
+def test_a_dry_run_lists_and_opens_no_socket(
+    model: ExportedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, logger="huggingface_hub")
-    publish(model)
-    assert f"published, and compared with the export: {hub.url}" in caplog.text
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    before = snapshot(model.folder)
+    assert publish(model, dry_run=True) == PublishedModel(repo=REPO, commit=None, url=None)
+    assert snapshot(model.folder) == before
+    listed = [record.message for record in caplog.records if record.name == "pipe.testing"]
+    assert listed[0].startswith("5 file(s), 10,4")
+    assert "  model.safetensors  10,240 bytes" in listed
+    assert "  additional_chat_templates/tools.jinja  11 bytes" in listed
+    assert len(listed) == 1 + 5 + 1
     assert TOKEN not in caplog.text
+
+
+@pytest.mark.usefixtures("no_sockets")
+@pytest.mark.parametrize("card", [b"---\ntags: [a\n---\n", b"---\n- a\n- b\n---\n", b"---\n\xff\n"])
+def test_a_card_that_the_hub_cannot_read(card: bytes, model: ExportedModel) -> None:
+    (model.folder / "README.md").write_bytes(card)
+    assert "README.md: its metadata cannot be read: " in refused(model, dry_run=True)
+
+
+@pytest.mark.usefixtures("no_sockets")
+def test_files_that_are_gone_or_lie_elsewhere(model: ExportedModel, tmp_path: Path) -> None:
+    def listing(*files: str) -> ExportedModel:
+        return dataclasses.replace(model, files=files)
+
+    (tmp_path / "outside.txt").write_text("secret")
+    (model.folder / "link").symlink_to(tmp_path / "outside.txt")
+    assert "a file of the export is gone: " in refused(listing("gone.json"), dry_run=True)
+    for name in ("../outside.txt", str(tmp_path / "outside.txt"), "link"):
+        assert "is not in its folder" in refused(listing(name), dry_run=True)
+    assert "lists no files" in refused(listing(), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "words"),
+    [
+        ({"repo": "tiny"}, "repo", "must be owner/name"),
+        ({"repo": "a/b/c"}, "repo", "must be owner/name"),
+        ({"repo": "a/b--c"}, "repo", "Cannot have -- or .."),
+        ({"revision": "refs/pr/1"}, "revision", "must be the name of a branch"),
+        ({"revision": "a" * 40}, "revision", "must be the name of a branch"),
+        ({"revision": "not a branch"}, "revision", "must be the name of a branch"),
+        ({"token_env": "MY-TOKEN"}, "token_env", "must be the name of an environment variable"),
+        ({"token_env": TOKEN}, "token_env", "not the token itself"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], key: str, words: str) -> None:
+    [problem] = problems(PublishHub, {"repo": REPO, "dry_run": True} | fields)
+    assert problem.key == key
+    assert words in problem.message
+    assert TOKEN not in str(problem)
+
+
+def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    offline, missing = problems(PublishHub, {"repo": REPO})
+    assert "HF_HUB_OFFLINE" in offline.message
+    assert missing.key == "token_env"
+    assert "set the environment variable HF_TOKEN" in missing.hint
+    assert problems(PublishHub, {"repo": REPO, "dry_run": True}) == []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")
+    assert problems(PublishHub, {"repo": REPO}) == []  # only rank 0 uses the hub
+
+
+def publish_on_rank(dist: DistContext, folder: str) -> dict[str, object]:
+    ctx = dataclasses.replace(context(Path(folder).parent / "run"), dist=dist)
+    path = Path(folder) if dist.is_main else Path("not on this machine")
+    model = ExportedModel(folder=path, files=LISTED, total_bytes=10240)
+    return PublishHub(repo=REPO, dry_run=True).run(ctx, model).record()
+
+
+def test_ranks_agree_and_only_rank_0_looks(model: ExportedModel) -> None:
+    first, second = run_ranks(publish_on_rank, 2, str(model.folder))
+    assert first == second == {"repo": REPO, "commit": None, "url": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.contracts.export import ExportedModel
-from pipeline.distributed.process_group import DistContext
-from pipeline.testing import context
-from stages.publish.hub import PublishHub
-from tests.stages.publish.exported import REPO, TOKEN
-from tests.stages.publish.hub_server import Hub, serving
+from tests.stages.publish.conftest import REPO
+from tests.stages.publish.hub_server import TOKEN, serving
 from tests.support.pipe import Outcome, Pipe
 from tests.support.plugins import install
-from tests.support.processes import run_ranks
 
 READY = """
     import json
@@ -70,7 +65,7 @@ def anew(pipe: Pipe, *arguments: str) -> Outcome:
 
 def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: ExportedModel) -> None:
     recipe = write_recipe(pipe, model.folder)
-    with serving(Hub(TOKEN)) as hub:
+    with serving() as hub:
         pipe.environment |= {
             "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
             "HF_HOME": str(pipe.folder / "home"),
@@ -78,7 +73,7 @@ def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: Exporte
         hub.refuse["/commit/"] = (403, f"{TOKEN} may not")
         failed = anew(pipe, "run", str(recipe), "--run-dir", str(pipe.run_dir))
         assert failed.code == 1
-        assert "the token in $HF_TOKEN must be valid and allow to write" in failed.stderr
+        assert "the token must be valid and allow to write" in failed.stderr
         hub.refuse.clear()
         resumed = anew(pipe, "resume", str(pipe.run_dir))
         assert resumed.code == 0, resumed.stderr
@@ -98,17 +93,3 @@ def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: Exporte
         if event["event"] == "slot finished" and event["slot"] == "publish"
     ]
     assert record["commit"] == hub.repos[REPO].branches["main"]
-
-
-def publish_on_rank(dist: DistContext, folder: str) -> dict[str, object]:
-    ctx = dataclasses.replace(context(Path(folder).parent / "run"), dist=dist)
-    files = json.loads((Path(folder) / "export.json").read_text())["files"]
-    model = ExportedModel(folder=Path(folder), files=files, total_bytes=10240)
-    if not dist.is_main:
-        model = dataclasses.replace(model, folder=Path("not on this machine"))
-    return PublishHub(repo=REPO, dry_run=True).run(ctx, model).record()
-
-
-def test_ranks_agree_and_only_rank_0_looks(model: ExportedModel) -> None:
-    first, second = run_ranks(publish_on_rank, 2, str(model.folder))
-    assert first == second == {"repo": REPO, "commit": None, "url": None}

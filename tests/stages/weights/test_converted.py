@@ -24,8 +24,7 @@ from pipeline.errors import StageError
 from stages.model import compat
 from stages.weights import converted, safetensors, torch_files
 from stages.weights.change import Change, renamed
-from stages.weights.converted import ConvertedReader
-from stages.weights.provenance import Run, Runs, trace
+from stages.weights.converted import ConvertedReader, Run, Runs, trace
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import MemoryReader
 from tests.support.models import FAMILIES, filled, random_source

@@ -1,0 +1,291 @@
+"""States in foreign files: `torch.save` read without running code, tensors mapped chunk by chunk.
+
+A pickle can call any function when it is read. torch's restricted unpickler admits tensors and
+plain containers; further classes are admitted one by one, as inert stand-ins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.layout import CODES, as_bytes, dtype
+from pipeline.checkpoint.manifest import State, TensorEntry
+from pipeline.checkpoint.safetensors_format import CHUNK
+from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import WEIGHT
+from pipeline.errors import CheckpointError
+
+PROGRESS = "progress.json"
+"""Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""
+
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+_NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
+
+
+def load(file: Path, admitted: Sequence[tuple[type, str]] = (), *, verify: bool = True) -> Any:
+    """Content of a file of `torch.save`, with its tensors mapped.
+
+    `admitted` lists stand-ins with the full names of the classes that they replace; `verify`
+    compares the checksum of every tensor, which reads the whole file. Raises CheckpointError for a
+    damaged file, and for one that needs any other class.
+    """
+    try:
+        if verify:
+            with zipfile.ZipFile(file) as archive:
+                require_checksums(archive)
+        with torch.serialization.safe_globals(list(admitted)):
+            # Files of torch before 1.6 are no archives and cannot be mapped.
+            mapped = zipfile.is_zipfile(file)
+            return torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:
+        raise explained(error, str(file)) from error
+
+
+def require_checksums(archive: zipfile.ZipFile) -> None:
+    """Compare the checksums that `torch.save` stored, as a stream. Raises ValueError."""
+    damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"damaged: the checksum of {damaged} in it is wrong")
+
+
+def explained(error: Exception, where: str) -> CheckpointError:
+    """What a restricted unpickler's error means: a refused class by its name, or a damaged file."""
+    text = str(error)
+    refused = _REFUSED.search(text)
+    if not isinstance(error, pickle.UnpicklingError) or not (refused or "Weights only" in text):
+        reason = (text.splitlines() or [type(error).__name__])[0]
+        return CheckpointError(f"{where}: cannot be read: {reason}")
+    name = refused.group(1) if refused else "more than tensors and plain values"
+    return CheckpointError(
+        f"{where}: refused: it holds {name}, and reading that could run code",
+        hint="save it again without that, with the tool that wrote it",
+    )
+
+
+@contextlib.contextmanager
+def understood(place: Path | str, writer: str) -> Iterator[None]:
+    """Raise CheckpointError where the content of `place` has an unexpected structure."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{place}: not as {writer} writes it in the versions that are known here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def append(value: Any, stream: IO[bytes]) -> None:
+    """Write `value` at the stream's position with `torch.save`. Raises OSError."""
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:
+        # torch replaces the file system's error by a complaint about the number of bytes.
+        cause = error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, stream.name) from None
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises CheckpointError when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+def require_file_name(name: str, where: str) -> str:
+    """Return `name`. Raises CheckpointError if as a path it could lead elsewhere."""
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"{where}: {name!r} cannot be the name of a file or a folder")
+    return name
+
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Elements [offset, offset + size) of every dimension."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stored:
+    """A tensor that lies in files as chunks, each of which is a box of it.
+
+    `grid` is the shape that the boxes divide: that of the tensor, or its number of elements.
+    `load(number)` returns a chunk's bytes, of shape (*sizes of the box, bytes of an element).
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    grid: Shape
+    boxes: Sequence[Box]
+    load: Callable[[int], Tensor]
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """Number of the first element and bytes of each part of elements [start, stop) of the
+        flattened tensor. A part has at most CHUNK bytes, unless a row of the grid has more."""
+        if start >= stop:
+            return
+        row, itemsize = math.prod(self.grid[1:]), self.dtype.itemsize
+        rows, end = max(CHUNK // (row * itemsize), 1), -(-stop // row)
+        for first in range(start // row, end, rows):
+            last = min(first + rows, end)
+            low, high = max(start, first * row), min(stop, last * row)
+            band = as_bytes(self._band(first, last).view(-1))
+            yield low, band[(low - first * row) * itemsize : (high - first * row) * itemsize]
+
+    def _band(self, first: int, last: int) -> Tensor:
+        """Rows [first, last) of the grid without gaps, copied only if several chunks have them."""
+        # Loading verifies the size of each chunk before memory is allocated for the band.
+        parts = [
+            (box, low, high, self.load(number)[low - box.offsets[0] : high - box.offsets[0]])
+            for number, box in enumerate(self.boxes)
+            if (low := max(first, box.offsets[0]))
+            < (high := min(last, box.offsets[0] + box.sizes[0]))
+        ]
+        if len(parts) == 1:
+            return parts[0][-1].contiguous()
+        band = torch.empty((last - first, *self.grid[1:], self.dtype.itemsize), dtype=torch.uint8)
+        for box, low, high, memory in parts:
+            others = zip(box.offsets[1:], box.sizes[1:], strict=True)
+            band[(slice(low - first, high - first), *(slice(o, o + s) for o, s in others))] = memory
+        return band
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """All elements in row-major order. Raises ValueError for a tensor with more elements than its
+    memory has, which a few bytes can describe."""
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise ValueError("a tensor is larger than what is stored of it")
+    contiguous = tensor.detach().contiguous()
+    return contiguous.as_strided((tensor.numel(),), (1,))  # one element can have any stride
+
+
+def joined(shape: Sequence[int], parts: Sequence[Tensor]) -> Stored:
+    """A tensor of this shape whose elements are those of `parts`, one behind the other. Raises
+    ValueError if these are not as many, or of several dtypes."""
+    flats = [flattened(part) for part in parts if part.numel()]
+    (kind,) = {part.dtype for part in parts}
+    numel, (*starts, found) = math.prod(shape), itertools.accumulate(map(len, flats), initial=0)
+    if found != numel:
+        raise ValueError(f"a tensor of {numel} elements is stored as {found}")
+    return Stored(
+        shape=tuple(shape),
+        dtype=kind,
+        grid=(numel,),
+        boxes=[Box((start,), (len(flat),)) for start, flat in zip(starts, flats, strict=True)],
+        load=lambda number: flats[number].view(torch.uint8).view(-1, kind.itemsize),
+    )
+
+
+def whole(tensor: Tensor) -> Stored:
+    """A tensor that is stored in one piece."""
+    return joined(tensor.shape, [tensor])
+
+
+@dataclass(kw_only=True, eq=False)
+class MappedSource(StateSource):
+    """A state whose tensors are `stored`, by key. Raises CheckpointError for a dtype that canonical
+    checkpoints lack."""
+
+    where: str
+    step: int
+    world_size: int
+    writer: Mapping[str, Any]
+    progress: Mapping[str, Any]
+    state: State
+    stored: Mapping[str, Stored]
+
+    def __post_init__(self) -> None:
+        for key, tensor in self.stored.items():
+            if tensor.dtype not in CODES:
+                raise CheckpointError(f"{self.where}: {key}: {tensor.dtype} is not converted")
+        self.tensors = {
+            key: TensorEntry(key=key, dtype=CODES[tensor.dtype], shape=tensor.shape)
+            for key, tensor in self.stored.items()
+        }
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        self.entry(key)
+        yield from self.stored[key].read(start, stop)
+
+    def close(self) -> None:
+        self.stored = {}
+
+
+def weights_of(source: StateSource) -> dict[str, TensorEntry]:
+    """Parameters and buffers by name."""
+    prefix = f"{WEIGHT}/"
+    return {k.removeprefix(prefix): e for k, e in source.tensors.items() if k.startswith(prefix)}
+
+
+def assembled(source: StateSource, key: str) -> Tensor:
+    """The tensor `key` in memory, with its shape."""
+    entry = source.entry(key)
+    flat = torch.empty(entry.numel, dtype=dtype(entry.dtype))
+    source.read_into(key, 0, as_bytes(flat))
+    return flat.view(entry.shape)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+"""Hyperparameters that determine what AdamW computes; its others determine how."""
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """AdamW's hyperparameters of a saved group, as JSON has them. The learning rate is the base
+    rate, or that of the last step if a schedule left no base rate in the group."""
+    found = {key: _plain(group[key]) for key in SETTINGS if key in group}
+    if group.get("initial_lr") is not None:
+        found["lr"] = _plain(group["initial_lr"])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def require_moments(kinds: Collection[str], where: str, name: str) -> None:
+    """Raise CheckpointError unless a parameter has exactly Adam's moments."""
+    if not kinds:
+        raise CheckpointError(
+            f"{where}: holds no optimizer state of {name}",
+            hint="it was saved before the first update, or by DeepSpeed with an offload ratio "
+            "below 1; --weights-only takes the weights alone",
+        )
+    if set(kinds) != set(MOMENTS):
+        raise CheckpointError(
+            f"{where}: the optimizer kept {', '.join(sorted(kinds))} for {name}; only Adam's "
+            f"{' and '.join(MOMENTS)} can be converted",
+            hint="--weights-only takes the weights alone",
+        )
+
+
+def fresh_progress(step: int, samples: int, skipped: int = 0) -> dict[str, Any]:
+    """Progress of another tool's training, whose model and data are unknown."""
+    return {
+        "step": step, "samples": samples, "tokens": 0, "skipped": skipped,
+        "metrics": {}, "lineage": {},
+    }  # fmt: skip
