@@ -8,54 +8,26 @@ still to be written when training goes on.
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
 from pipeline.checkpoint.writer_main import Write
-from pipeline.utils.files import anonymous_file
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.division import Span
-    from pipeline.checkpoint.layout import Layout
+    from pipeline.checkpoint.file_layout import Layout, Span
     from pipeline.checkpoint.manifest import TensorEntry
 
-
-class SnapshotBuffer:
-    """`size` bytes that a child process can map too (`descriptor`), all of them backed by memory
-    from the start: no page fault ever stops the training loop."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.descriptor = anonymous_file("snapshot")
-        os.truncate(self.descriptor, max(size, 1))
-        self._map = mmap.mmap(self.descriptor, max(size, 1))
-        self.memory = memoryview(self._map)[:size]
-        zeros = bytes(1 << 20)
-        for start in range(0, size, len(zeros)):
-            part = self.memory[start : start + len(zeros)]
-            part[:] = zeros[: len(part)]
-
-    def close(self) -> None:
-        """Give the memory back, once no view of it is left."""
-        self.memory.release()
-        self._map.close()
-        os.close(self.descriptor)
-
-
 PASSAGE = 1 << 30
-"""Bytes a rank, at most, of what passes."""
+"""Bytes of memory a rank, at most, for what passes."""
 LONGEST_ITEM = max(ITEM_BYTES.values())
-"""Places are multiples of this, as they are viewed in their tensors' dtypes."""
+"""Divisor of all places, as they are viewed in their tensors' dtypes."""
 
 
 class Copy(NamedTuple):
-    """Elements [start, stop) of tensor `key`, which go to byte `place` of the arena before the
-    round of that number is written."""
+    """Elements [start, stop) of tensor `key`, which go to byte `place` of the snapshot buffer
+    before the round of that number is written."""
 
     key: str
     start: int
@@ -69,25 +41,25 @@ class Staging:
     """Where each piece goes, and when."""
 
     size: int
-    """Bytes of the arena."""
+    """Bytes of the snapshot buffer."""
     heads: list[tuple[int, bytes]]
-    """Bytes at places of the arena that are the same at every save."""
+    """Places in the buffer, and bytes there that are the same at every save."""
     whole: list[Copy]
-    """Copied before anything is written."""
+    """Copies to make before anything is written."""
     passing: list[Copy]
-    """In the order of rounds."""
+    """Copies to make round by round, in order."""
     rounds: list[list[Write]]
     """Pieces that are written: file by file, each from its start to its end."""
 
 
 class _Item(NamedTuple):
-    """A head or a piece."""
+    """A header or a piece."""
 
     file: int
     offset: int
     size: int
     span: Span | None
-    """None: a head."""
+    """None: a header."""
 
 
 def stage(
@@ -96,12 +68,12 @@ def stage(
     passes: Callable[[str], bool],
     passage: int = PASSAGE,
 ) -> Staging:
-    """The staging of a layout. Tensors whose key `passes` take no more than `passage` bytes."""
+    """The staging of a layout. Tensors whose key `passes` take at most `passage` bytes."""
     items = list(_items(layout, tensors))
     fixed = [item for item in items if item.span is None or not passes(item.span.key)]
     edges = list(itertools.accumulate((_padded(item.size) for item in fixed), initial=0))
     places = {(item.file, item.offset): at for item, at in zip(fixed, edges, strict=False)}
-    rounds = _Rounds(edges[-1], passage // 2 // safetensors_format.BLOCK * safetensors_format.BLOCK)
+    rounds = _Rounds(edges[-1], passage // 2 // BLOCK * BLOCK)
     whole = []
     for item in items:
         place = places.get((item.file, item.offset))
@@ -122,7 +94,7 @@ def stage(
 
 
 class _Rounds:
-    """Pieces that pass, in the halves of a memory that begins at `base` of the arena."""
+    """Pieces that pass, in the halves of a memory that begins at byte `base` of the buffer."""
 
     def __init__(self, base: int, half: int) -> None:
         self.end = base
@@ -138,7 +110,7 @@ class _Rounds:
         while done < item.size:
             cut = min(item.size - done, self._half - self._used)
             if done + cut < item.size:
-                cut -= cut % safetensors_format.BLOCK
+                cut -= cut % BLOCK
             if cut == 0:
                 self.writes.append([])
                 self._used = 0
@@ -154,16 +126,14 @@ class _Rounds:
 
 
 def _items(layout: Layout, tensors: Mapping[str, TensorEntry]) -> Iterator[_Item]:
-    """In the order in which they are written."""
-    begun: set[int] = set()
+    """Headers and pieces, in the order in which they are written."""
+    heads = dict(layout.heads)
     for span, file, offset in layout.pieces:
-        if file not in begun and file in layout.heads:
-            yield _Item(file, 0, len(layout.heads[file]), None)
-        begun.add(file)
-        yield _Item(file, offset, (span.stop - span.start) * tensors[span.key].itemsize, span)
-    for file, head in layout.heads.items():
-        if file not in begun:  # of which others write all pieces
+        if (head := heads.pop(file, None)) is not None:
             yield _Item(file, 0, len(head), None)
+        yield _Item(file, offset, (span.stop - span.start) * tensors[span.key].itemsize, span)
+    for file, head in heads.items():  # of files whose pieces are all other ranks'
+        yield _Item(file, 0, len(head), None)
 
 
 def _padded(size: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import location, summary
+from pipeline.checkpoint import location
 from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import step_number
 from pipeline.contracts.export import ExportedModel
@@ -134,7 +134,7 @@ def _run(source: str) -> Path | None:
 
 def _checkpoint(run: str, step: str | None) -> str:
     """Address of the run's checkpoint of a step, the best or the newest."""
-    store, name = summary.find(run, rundir.RECIPE)
+    store, name = location.find(run, rundir.RECIPE)
     with system_errors_as(UsageError):
         names = store.names()
         if step is None:

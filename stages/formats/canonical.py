@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.state_source import StateSource
+    from pipeline.checkpoint.formats import StateSource
 
 
 class Canonical(StateFormat):
@@ -32,11 +32,11 @@ class Canonical(StateFormat):
         return step_target(folder, step)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint.layout import ShardedLayout
+        from pipeline.checkpoint.file_layout import SHARDED
         from pipeline.checkpoint.local_store import LocalStore
         from pipeline.checkpoint.offline_writer import write_checkpoint
 
-        write_checkpoint(source, LocalStore(folder.parent), folder.name, ShardedLayout())
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, SHARDED)
         return ()
 
 
@@ -50,11 +50,11 @@ class Full(Canonical):
         return (folder / "manifest.json").is_file() and _is_full(folder)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint.full_layout import FullLayout
+        from pipeline.checkpoint.file_layout import FULL
         from pipeline.checkpoint.local_store import LocalStore
         from pipeline.checkpoint.offline_writer import write_checkpoint
 
-        write_checkpoint(source, LocalStore(folder.parent), folder.name, FullLayout())
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, FULL)
         return ()
 
 

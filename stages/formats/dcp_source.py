@@ -11,10 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, State
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading, StateSource
+from pipeline.contracts.engine import WEIGHT, EngineState, ParameterGroup
 from pipeline.errors import CheckpointError
 from stages.formats.boxes import Boxes
 from stages.formats.dcp_files import (
@@ -96,7 +94,7 @@ class DcpSource(StateSource):
         aliases = dict(self._aliases(trained))
         for alias in aliases:
             del self._stored[f"{WEIGHT}/{alias}"], self.tensors[f"{WEIGHT}/{alias}"]
-        self.state = State(
+        self.state = EngineState(
             aliases=aliases,
             frozen=[name for name in weights if name not in trained and name not in aliases],
             groups=optimizer.groups(),
@@ -178,7 +176,7 @@ class DcpOptimizer:
             found[name] = int(value_of(self._counts[name], f"{name}.{STEP}"))
         return found
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParameterGroup]:
         """Parameters with their hyperparameters; without numbers, those with equal ones."""
         if self._weights_only:
             return []
@@ -200,7 +198,7 @@ class DcpOptimizer:
             elif not self._weights_only:
                 raise CheckpointError(f"{self._where}: {key} is no tensor")
 
-    def _numbered(self, items: Mapping[re.Match[str], Item]) -> Iterator[Group]:
+    def _numbered(self, items: Mapping[re.Match[str], Item]) -> Iterator[ParameterGroup]:
         found: dict[int, dict[str, Any]] = defaultdict(dict)
         for match, item in items.items():
             if match[2] in (*_USED, "params"):
@@ -209,9 +207,9 @@ class DcpOptimizer:
             names = found[number].get("params")
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise CheckpointError(f"{self._where}: group {number} does not name its parameters")
-            yield Group(settings=settings(found[number]), parameters=names)
+            yield ParameterGroup(settings=settings(found[number]), parameters=names)
 
-    def _by_name(self) -> Iterator[Group]:
+    def _by_name(self) -> Iterator[ParameterGroup]:
         found: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for name in self.moments:
             keys = {setting: f"{name}.{setting}" for setting in _USED}
@@ -220,4 +218,4 @@ class DcpOptimizer:
             )
             found.setdefault(str(own), (own, []))[1].append(name)
         for own, names in found.values():
-            yield Group(settings=own, parameters=names)
+            yield ParameterGroup(settings=own, parameters=names)

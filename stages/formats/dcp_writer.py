@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pipeline.checkpoint.layout import dtype
+from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.layout import DTYPES
 from pipeline.checkpoint.offline_writer import appearing
-from pipeline.checkpoint.state_source import StateSource
 from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
 from stages.formats.files import append
@@ -124,7 +124,7 @@ def _promise(source: StateSource, key: str, keys: dict[str, str], name: str) -> 
     """A tensor without memory; `keys` notes what will be in it."""
     keys[name] = key
     entry = source.entry(key)
-    return torch.empty(tuple(entry.shape), dtype=dtype(entry.dtype), device="meta")
+    return torch.empty(tuple(entry.shape), dtype=DTYPES[entry.dtype], device="meta")
 
 
 def _optimizer(source: StateSource, keys: dict[str, str]) -> dict[str, Any]:

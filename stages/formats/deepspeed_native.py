@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, Scale, State
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading, StateSource
+from pipeline.contracts.engine import WEIGHT, EngineState, LossScale, ParameterGroup
 from pipeline.errors import CheckpointError
 from stages.formats.deepspeed_files import (
     Scaler,
@@ -79,7 +77,7 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
         world_size=len(ranks),
         writer={"format": "deepspeed", "packages": {"deepspeed": models[0].get("ds_version")}},
         progress=progress,
-        state=State(
+        state=EngineState(
             aliases=dict(models[0]["shared_params"]),
             frozen=list(untrained),
             groups=_groups(flats),
@@ -202,12 +200,15 @@ def _updates(flats: Sequence[FlatGroup], folder: Path) -> Iterator[tuple[str, in
         yield from zip(flat.placed, itertools.repeat(counts.pop()), strict=False)
 
 
-def _groups(flats: Sequence[FlatGroup]) -> list[Group]:
+def _groups(flats: Sequence[FlatGroup]) -> list[ParameterGroup]:
     members: dict[int, list[str]] = {}
     for flat in flats:
         members.setdefault(flat.group, []).extend(flat.placed)
     own = {flat.group: settings(flat.settings) for flat in flats}
-    return [Group(settings=own[number], parameters=members[number]) for number in sorted(members)]
+    return [
+        ParameterGroup(settings=own[number], parameters=members[number])
+        for number in sorted(members)
+    ]
 
 
 def _trained(flats: Sequence[FlatGroup], moments: Sequence[str]) -> Iterator[tuple[str, Stored]]:
@@ -243,10 +244,10 @@ def _sharded_frozen(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
         yield name, Stored(shape=tuple(shape), ranges=ranges)
 
 
-def loss_scale(rank: Saved) -> Scale | None:
+def loss_scale(rank: Saved) -> LossScale | None:
     """The state of dynamic loss scaling; None without."""
     scaler = rank.get("loss_scaler")
     if not isinstance(scaler, Scaler) or not scaler.dynamic:
         return None
     good = scaler.cur_iter - scaler.last_overflow_iter - 1
-    return Scale(scale=float(scaler.cur_scale), good_steps=good % scaler.scale_window)
+    return LossScale(scale=float(scaler.cur_scale), good_steps=good % scaler.scale_window)

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, State
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading, StateSource
+from pipeline.contracts.engine import WEIGHT, EngineState, ParameterGroup
 from pipeline.errors import CheckpointError
 from stages.formats.deepspeed_files import load
 from stages.formats.deepspeed_native import loss_scale
@@ -55,7 +53,7 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
         world_size=int(model["dp_world_size"]),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
         progress=model.get("progress") or fresh_progress(step, reading.samples),
-        state=State(
+        state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=[name for name in others if name not in model["buffer_names"]],
             groups=list(_groups(model["param_shapes"], optimizer["param_groups"], folder)),
@@ -109,10 +107,10 @@ def _steps(folder: Path, shapes: Mapping[str, Shape], optimizer: Mapping[str, An
 
 def _groups(
     shapes: Sequence[Mapping[str, Shape]], groups: Sequence[Mapping[str, Any]], folder: Path
-) -> Iterator[Group]:
+) -> Iterator[ParameterGroup]:
     """`shapes` are of groups, or under stage 3 of their sub-groups."""
     if sorted(index for group in groups for index in group["params"]) != list(range(len(shapes))):
         raise CheckpointError(f"{folder}: optimizer groups and parameters do not belong together")
     for group in groups:
         names = [name for index in group["params"] for name in shapes[index]]
-        yield Group(settings=settings(group), parameters=names)
+        yield ParameterGroup(settings=settings(group), parameters=names)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.manifest import Scale
+from pipeline.checkpoint.formats import StateSource
 from pipeline.checkpoint.offline_writer import appearing
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.engine import WEIGHT, LossScale
 from pipeline.errors import CheckpointError
 from stages.formats.deepspeed_universal import FP32
 from stages.formats.files import save
@@ -81,7 +80,7 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
     return found
 
 
-def _scaler(scale: Scale) -> Any:
+def _scaler(scale: LossScale) -> Any:
     from pipeline.distributed.process_group import DistContext
     from stages.wrap.zero.compat import point_at_device
 

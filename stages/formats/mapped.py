@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.layout import CODES, as_bytes, dtype
-from pipeline.checkpoint.manifest import State, TensorEntry
+from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.layout import CODES, DTYPES, as_bytes
+from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.safetensors_format import CHUNK
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.contracts.engine import EngineState
 from pipeline.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -61,7 +62,7 @@ class MappedSource(StateSource):
         world_size: int,
         writer: Mapping[str, Any],
         progress: Mapping[str, Any],
-        state: State,
+        state: EngineState,
         stored: Mapping[str, Stored],
     ) -> None:
         self.where = where
@@ -129,7 +130,7 @@ _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 def assembled(source: StateSource, key: str) -> Tensor:
     """The tensor `key` with its shape."""
     entry = source.entry(key)
-    flat = torch.empty(entry.numel, dtype=dtype(entry.dtype))
+    flat = torch.empty(entry.numel, dtype=DTYPES[entry.dtype])
     source.read_into(key, 0, as_bytes(flat))
     return flat.view(tuple(entry.shape))
 

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, State
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading, StateSource
+from pipeline.contracts.engine import WEIGHT, EngineState, ParameterGroup
 from pipeline.errors import CheckpointError
 from stages.formats import files
 from stages.formats.files import read_json
@@ -35,7 +33,7 @@ OPTIMIZER = "optimizer.pt"
 class _Optimizer(NamedTuple):
     """An optimizer's state by parameter name."""
 
-    groups: Sequence[Group] = ()
+    groups: Sequence[ParameterGroup] = ()
     updates: Mapping[str, int] = {}
     stored: Mapping[str, Stored] = {}
 
@@ -60,7 +58,7 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
         world_size=1,
         writer={"format": "trainer"},
         progress=fresh_progress(step, reading.samples),
-        state=State(
+        state=EngineState(
             aliases=model.aliases,
             frozen=untrained,
             groups=optimizer.groups,
@@ -119,7 +117,7 @@ def _optimizer(folder: Path, model: Described) -> _Optimizer:
             "takes the weights alone",
         )
     saved = files.load(file)
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     updates: dict[str, int] = {}
     stored: dict[str, Stored] = {}
     with files.understood(file, "transformers' Trainer"):
@@ -135,7 +133,7 @@ def _optimizer(folder: Path, model: Described) -> _Optimizer:
                 _require_adam(state, file)
             shapes = [tuple(state[MOMENTS[0]].shape) for state in own]
             names = identify(shapes, candidates, str(file))
-            groups.append(Group(settings=settings(group), parameters=names))
+            groups.append(ParameterGroup(settings=settings(group), parameters=names))
             for name, state in zip(names, own, strict=True):
                 updates[name] = int(state["step"])
                 stored |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}

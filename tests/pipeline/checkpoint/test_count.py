@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.retention import Retention, count, forget
+from pipeline.checkpoint.retention import Retention, expected_count, purge
 from pipeline.checkpoint.store import step_name
 from pipeline.contracts.training import TrainingLength
 
@@ -34,7 +34,7 @@ from pipeline.contracts.training import TrainingLength
     ],
 )
 def test_by_hand(retention: Retention, every: int | None, length: Any, number: int) -> None:
-    found = count(retention, every, TrainingLength(steps=1000, **length))
+    found = expected_count(retention, every, TrainingLength(steps=1000, **length))
     assert (found.number, found.further) == (number, None)
 
 
@@ -51,7 +51,7 @@ def test_by_hand(retention: Retention, every: int | None, length: Any, number: i
 def test_of_a_training_whose_steps_nobody_knows(
     retention: Retention, every: int | None, said: str
 ) -> None:
-    assert str(count(retention, every, TrainingLength(eval_every=50))) == said
+    assert str(expected_count(retention, every, TrainingLength(eval_every=50))) == said
 
 
 class Names:
@@ -78,5 +78,5 @@ def test_as_many_are_there_at_once_as_are_counted(
     for step in sorted({steps, *range(every, steps, every)}):
         store.there.append(step_name(step))
         most = max(most, len(store.there))
-        assert not list(forget(store, retention))  # type: ignore[arg-type]
-    assert count(retention, every, TrainingLength(steps=steps)).number == most
+        assert not purge(store, retention)  # type: ignore[arg-type]
+    assert expected_count(retention, every, TrainingLength(steps=steps)).number == most

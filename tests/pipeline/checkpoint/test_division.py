@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import CoverageError, require_cover
+from pipeline.checkpoint.manifest import CoverageError, require_cover
 
 
 @st.composite

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.formats import Formats, Reading, StateFormat
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import Formats, Reading, StateFormat, StateSource
 from pipeline.errors import PluginError, UsageError
 from pipeline.plan.registry import Entry
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.manifest import Damaged, DataFile, Manifest, Part, TensorEntry
+from pipeline.checkpoint.manifest import Damaged, DataFile, Manifest, Part, Run, TensorEntry
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

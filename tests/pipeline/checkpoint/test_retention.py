@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import FILE
-from pipeline.checkpoint.retention import Retention, forget
+from pipeline.checkpoint.retention import Retention, purge
 from pipeline.checkpoint.store import step_name, step_number, steps_in_order
 from tests.support.tiny_store import Tiny, write
 
@@ -46,22 +46,22 @@ def steps(store: LocalStore) -> list[int]:
     ],
 )
 def test_what_is_kept(store: LocalStore, retention: Retention, kept: list[int]) -> None:
-    assert list(forget(store, retention)) == []
+    assert purge(store, retention) == []
     assert steps(store) == kept
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_the_best(store: LocalStore) -> None:
     Path(store.locate(step_name(3), FILE)).write_bytes(b"")
-    assert list(forget(store, Retention(last=1, best=1))) == []
+    assert purge(store, Retention(last=1, best=1)) == []
     assert steps(store) == [5, 8]
 
 
 def test_what_is_put_aside_is_kept_and_not_counted(store: LocalStore) -> None:
     store.quarantine(step_name(8))
     store.quarantine(step_name(1))
-    assert list(forget(store, Retention(last=2))) == []
+    assert purge(store, Retention(last=2)) == []
     assert steps(store) == [6, 7]
-    assert [Path(place).name for place in store.aside()] == [
+    assert [Path(place).name for place in store.quarantined()] == [
         "step-00000001.damaged-1",
         "step-00000008.damaged-1",
     ]

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import Span
-from pipeline.checkpoint.layout import Layout, ShardedLayout
+from pipeline.checkpoint.file_layout import SHARDED, Layout, Span
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, stage
 
@@ -20,13 +19,13 @@ BLOCK = safetensors_format.BLOCK
 
 
 def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layout]:
-    entries = ShardedLayout().in_order(
+    entries = SHARDED.in_order(
         TensorEntry(key=f"weight/{number}", dtype=dtype, shape=(count,))
         for number, (dtype, count) in enumerate(sizes)
     )
     tensors = {entry.key: entry for entry in entries}
     spans = [Span(entry.key, 0, entry.numel) for entry in entries]
-    return tensors, ShardedLayout().lay_out(0, spans, tensors)
+    return tensors, SHARDED.lay_out(0, spans, tensors)
 
 
 @settings(max_examples=60)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.layout import WritePlan, dtype
+from pipeline.checkpoint.layout import DTYPES, WritePlan
 from pipeline.checkpoint.manager import CheckpointManager
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.staging import stage
@@ -46,12 +46,12 @@ def save(
         expected = digest(engine, dist)
         train(engine, 2, 3)  # while it is still being written
         place = kept.finish()
-        size, rounds = kept.snapshot_bytes, len(kept._staging.rounds)
-        share = kept._plan.layout.files[0].size
+        size, rounds = kept.snapshot.staging.size, len(kept.snapshot.staging.rounds)
+        share = kept.plan.layout.files[0].size
         kept.close()
     reader = CheckpointReader(*locate(place))
     found = {
-        key: hashed(torch.frombuffer(bytearray(reader.read_bytes(key)), dtype=dtype(entry.dtype)))
+        key: hashed(torch.frombuffer(bytearray(reader.read_bytes(key)), dtype=DTYPES[entry.dtype]))
         for key, entry in reader.tensors.items()
         if not key.startswith("random/")
     }

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint.formats import Formats
 from pipeline.checkpoint.layout import CODES
-from pipeline.checkpoint.manifest import State
-from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.weights import open_weights
@@ -54,7 +53,7 @@ def source(stored: Mapping[str, Stored]) -> MappedSource:
     names = list(stored)
     return MappedSource(
         where="memory", step=3, world_size=2, writer={}, progress=fresh_progress(3, 6),
-        state=State(
+        state=EngineState(
             aliases={"other": names[0]}, frozen=names, groups=[], updates={}, moments=[],
             loss_scale=None,
         ),

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import State, TensorEntry
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import Reading, StateSource
+from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.contracts.engine import EngineState
 from pipeline.errors import CheckpointError
 from stages.formats.boxes import Box, Boxes
 from stages.formats.canonical import Canonical
@@ -230,7 +230,7 @@ class Claimed(StateSource):
             for name in names
         }
         nothing = {"aliases": {}, "frozen": [], "groups": [], "updates": {}, "moments": []}
-        self.state = State(**nothing | {"loss_scale": None} | state)
+        self.state = EngineState(**nothing | {"loss_scale": None} | state)
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         yield start, memoryview(bytes(4 * (stop - start)))

@@ -1,0 +1,129 @@
+"""How the pieces that a rank writes are put into files: a file a rank, or whole tensors in shared
+files. No rank ever holds a whole tensor that it does not train whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from pipeline.checkpoint.manifest import DataFile, TensorEntry
+from pipeline.checkpoint.safetensors_format import Entry, header
+from pipeline.checkpoint.writer_main import NewFile
+from pipeline.contracts.engine import WEIGHT
+
+ALIGN = 4096
+"""Data of a file begins at a multiple of this."""
+
+
+class Span(NamedTuple):
+    """Elements [start, stop) of the logical tensor `key`."""
+
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Files of one rank, and what it writes into each."""
+
+    files: Sequence[NewFile]
+    described: Sequence[DataFile]
+    """Files whose header this rank writes."""
+    heads: Mapping[int, bytes]
+    """Number of a file -> the header that this rank writes to it, the same at every save."""
+    pieces: Sequence[tuple[Span, int, int]]
+    """Span, number of the file, and first byte: file by file, each from its start to its end."""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A way to put tensors into safetensors files: `SHARDED` or `FULL`."""
+
+    name: str
+    shared: bool
+    """Whether ranks write parts of the same files, whose headers rank 0 writes."""
+
+    def in_order(self, tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+        """The order in which every rank writes its parts of them, each entry with the number of
+        the file that it lies in whole, if ranks share files."""
+        ordered = sorted(tensors, key=lambda tensor: (self._file(tensor.key), -tensor.itemsize))
+        files = sorted({self._file(tensor.key) for tensor in ordered})
+        return [
+            tensor.model_copy(
+                update={"file": files.index(self._file(tensor.key)) if self.shared else None}
+            )
+            for tensor in ordered
+        ]
+
+    def lay_out(
+        self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
+    ) -> Layout:
+        """The files of `rank`, which writes `mine`; `tensors` are those of all ranks. Both are in
+        order."""
+        files, described, heads = [], [], {}
+        begins: dict[Span, tuple[int, int]] = {}
+        for number, (name, spans) in enumerate(self._contents(rank, mine, tensors).items()):
+            entries = [self._entry(span, tensors[span.key]) for span in spans]
+            head = header(entries, metadata={"format": "pt"}, align=ALIGN)
+            edges = list(itertools.accumulate((e.size for e in entries), initial=len(head)))
+            begins |= {span: (number, at) for span, at in zip(spans, edges, strict=False)}
+            size, digest = edges[-1], xxh3_64_intdigest(head)
+            files.append(NewFile(name=name, size=size, shared=self.shared))
+            if rank == 0 or not self.shared:
+                heads[number] = head
+                described.append(
+                    DataFile(name=name, size=size, data_start=len(head), header=digest)
+                )
+        pieces = [self._piece(span, tensors[span.key], begins) for span in mine]
+        return Layout(files=files, described=described, heads=heads, pieces=pieces)
+
+    def _file(self, key: str) -> str:
+        """Name of the file that holds the whole tensor, if ranks share files."""
+        if not self.shared:
+            return ""
+        names = {WEIGHT: "model.safetensors", "random": "random.safetensors"}
+        return names.get(key.partition("/")[0], "optimizer.safetensors")
+
+    def _contents(
+        self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
+    ) -> Mapping[str, Sequence[Span]]:
+        """Names of the rank's files, and all that will be in each, by whomever it is written."""
+        if not self.shared:
+            return {f"rank-{rank:05d}.safetensors": mine}
+        found: dict[str, list[Span]] = defaultdict(list)
+        for tensor in tensors.values():
+            found[self._file(tensor.key)].append(Span(tensor.key, 0, tensor.numel))
+        return found
+
+    def _piece(
+        self, span: Span, tensor: TensorEntry, begins: Mapping[Span, tuple[int, int]]
+    ) -> tuple[Span, int, int]:
+        stored = Span(span.key, 0, tensor.numel) if self.shared else span
+        number, begin = begins[stored]
+        return span, number, begin + (span.start - stored.start) * tensor.itemsize
+
+    def _entry(self, span: Span, tensor: TensorEntry) -> Entry:
+        length = span.stop - span.start
+        is_whole = length == tensor.numel
+        name = span.key if is_whole else f"{span.key}@{span.start}"
+        return Entry(
+            name=span.key.removeprefix(f"{WEIGHT}/") if self.shared else name,
+            dtype=tensor.dtype,
+            shape=tensor.shape if is_whole else (length,),
+            size=length * tensor.itemsize,
+        )
+
+
+SHARDED = FileLayout("sharded", shared=False)
+"""One file a rank. A whole tensor has its shape and its key for a name; a part of one is flat and
+named `KEY@START`."""
+
+FULL = FileLayout("full", shared=True)
+"""Whole tensors, each once: `model.safetensors` with the names of the source model,
+`optimizer.safetensors` and `random.safetensors` with keys."""
