@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tables import markdown
 
-PIPE = (sys.executable, "-m", "pipeline.cli")
+PIPE = (sys.executable, "-m", "pipetrain")
 
 SITUATIONS = {
     "7B, one 24 GB": "meta-llama/Llama-2-7b-hf --gpus 1 --gpu 'RTX 4090'",

@@ -84,7 +84,7 @@ def travel(run_dir: Path) -> list[float]:
 
 def pipe(*arguments: str) -> subprocess.Popen[bytes]:
     """`pipe` in a process group of its own."""
-    command = [sys.executable, "-m", "pipeline", *arguments]
+    command = [sys.executable, "-m", "pipetrain", *arguments]
     return subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
 
 

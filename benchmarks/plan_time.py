@@ -40,7 +40,7 @@ def main(rounds: int, given: tuple[Path, ...]) -> None:
         imports.append(_seconds(sys.executable, "-c", IMPORTS))
         for recipe in recipes:
             with tempfile.TemporaryDirectory() as profiles:
-                plan = (sys.executable, "-m", "pipeline.cli", "plan", str(recipe), *MACHINES)
+                plan = (sys.executable, "-m", "pipetrain", "plan", str(recipe), *MACHINES)
                 for found in (cold, kept):
                     found[recipe].append(_seconds(*plan, PIPE_PROFILES=profiles))
     head = ["", "imports", "cold", "beyond imports", "kept"]

@@ -20,8 +20,8 @@ import yaml
 from tables import markdown
 
 from pipeline.hardware.gpus import GB, GIB
-from pipeline.planning.hardware import Asked, Margins
-from pipeline.planning.memory_plan import MemoryPlan, check, draw_up
+from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
 from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE
 
 RUNS = Path(__file__).parent / "publications" / "runs.yaml"
@@ -94,14 +94,14 @@ class Run:
 
     def plan(self) -> MemoryPlan:
         """What `pipe plan` says."""
-        asked = Asked(
+        machines = HardwareOptions(
             gpus=self.gpus, nodes=self.nodes, gpu=self.gpu, interconnect=self.interconnect
         )
         with tempfile.TemporaryDirectory() as folder:
             text, recipe = Path(folder) / "text.txt", Path(folder) / "recipe.yaml"
             text.write_text("text\n", "utf-8")
             recipe.write_text(yaml.safe_dump(self._recipe(text), sort_keys=False), "utf-8")
-            return draw_up(check(recipe, [], asked), asked, Margins())
+            return estimate_plan(check(recipe, [], machines), machines, Margins())
 
     def _recipe(self, text: Path) -> dict[str, Any]:
         stages = {slot: dict(stage) for slot, stage in self.slots.items()}

@@ -53,7 +53,7 @@ def main(steps: int | None, only: str, runs: Path | None, json_file: Path | None
 
 def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
     """Run one recipe; what it reached and how long it took, in seconds."""
-    command = [sys.executable, "-m", "pipeline", "run", str(RECIPES / f"smollm_{name}.yaml")]
+    command = [sys.executable, "-m", "pipetrain", "run", str(RECIPES / f"smollm_{name}.yaml")]
     command += ["--run-dir", str(run_dir), *([f"train.steps={steps}"] if steps else [])]
     click.echo(f"smollm_{name} ...", err=True)
     began = time.perf_counter()
@@ -81,7 +81,7 @@ def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
 
 def pipe(*arguments: str) -> None:
     """A command that has to end well."""
-    subprocess.run([sys.executable, "-m", "pipeline", *arguments], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "pipetrain", *arguments], check=True, stdout=sys.stderr)
 
 
 def _median_step(trained: list[dict[str, Any]]) -> float:

@@ -24,8 +24,8 @@ import yaml
 from shapes import SHAPES
 
 from pipeline.doctor.report import read_machine
-from pipeline.planning.hardware import Asked, Margins
-from pipeline.planning.memory_plan import check, draw_up
+from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.planning.memory_plan import check, estimate_plan
 
 WRAPS: dict[str, dict[str, Any]] = {
     "ddp": {"use": "wrap.ddp"},
@@ -94,11 +94,11 @@ def _rows(
             for compute in computes:
                 for wrap in WRAPS:
                     recipe = _recipe(folder, shape, wrap, count, compute, steps)
-                    asked = Asked(machine=read_machine(machine))
-                    drawn = draw_up(check(recipe, [], asked), asked, Margins())
+                    machines = HardwareOptions(machine=read_machine(machine))
+                    memory_plan = estimate_plan(check(recipe, [], machines), machines, Margins())
                     run = folder / f"run-{shape}-{wrap}-{count}-{compute}"
                     _pipe("run", str(recipe), "--run-dir", str(run))
-                    time = drawn.time
+                    time = memory_plan.time
                     yield Row(shape, wrap, count, compute, time.least, time.expected, _median(run))
 
 
@@ -144,7 +144,7 @@ def _tokenizer() -> Path:
 
 def _pipe(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments],
+        [sys.executable, "-m", "pipetrain", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": str(THREADS)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from tables import markdown
 from zero_memory_rank import SPOKEN, TOKENS, Job
 
 from pipeline.plan.plan import Plan, plan_file
-from pipeline.planning.estimate import ask, step_peaks
+from pipeline.planning.estimate import ask_planners, step_peaks
 from pipeline.planning.planner import Job as Planned
 from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import BACKWARD, FORWARD, LOAD, SAVE, UPDATE, StrategyMemory
@@ -216,7 +216,7 @@ def predicted(job: Job, world: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         planned = Planned.of(drawn_up(job, world, Path(folder)), topology)
         profiled = profile(planned)
-        told = ask(planned, profiled)
+        told = ask_planners(planned, profiled)
     strategy = told.require(StrategyMemory, "nothing wraps the model")
     found: dict[str, int] = {}
     for turn in range(job.micro_batches):

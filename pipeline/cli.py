@@ -107,7 +107,7 @@ def _give_up(error: Exception) -> NoReturn:
 
 
 def _leave(last_words: str, code: int) -> NoReturn:
-    """End with this exit code, whether or not anybody can be told any more."""
+    """End with this exit code, even where the message cannot be written."""
     try:
         click.echo(last_words, err=True)
     except OSError:  # a closed terminal; Python would try again at its end, and leave with 120

@@ -1,4 +1,4 @@
-"""What can go wrong, in words for the person who has to act on it."""
+"""Errors in words for the person who has to act on them."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ class RecipeError(PipeError):
 
 
 class NoFit(PipeError):
-    """What was asked for does not fit the hardware."""
+    """The plan does not fit the hardware."""
 
     exit_code = 3
 
 
 class PlanDrift(PipeError):
-    """What is about to run is not what was planned."""
+    """The run differs from the saved plan."""
 
     exit_code = 4
 
@@ -113,7 +113,7 @@ class DataError(StageError):
 
 
 class EngineMismatch(StageError):
-    """What is running is not what the recipe asked for."""
+    """The live engine differs from the recipe."""
 
 
 class CheckpointError(StageError):
@@ -133,7 +133,7 @@ class RunFailed(PipeError):
 
 
 class RunStopped(PipeError):
-    """A signal asked the run to end; the exit code is what a shell makes of the signal."""
+    """A signal asked the run to end; the exit code is 128 plus the signal's number."""
 
     def __init__(self, signal_number: int, message: str, *, hint: str = "") -> None:
         self.exit_code = 128 + signal_number
@@ -161,8 +161,8 @@ _OF_THE_MACHINE = {
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether a person can act on it and needs no traceback: an error of ours, or one that only the
-    machine can be at fault for (a full disk), wherever it is raised."""
+    """Whether a person can act on the error and needs no traceback: an error of this package, or
+    one that only the machine can cause (a full disk), wherever it is raised."""
     machine = isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
     return machine or isinstance(error, PipeError)
 
@@ -178,7 +178,7 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def system_errors_as(kind: type[PipeError]) -> Iterator[None]:
-    """What the system or a store refuses is no bug: raise it as an error for people."""
+    """Raise what the system or a store refuses as an error for people."""
     try:
         yield
     except OSError as error:

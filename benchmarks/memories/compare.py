@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memories.cases import Case
 
-from pipeline.planning.estimate import ask, step_peaks
+from pipeline.planning.estimate import ask_planners, step_peaks
 from pipeline.planning.planner import Job
 from pipeline.planning.shapes import Step
 from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
@@ -50,7 +50,7 @@ def profile_and_trace(case: Case) -> Pair:
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), device)
         found = profile(here)
-        told = ask(here, found)
+        told = ask_planners(here, found)
         strategy = told.require(StrategyMemory, "nothing wraps the model")
         step = told.require(Step, "nothing is trained")
         traced = run(here)

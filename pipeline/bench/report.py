@@ -14,8 +14,8 @@ from pipeline.bench.render import table, verdict
 from pipeline.bench.results import Row
 from pipeline.bench.session import Benchmark, Outcome
 from pipeline.errors import StageError, in_words, system_errors_as
-from pipeline.run import rundir
 from pipeline.utils.files import replace_text
+from pipeline.utils.versions import versions
 
 PLOT = "bench.svg"
 MEMORY = {
@@ -135,7 +135,7 @@ def _head(session: Benchmark) -> dict[str, Any]:
         "steps": length.steps,
         "warmup": length.warmup,
         "threads": session.threads,
-        "packages": rundir.versions(),
+        "packages": versions(),
         "folder": str(session.folder),
     }
 

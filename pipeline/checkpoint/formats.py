@@ -7,18 +7,16 @@ torch; what is heavy is imported when a folder is opened or written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.contracts.engine import WEIGHT, EngineState
-from pipeline.errors import CheckpointError, PluginError, UsageError
-from pipeline.plan.registry import Entry, installed_entries, load_entry
+from pipeline.errors import CheckpointError, UsageError
+from pipeline.plan.registry import Plugins
 from pipeline.utils.text import closest
-
-GROUP = "pipe.formats"
 
 
 class StateSource(ABC):
@@ -155,47 +153,31 @@ def open_state(address: str, reading: Reading) -> StateSource:
     return Formats.installed().detect(folder).open(folder, reading)
 
 
-class Formats:
+class Formats(Plugins[type[StateFormat]]):
     """Installed formats by name."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries: dict[str, Entry] = {}
-        for entry in entries:
-            other = self._entries.setdefault(entry.name, entry)
-            # an editable install beside a normal one lists its entry points twice
-            if other.distribution != entry.distribution:
-                raise PluginError(
-                    f"format `{entry.name}` is registered by {other} and {entry}",
-                    hint="uninstall one of them",
-                )
+    group = "pipe.formats"
+    noun = "format"
 
-    @classmethod
-    def installed(cls) -> Formats:
-        """Formats that the installed packages register under `pipe.formats`."""
-        return cls(installed_entries(GROUP))
+    def fault(self, loaded: Any) -> str:
+        """The first thing that an object lacks to be a format."""
+        is_format = isinstance(loaded, type) and issubclass(loaded, StateFormat)
+        return "" if is_format else "is no StateFormat"
 
-    def names(self) -> list[str]:
-        """All names, in alphabetical order."""
-        return sorted(self._entries)
-
-    def load(self, name: str) -> StateFormat:
+    def get(self, name: str) -> StateFormat:
         """The format called `name`. Raises UsageError when there is none, PluginError when it
         cannot be loaded."""
-        if name not in self._entries:
-            similar = closest(name, self._entries)
+        if name not in self:
+            similar = closest(name, self.names())
             hint = f"did you mean `{similar}`?" if similar else f"there are {self._listed()}"
             raise UsageError(f"there is no format `{name}`", hint=hint)
-        entry = self._entries[name]
-        kind = load_entry(entry, GROUP, "format")
-        if not (isinstance(kind, type) and issubclass(kind, StateFormat)):
-            raise PluginError(f"format `{name}` of {entry} ({entry.value}) is no StateFormat")
-        return kind()
+        return self.load(name)()
 
     def detect(self, folder: Path) -> StateFormat:
         """The one format that `folder` has. Raises UsageError for none and for several."""
         if not folder.is_dir():
             raise UsageError(f"{folder}: no such folder")
-        found = [form for form in map(self.load, self.names()) if form.detect(folder)]
+        found = [form for form in map(self.get, self.names()) if form.detect(folder)]
         if len(found) > 1:
             matching = ", ".join(form.name for form in found)
             raise UsageError(f"{folder}: could be {matching}", hint="say which with --from")

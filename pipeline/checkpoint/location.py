@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DEFAULT = "checkpoints"
 """Folder of a run's checkpoints in its own folder."""
 FILE = "checkpoints.at"
+RECIPE = "recipe.yaml"
+"""File by which a run's folder is known."""
 LONGEST = 4096
 """Characters of a path or an address."""
 NOT_SHARED = "checkpoints must be on a file system that all nodes share"
@@ -111,10 +113,9 @@ def require_shared(store: Store, dist: DistContext, identity: str) -> None:
         )
 
 
-def find(named: str, recipe: str) -> tuple[Store, str]:
+def find(named: str) -> tuple[Store, str]:
     """The store and the checkpoint in it (empty: the newest) that a person means by a checkpoint's
-    folder or address, by a folder of checkpoints, or by a run's folder, which holds a file
-    `recipe`. Raises UsageError."""
+    folder or address, by a folder of checkpoints, or by a run's folder. Raises UsageError."""
     hint = (
         "give the folder of a checkpoint, the folder that holds them, or a run; "
         "pipe convert reads other formats"
@@ -123,7 +124,7 @@ def find(named: str, recipe: str) -> tuple[Store, str]:
         is_local = "://" not in named
         if is_local and not Path(named).is_dir():
             raise UsageError(f"{named} is not there", hint=hint)
-        if is_local and (Path(named) / recipe).is_file():
+        if is_local and (Path(named) / RECIPE).is_file():
             named = known(Path(named)) or default(Path(named))
         store, name = locate(named)
         if step_number(name) is not None or store.size(name, MANIFEST) is not None:

@@ -27,8 +27,8 @@ from pipeline.contracts.resources import require_resources
 from pipeline.contracts.stage import Context, ResourceNeed
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun, TrainingLength
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
-from pipeline.run import rundir
 from pipeline.utils.text import human
+from pipeline.utils.versions import versions
 
 CLOSING_SECONDS = 4.0
 """Less than the time that a failed rank is given to release what it holds."""
@@ -207,7 +207,7 @@ class CheckpointManager(Checkpoints):
         found = None
         if self.ctx.dist.is_main:
             try:
-                store, name = location.find(start_from, rundir.RECIPE)
+                store, name = location.find(start_from)
                 found = store.locate(name or store.names()[-1])
             except (UsageError, OSError) as error:
                 raise CheckpointError(f"start_from: {in_words(error)}") from error
@@ -267,7 +267,7 @@ def _setup(
 ) -> Setup:
     template = ManifestTemplate(
         world_size=ctx.dist.world_size,
-        writer={"engine": dict(engine.describe()), "packages": rundir.versions()},
+        writer={"engine": dict(engine.describe()), "packages": versions()},
         tensors=plan.tensors,
         runs=plan.runs,
         files=plan.files,

@@ -190,12 +190,15 @@ class Places:
         import numpy as np
 
         if part not in self._tables:
-            made = self._listed(part) if self._manifest.version == 1 else self._ruled(part)
-            tensor, _, _, start, stop = made
+            rows = self._listed(part) if self._manifest.version == 1 else self._ruled(part)
+            tensor, _, _, start, stop = rows
             blocks = -(-(stop - start) * self._itemsizes[tensor] // BLOCK)
-            key = tensor * LARGEST + start
-            columns = np.stack([*made, np.cumsum(blocks) - blocks, key])
-            self._tables[part] = _Table(*columns[:, np.argsort(key)], sums=int(blocks.sum()))
+            first_sum, key = np.cumsum(blocks) - blocks, tensor * LARGEST + start
+            order = np.argsort(key)
+            tensor, file, offset, start, stop = (column[order] for column in rows)
+            self._tables[part] = _Table(
+                tensor, file, offset, start, stop, first_sum[order], key[order], int(blocks.sum())
+            )
         return self._tables[part]
 
     def _listed(self, part: int) -> Column:

@@ -15,7 +15,7 @@ from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:
-    from pipeline.planning.hardware import Asked
+    from pipeline.planning.hardware import HardwareOptions
 
 COUNT = click.IntRange(min=1)
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -46,7 +46,7 @@ def advise(
     revision: str | None,
     attention: str | None,
     out: Path | None,
-    **machines: Any,
+    **hardware: Any,
 ) -> None:
     """Find how to train MODEL on given GPUs, or on this machine's CPUs, and write its recipe.
 
@@ -56,11 +56,11 @@ def advise(
     ways are shown with what they would need. Exit code 3 when nothing fits.
     """
     from pipeline.distributed.signals import stoppable
-    from pipeline.planning.advise import EXAMPLE, Task
+    from pipeline.planning.advise import EXAMPLE, AdviceRequest
     from pipeline.planning.advise import advise as walk
 
-    asked, margins = asked_for(**machines)
-    _require_whole(asked)
+    machines, margins = asked_for(**hardware)
+    _require_whole(machines)
     where = _where(model, revision) | ({} if attention is None else {"attention": attention})
     name = _name(model, lora=lora)
     target = out or Path(f"{name}.yaml")
@@ -69,12 +69,12 @@ def advise(
     with system_errors_as(UsageError):
         try_writing(target)
     example = target.with_suffix(".example.jsonl")
-    task = Task(
+    task = AdviceRequest(
         name=name, model=where, data=data or example, lora=lora,
         sequence=seq, global_batch=global_batch, micro_batch=micro_batch,
     )  # fmt: skip
     with stoppable():
-        recipe, lines = walk(task, asked, margins, registry or Registry.installed())
+        recipe, lines = walk(task, machines, margins, registry or Registry.installed())
     click.echo("\n".join(lines))
     if recipe is None:
         click.echo("nothing fits: it takes more or larger GPUs, or hosts", err=True)
@@ -92,12 +92,12 @@ def advise(
         click.echo(f"it starts from random weights{'' if 'tokenizer' in where else unnamed}")
 
 
-def _require_whole(asked: Asked) -> None:
+def _require_whole(machines: HardwareOptions) -> None:
     """Raises UsageError where GPUs are meant, and it is not said how many, or of what kind."""
-    known = asked.kind is not None or asked.memory is not None
-    if asked.gpus is None and (known or asked.nodes is not None):
+    known = machines.kind is not None or machines.memory is not None
+    if machines.gpus is None and (known or machines.nodes is not None):
         raise UsageError("say how many GPUs a node has", hint="--gpus 8")
-    if asked.gpus is not None and not known:
+    if machines.gpus is not None and not known:
         hint = "--gpu H100, or --memory 80, or --machine FILE"
         raise UsageError("say what GPUs these are", hint=hint)
 

@@ -47,10 +47,10 @@ def convert(
         if ":/" in str(path):
             raise UsageError(f"{path}: only folders can be converted, no addresses")
     formats = Formats.installed()
-    writing = formats.load(to)
+    writing = formats.get(to)
     if not writing.writes:
         raise UsageError(f"{to} can be read, but not written")
-    reading = formats.load(from_) if from_ else formats.detect(src)
+    reading = formats.get(from_) if from_ else formats.detect(src)
     with system_errors_as(StageError):
         source = reading.open(src, Reading(samples=samples, weights_only=weights_only))
         with contextlib.closing(source):

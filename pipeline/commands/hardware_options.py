@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from pipeline.planning.hardware import Asked, Margins
+    from pipeline.planning.hardware import HardwareOptions, Margins
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,12 +78,12 @@ def machine_options(command: F) -> F:
 def asked_for(
     *, nvme: float | None, overhead: float | None, measured: Path | None, machine: Path | None,
     **said: Any,
-) -> tuple[Asked, Margins]:  # fmt: skip
+) -> tuple[HardwareOptions, Margins]:  # fmt: skip
     """The machines, and what their GPUs lose beside tensors. Raises UsageError for a file that
     describes no machine, or no run's memory."""
     from pipeline.doctor.report import read_machine
-    from pipeline.planning.hardware import Asked, margins_for
+    from pipeline.planning.hardware import HardwareOptions, margins_for
 
     found = None if machine is None else read_machine(machine)
-    asked = Asked(disk=nvme, machine=found, **said)
-    return asked, margins_for(asked.kind, record=measured, overhead=overhead)
+    machines = HardwareOptions(disk=nvme, machine=found, **said)
+    return machines, margins_for(machines.kind, record=measured, overhead=overhead)

@@ -31,9 +31,8 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
     Without --verify, the manifest is checked, and that every file is there and has its size.
     """
     from pipeline.checkpoint import location
-    from pipeline.run import rundir
 
-    store, name = location.find(checkpoint, rundir.RECIPE)
+    store, name = location.find(checkpoint)
     everything = [] if name else [_summary(store, name) for name in store.names()]
     aside = store.quarantined()
     if everything and not as_json:

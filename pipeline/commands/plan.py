@@ -15,7 +15,7 @@ from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:
-    from pipeline.planning.search import Way
+    from pipeline.planning.search import Candidate
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -36,7 +36,7 @@ def plan(
     trace: bool,
     as_json: bool,
     out: Path | None,
-    **machines: Any,
+    **hardware: Any,
 ) -> None:
     """Tell what RECIPE will need: memory in every phase, disk, network, time.
 
@@ -48,36 +48,42 @@ def plan(
     """
     from pipeline.distributed.signals import stoppable
     from pipeline.planning import choice
-    from pipeline.planning.memory_plan import draw_up
+    from pipeline.planning.memory_plan import estimate_plan
     from pipeline.planning.presets import in_order
     from pipeline.planning.report import lines
-    from pipeline.planning.search import Base
+    from pipeline.planning.search import SearchBase
 
-    asked, margins = asked_for(**machines)
+    machines, margins = asked_for(**hardware)
     with system_errors_as(UsageError):
         try_writing(out) if out else None
     known = registry or Registry.installed()
     file = Path(recipe)
-    base = Base(recipe=file, overrides=overrides, asked=asked, margins=margins, registry=known)
+    base = SearchBase(
+        recipe=file, overrides=overrides, machines=machines, margins=margins, registry=known
+    )
     with stoppable():
-        # A plan without a trace may be among what would make it fit, and is drawn up once.
-        drawn = draw_up(base.checked({}), asked, margins, trace=True) if trace else base.drawn({})
-    record: dict[str, Any] = drawn.record()
+        # A plan without a trace may be among what would make it fit, and is memory_plan up once.
+        memory_plan = (
+            estimate_plan(base.checked({}), machines, margins, trace=True)
+            if trace
+            else base.memory_plan({})
+        )
+    record: dict[str, Any] = memory_plan.record()
     if out is not None:
         with system_errors_as(UsageError):
             out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if not as_json:
-        click.echo("\n".join(lines(drawn)))
-    found: list[Way] | None = None
+        click.echo("\n".join(lines(memory_plan)))
+    found: list[Candidate] | None = None
     try:
-        found = [*choice.remedies(drawn, base, in_order(known))] if drawn.short else []
+        found = [*choice.remedies(memory_plan, base, in_order(known))] if memory_plan.short else []
     except PipeError as error:
         click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
     if as_json:
         remedies = None if found is None else [*map(choice.record, found)]
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
-    elif drawn.short and found is not None:
+    elif memory_plan.short and found is not None:
         said = "it would fit with" if found else "nothing here makes it fit"
         click.echo("\n".join([said, *(f"  {choice.line(way)}" for way in found)]))
-    if drawn.short:
+    if memory_plan.short:
         sys.exit(NoFit.exit_code)

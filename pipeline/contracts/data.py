@@ -44,11 +44,11 @@ class Samples(ABC):
 
     @abstractmethod
     def targets(self, index: int) -> int:
-        """How many labels of this sample are trained on; known without reading the sample."""
+        """Number of this sample's labels that are trained on, known without reading the sample."""
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        """The sum of `targets` over indices, any of which can come several times. Every rank asks
-        it of every global batch, so a set that can tell many at once does."""
+        """Sum of `targets` over `indices`, which may repeat. Every rank asks for it once per global
+        batch, so sets that can answer for many indices at once override it."""
         return sum(map(self.targets, indices.tolist()))
 
     def order(self, seed: int, *, shuffle: bool) -> Order:

@@ -26,11 +26,11 @@ class DataAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did.
+    """Outcome of one optimizer step.
 
     `grad_norm` is the L2 norm of the whole model's gradient before clipping, over all ranks.
     `applied` is False when the update was left out: for an overflow under loss scaling, or because
-    the caller did not should_step it. `loss_scale` is 1.0 without scaling.
+    the step guard refused it. `loss_scale` is 1.0 without scaling.
     """
 
     grad_norm: float
@@ -53,9 +53,9 @@ class Fragment:
     """
 
     name: str
-    """As in the source model; of tied names the first."""
+    """Name in the source model; of tied names, the first."""
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     start: int
     state: Mapping[str, Tensor]
 
@@ -113,8 +113,8 @@ class EngineState:
 
 
 StepGuard = Callable[[float], bool]
-"""Gradient norm of the whole model, before clipping -> whether the update is to be applied. Has to
-answer the same on all ranks."""
+"""Function of the whole model's gradient norm, before clipping, that says whether to apply the
+update. The answer has to be the same on all ranks."""
 
 
 class Engine(ABC):
@@ -151,26 +151,24 @@ class Engine(ABC):
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         """Clip, apply the optimizer, clear gradients.
 
-        `should_step` is asked before anything is updated. Where it answers False, gradients are
-        dropped, and weights, moments and counts of updates stay as they are. A strategy may leave a
-        non-finite gradient out without asking.
+        `should_step` is asked before anything is updated. If it answers False, gradients are
+        dropped, and weights, optimizer state and counts of updates stay unchanged. A strategy may
+        leave out a non-finite gradient without asking.
         """
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """What is really running, read off the live objects: classes, dtypes, mesh, sharding.
-
-        Values are JSON; written to the run folder and shown on screen.
-        """
+        """Facts read off the live objects: classes, dtypes, mesh, sharding. Values are JSON; they
+        are written to the run's folder and shown on screen."""
 
     @abstractmethod
     def state(self) -> EngineState:
-        """What is no tensor. Raises StageError for an optimizer whose state cannot be told by
-        parameter."""
+        """Training state other than tensors. Raises StageError for an optimizer whose state cannot
+        be assigned to parameters."""
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
-        """This rank's part of every tensor of the training state, to be read. Always in the same
+        """This rank's part of every tensor of the training state, for reading; always in the same
         order with the same spans."""
 
     @abstractmethod

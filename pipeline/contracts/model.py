@@ -17,7 +17,7 @@ class ModelSource(ABC):
     """A causal language model, declared. No parameter exists until a wrap stage calls `build`."""
 
     name: str
-    """Its name for people: the folder, hub id or file it comes from."""
+    """Name for people: the folder, hub id or file of the source."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -37,7 +37,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated transformer blocks, in order; empty when they cannot be told."""
+        """The repeated transformer blocks, in order; empty when the architecture is not known."""
 
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Modules that, other than by calling them, use parameters of the modules inside them."""
@@ -70,8 +70,8 @@ class ModelSource(ABC):
 
     @property
     def location(self) -> str | None:
-        """The place that others load it from, a folder or a hub id; None when it is nowhere as it
-        is, being random or changed, or stored in a form that they do not load by itself."""
+        """Folder or hub id from which others load the model; None for a random or changed model,
+        and for one stored in a form that others cannot load by itself."""
         return None
 
     @property
@@ -98,7 +98,8 @@ class ModelSource(ABC):
 
     @property
     def skeleton(self) -> ModelSource:
-        """A model of which the same blocks are alike as of this one, quicker to build."""
+        """A model that is quicker to build and whose blocks are alike exactly where those of this
+        model are."""
         return self
 
     def merge_trained(self, trained: Weights) -> Weights:

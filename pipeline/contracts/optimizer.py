@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class NamedParameter(NamedTuple):
-    """A parameter with its name and its full shape, which a partitioned parameter itself cannot
-    tell."""
+    """A parameter with its name and its full shape, which a partitioned parameter does not know."""
 
     name: str
     parameter: nn.Parameter
@@ -24,10 +23,10 @@ class NamedParameter(NamedTuple):
 
 
 class StateCodec(ABC):
-    """How an optimizer keeps moments that are no tensors of the parameter's shape.
+    """Layout of optimizer state that is not kept as tensors of the parameter's shape.
 
-    A parameter's state in the optimizer is a mapping, all of whose values but the count of updates
-    are what `start` made. Of a sharded parameter it is about this process's elements alone.
+    A parameter's state in the optimizer is a mapping. Apart from the count of updates, all its
+    values come from `start`. For a sharded parameter it covers this process's elements alone.
     """
 
     @abstractmethod
@@ -41,8 +40,8 @@ class StateCodec(ABC):
 
     @abstractmethod
     def pack(self, state: Mapping[str, Any], moment: str, values: Tensor) -> None:
-        """Make all elements of a moment be `values`, what `unpack` gave and somebody has
-        overwritten. What was unpacked from any state is unpacked again to the same bits."""
+        """Set all elements of a moment to `values`, which come from `unpack` and were overwritten
+        since. Unpacking, packing and unpacking again gives the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,5 +66,6 @@ class OptimizerPlan:
     lr_scale: Callable[[int, int], float]
     """(zero-based step, total steps) -> factor on every group's base learning rate."""
     schedule_warnings: Callable[[int], Iterable[str]] = lambda total: ()
-    """Total steps -> what is hardly meant of a training of so many; warnings for people."""
+    """Function of the number of steps that yields warnings about a schedule that is probably a
+    mistake."""
     max_grad_norm: float | None

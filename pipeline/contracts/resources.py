@@ -1,4 +1,4 @@
-"""Is there room for what the stages are going to write and hold? Asked before training starts."""
+"""Disk space and host memory for the rest of a run, checked before training starts."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from pipeline.hardware.host import free_memory
 from pipeline.utils.text import human
 
 
-def require_resources(rooms: Iterable[ResourceNeed]) -> None:
-    """Raise StageError that tells every file system that is too small, and host memory, with what
-    is to go there. Needs of one file system add up; of memory the largest counts."""
-    rooms = list(rooms)
-    problems = [*_short_of_disk(rooms), *_short_of_memory(rooms)]
+def require_resources(needs: Iterable[ResourceNeed]) -> None:
+    """Raise StageError naming every file system that is too small, and host memory, with what needs
+    it. Needs on one file system add up; for memory the largest need counts."""
+    needs = list(needs)
+    problems = [*_short_of_disk(needs), *_short_of_memory(needs)]
     if problems:
         raise StageError("; ".join(problems), hint="make room, or write elsewhere")
 
 
-def _short_of_disk(rooms: Sequence[ResourceNeed]) -> Iterable[str]:
+def _short_of_disk(needs: Sequence[ResourceNeed]) -> Iterable[str]:
     devices: dict[int, list[ResourceNeed]] = defaultdict(list)
-    for room in rooms:
-        if room.folder is not None and room.disk:
-            devices[_existing(room.folder).stat().st_dev].append(room)
+    for need in needs:
+        if need.folder is not None and need.disk:
+            devices[_existing(need.folder).stat().st_dev].append(need)
     for here in devices.values():
         assert here[0].folder is not None
         free = shutil.disk_usage(_existing(here[0].folder)).free
-        total = sum(room.disk for room in here)
+        total = sum(need.disk for need in here)
         if total > free:
-            parts = ", ".join(f"{human(room.disk)} for {room.what}" for room in here)
+            parts = ", ".join(f"{human(need.disk)} for {need.what}" for need in here)
             yield f"not enough disk space in {here[0].folder}: {parts}, {human(free)} available"
 
 
-def _short_of_memory(rooms: Sequence[ResourceNeed]) -> Iterable[str]:
+def _short_of_memory(needs: Sequence[ResourceNeed]) -> Iterable[str]:
     free = free_memory()
-    for room in rooms:
-        if room.memory > free:
+    for need in needs:
+        if need.memory > free:
             yield (
-                f"not enough host memory: {human(room.memory)} for {room.what}, "
+                f"not enough host memory: {human(need.memory)} for {need.what}, "
                 f"{human(free)} available"
             )
 

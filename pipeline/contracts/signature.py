@@ -40,7 +40,7 @@ def _annotations(stage: type, method: str = "run") -> dict[str, Any]:
 
 @functools.cache
 def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
-    """What a method takes after `self` and `ctx`, in order. `X | None` is optional.
+    """Parameters of a method after `self` and `ctx`, in order. `X | None` is optional.
 
     Raises PluginError when a parameter is not annotated with a class.
     """

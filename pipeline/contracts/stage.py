@@ -1,39 +1,24 @@
-"""What a stage is, and what it is given when it runs.
+"""A stage, the optional methods that it may have, and what it is given.
 
 A stage is a frozen, keyword-only dataclass with a docstring. Its fields are its whole
 configuration; each field is documented by the string under it and bounded through
 `typing.Annotated` with pydantic's constraints. `run(self, ctx, ...)` is annotated with the
-artifacts it needs and the one it gives. An optional `check(self, plan)` yields problems that only
-show in the company of other slots or of the machine; it never raises and imports nothing heavy.
-Importing a stage's module imports no torch.
+artifacts it needs and the one it gives. Importing a stage's module imports no torch.
 
-Two more methods are optional. Both take artifacts as `run` does, by their annotations, and are
-called before training starts. `resource_needs(self, ctx, ...)` yields each `ResourceNeed` of the
-stage; it is called on rank 0 alone, as soon as the artifacts that it takes are there.
-`run_dry(self, ctx, ...)` does what `run` does, for a recipe that asks for a dry run: in
-`ctx.run_dir`, which is another than the run's and is removed afterwards, and with nothing left
-anywhere else (`ctx.on_exit`).
-
-`verify_result(self, result)`, also optional, raises StageError where a durable result of the stage
-is not as it was left. A resume asks it, in one process, before the slot counts as done.
-
-`for_benchmark(self, trial)`, for `pipe bench`, gives the same stage for a few measured steps; the
-stage that trains needs it, others where they would leave something outside of the run's folder or
-do what no step needs.
-
-For `pipe plan` and `pipe advise` a stage has a planner (`pipeline.planning.planner`), a class of
-its own, so that no run imports it.
+Optional methods are the protocols below; a stage has one by defining it, and the registry checks
+its signature when the stage is loaded. Questions of `pipe plan`, `pipe advise` and `pipe bench` are
+for a class of its own, the stage's planner (`pipeline.planning`), so that no run imports it.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from pipeline.errors import Problem, UsageError
 
@@ -63,17 +48,18 @@ class Preset:
     """A way to use a stage that wraps."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of the slot."""
+    """Fields of the slot."""
     what: str = ""
-    """What it does, as in `every rank holds everything`."""
+    """Short description, as in `every rank holds everything`."""
     order: int = 0
-    """When `pipe advise` tries it (`pipeline.planning.planner.Tier`); 0: never."""
+    """Position in the order in which `pipe advise` tries strategies
+    (`pipeline.planning.planner.Tier`); 0: never tried."""
     at_first: Mapping[str, Any] = field(default_factory=dict)
     """Further fields that `pipe advise` begins with; its planner's `savings` take them back."""
 
 
 Presets = Mapping[str, Preset]
-"""By name."""
+"""Presets by name."""
 
 
 class Stage(Protocol):
@@ -82,10 +68,49 @@ class Stage(Protocol):
     def run(self, ctx: Context, *artifacts: Any) -> Any: ...
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """A stage with an opinion on the rest of the recipe or on the machine."""
+
+    def check(self, plan: PlanView) -> Iterable[Problem]:
+        """Yield problems that only show in company. Never raises; imports nothing heavy."""
+
+
+@runtime_checkable
+class NeedsResources(Protocol):
+    """A stage that needs disk or host memory beyond what its artifacts have taken."""
+
+    def resource_needs(self, ctx: Context, *artifacts: Any) -> Iterable[ResourceNeed]:
+        """Yield each need. Called on rank 0 alone, before training, as soon as the artifacts of the
+        method's annotations are there."""
+
+
+@runtime_checkable
+class RunsDry(Protocol):
+    """A stage that takes part in a recipe's dry run."""
+
+    def run_dry(self, ctx: Context, *artifacts: Any) -> Any:
+        """Do the work of `run`, before training, and leave nothing behind. `ctx.run_dir` is removed
+        afterwards; remove anything elsewhere through `ctx.on_exit`."""
+
+
+@runtime_checkable
+class VerifiesResult(Protocol):
+    """A stage that can check whether its durable result is unchanged."""
+
+    def verify_result(self, result: Any) -> None:
+        """Raise StageError if not. A resume asks it, in one process, before it skips the slot."""
+
+
+TAKES_ARTIFACTS = ("resource_needs", "run_dry")
+"""Optional methods that take a context and artifacts by annotation, as `run` does."""
+TAKES_ONE = ("check", "verify_result")
+"""Optional methods that take one argument."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanView:
-    """What a stage's `check` may look at: the whole recipe, validated, and how it will be
-    launched."""
+    """View of the whole recipe for a stage's `check`: every stage, validated, and the launch."""
 
     name: str
     seed: int
@@ -132,12 +157,12 @@ class Trial:
     steps: int
     """Optimizer steps in all."""
     profile: tuple[int, ...] = ()
-    """Those of them that torch.profiler is to record."""
+    """Steps among them that torch.profiler records."""
     growth: Fraction = Fraction(1)
     """Samples of one optimizer step, in multiples of the recipe's."""
     procs: int = 1
-    """What the recipe leaves to follow from the number of processes, such as a micro-batch, is to
-    be what follows from this many: trials that are compared have it alike."""
+    """World size used for defaults that depend on it (e.g. the micro-batch), so that compared
+    trials share them."""
 
     def grown(self, samples: int) -> int:
         """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
@@ -154,10 +179,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceNeed:
-    """What a stage will need of this machine."""
+    """Disk space and host memory that a stage will need on this machine."""
 
     what: str
-    """What for, as in `needs 3.2 GB for ...`."""
+    """Purpose, as in `needs 3.2 GB for ...`."""
     disk: int = 0
     """Bytes in `folder`, beyond what is there already."""
     folder: Path | None = None
@@ -166,15 +191,9 @@ class ResourceNeed:
     """Bytes of host memory on rank 0's machine, at one time."""
 
 
-class Checked(Protocol):
-    """A stage with an opinion on the rest of the recipe."""
-
-    def check(self, plan: PlanView) -> Iterator[Problem]: ...
-
-
 @dataclass(kw_only=True)
 class Context:
-    """What every stage is given when it runs, on every rank."""
+    """Surroundings of a running stage, on every rank."""
 
     run_dir: Path
     """The run's folder; the same on every rank."""

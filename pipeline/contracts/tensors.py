@@ -32,7 +32,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorReader(ABC):
-    """Named tensors that are somewhere else, of which any range can be read."""
+    """Named tensors stored elsewhere, of which any range can be read."""
 
     bytes_read: int = 0
     """Bytes of tensors that were read from files so far."""
@@ -42,7 +42,8 @@ class TensorReader(ABC):
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """As in the model's state dict. Tied tensors may be listed once or under every name."""
+        """Names as in the model's state dict. Tied tensors may be listed once or under every
+        name."""
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:
@@ -80,7 +81,7 @@ class Weights(TensorReader):
     """Named full tensors of the trained model, streamed from a checkpoint, never all in memory."""
 
     identity: str
-    """Equal for equal contents: what tells an interrupted export that it can go on."""
+    """Equal for equal contents; an interrupted export continues only with the same identity."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.names():

@@ -1,4 +1,4 @@
-"""How far a training is, where its state is kept, and its result."""
+"""Progress of a training, its checkpoints, and its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLength:
-    """Of a whole training."""
+    """Length of a training, as needed to count its checkpoints."""
 
     steps: int | None = None
     """Optimizer steps; None: not known."""
@@ -31,7 +31,7 @@ class TrainingLength:
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far training has come. Counts are over all ranks; JSON in every checkpoint."""
+    """Progress of a training. Counts are over all ranks. Part of every checkpoint, as JSON."""
 
     step: int = 0
     """Optimizer steps done, those skipped for overflow too; not those that were left out as
@@ -60,7 +60,7 @@ class Progress:
     left_out_in_a_row: int = 0
     """Anomalous steps since the last update."""
     rollbacks: int = 0
-    """How often training went back to a checkpoint."""
+    """Number of times that training went back to a checkpoint."""
     lineage: dict[str, Any] = field(default_factory=dict)
     """Identity of the model, tokenizer, data, seed, order and global batch, without which the
     position means nothing."""
@@ -93,11 +93,11 @@ class Progress:
 
 
 class Checkpoints(ABC):
-    """Where, when and in which format a run saves its training state and resumes from it."""
+    """Checkpoints of a run: where, when and in which format training state is saved."""
 
     @abstractmethod
     def due(self, progress: Progress) -> bool:
-        """Whether a checkpoint is to be written now."""
+        """Whether to write a checkpoint now."""
 
     @abstractmethod
     def save(self, progress: Progress) -> None:
@@ -127,8 +127,8 @@ class Checkpoints(ABC):
         return iter(())
 
     def best(self) -> TrainedRun:
-        """The checkpoint with the lowest held-out loss among those that are there, once `finish`
-        has returned (collective). Raises CheckpointError when there is none."""
+        """The checkpoint with the lowest held-out loss, once `finish` has returned (collective).
+        Raises CheckpointError when there is none."""
         raise CheckpointError("these checkpoints do not tell which one is the best")
 
 
@@ -137,7 +137,7 @@ class TrainedRun(Durable):
     """A finished training: the checkpoint that later stages take, and how far it had come."""
 
     checkpoint: str
-    """Its address: a path, or what fsspec knows."""
+    """Address of the checkpoint: a path, or a URL that fsspec knows."""
     progress: Progress
 
     def record(self) -> dict[str, Any]:

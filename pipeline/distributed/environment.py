@@ -1,4 +1,4 @@
-"""What the environment says about who started this process."""
+"""The environment variables by which a launcher tells a process its rank and world."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ STORE = "PIPE_STORE"
 """The file where the ranks of one machine meet; `pipe` sets it, in place of MASTER_ADDR and
 MASTER_PORT."""
 FINISHED = 76
-"""Exit code of a rank of ours whose stages have all run. What calls exit(0) inside of a rank ends
-it too, and no library leaves with this one."""
+"""Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
+too, so 0 does not prove that."""
 STARTED = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -21,9 +21,9 @@ STARTED = {
     "JSM_NAMESPACE_SIZE": "jsrun",
     "PET_NNODES": "Kubeflow",
 }
-"""Where launchers that do not speak the contract tell how many processes or nodes they started."""
+"""Variables in which other launchers put the number of processes or nodes that they started."""
 LOOPBACK = "lo"
-"""Is up everywhere, and enough within a machine."""
+"""Loopback interface, which is up on every machine and enough within one."""
 
 
 def is_worker() -> bool:
@@ -42,7 +42,7 @@ def place(rank: int, procs: int) -> dict[str, str]:
 
 
 def worker_rank() -> int:
-    """This process's rank; 0 when it is no worker."""
+    """This process's rank; 0 outside of a group."""
     return int(os.environ["RANK"]) if is_worker() else 0
 
 
@@ -52,8 +52,8 @@ def worker_world_size() -> int | None:
 
 
 def worker_local_world_size() -> int | None:
-    """Those of them on this machine; None outside of a group, and where the launcher does not
-    tell."""
+    """Number of processes of the group on this machine; None outside of a group, and where the
+    launcher does not say."""
     told = os.environ.get("LOCAL_WORLD_SIZE")
     return int(told) if is_worker() and told else None
 
@@ -64,14 +64,14 @@ def all_here() -> bool:
 
 
 def stay_on_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback interface alone, whatever the environment says for
+    """Make gloo and NCCL listen on the loopback interface alone, whatever the environment says for
     runs of several nodes."""
     os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
 
 
 def require_contract() -> None:
-    """Raises UsageError where another launcher has started several processes without telling them
-    all that they need to be one run: each would make a run of its own."""
+    """Raise UsageError where another launcher has started several processes without the variables
+    that make them one run: each would make a run of its own."""
     missing = [name for name in CONTRACT if name not in os.environ]
     if not missing:
         _require_numbers()
@@ -88,7 +88,7 @@ def require_contract() -> None:
             raise UsageError(
                 f"{_told([name])}: {launcher} has started several processes, each of which would "
                 "make a run of its own",
-                hint="have it start torchrun, once a node, and that `-m pipeline run`; "
+                hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
                 f"or unset {name} for a run by itself",
             )
 

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 LONG_WAIT = datetime.timedelta(hours=24)
-"""For waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer ends
-them early: the launcher stops the whole run."""
+"""Timeout of waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer
+ends them early: the launcher stops the whole run."""
 
 PIECE = 1 << 20
-"""Characters of one value in the store. torch's server drops the connection of one that sends more
-than a few MiB at once."""
+"""Characters of one value in the store. torch's server drops the connection of a client that sends
+more than a few MiB at once."""
 
 _CALLS = itertools.count()
 """Every rank makes the same calls in the same order, so counting them gives common keys."""
@@ -54,7 +54,7 @@ class DistContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes shared files and speaks on screen."""
+        """Whether this is rank 0, which writes shared files and speaks on screen."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -149,7 +149,7 @@ class DistContext:
 
 
 def _cut(texts: list[torch.Tensor], sizes: list[int]) -> list[bytes]:
-    """Cut off what ranks have padded; gives each one's memory back as soon as it is copied."""
+    """Cut off the padding of each rank's text, and free each as soon as it is copied."""
     texts.reverse()
     return [texts.pop()[:size].numpy().tobytes() for size in sizes if texts]
 

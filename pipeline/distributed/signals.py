@@ -15,8 +15,7 @@ ENDING = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
     signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
-"""Those that end a process by default and are sent to ask for it: batch systems choose any of them
-to say that time is up."""
+"""Signals that end a process by default and that people and batch systems send to ask for it."""
 
 
 AFTER_THE_FIRST = (signal.SIG_DFL, signal.SIG_IGN)
@@ -103,8 +102,8 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _in_forked_child() -> None:
-    """It ends by a signal at once, and does not tell its parent's watching thread of it through the
-    pipe that both have."""
+    """End by a signal at once, without waking the parent's watching thread through the pipe that
+    both share."""
     ours = [number for number in ENDING if signal.getsignal(number) is _raise]
     for number in ours:
         signal.signal(number, signal.SIG_DFL)
@@ -116,7 +115,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 FORCE_SECONDS = 10.0
-"""After which a stopped command ends even if something keeps it from cleaning up."""
+"""Seconds after which a stopped command ends even if something keeps it from cleaning up."""
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Accelerator:
     name: str
     """Part of the device's own name."""
     memory: int
-    """Bytes that programs can take, as its driver tells."""
+    """Bytes that programs can take, as the driver reports."""
     flops: float
     """Dense 16-bit floating-point operations a second with 32-bit accumulation."""
     flops_fp32: float
@@ -116,16 +116,16 @@ COMMON = {
     "nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "tensor", "core", "generation", "rtx",
     "workstation", "edition", "ac", "hbm2", "hbm2e", "hbm3", "hbm3e",
 }  # fmt: skip
-"""Words for makers, series and kinds of memory, which tell no devices apart."""
+"""Words for makers, series and kinds of memory, which do not distinguish devices."""
 SOCKETS = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam"}
 PRINTED = 0.9
 """At least this share of the memory that is printed on the box can be taken."""
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """The first device all words of whose name are in `name`, if the rest of `name` contradicts
-    nothing: None for one that is not known, as a laptop's, a part of a GPU, or one with another
-    memory."""
+    """The first device whose name's words are all in `name`, if the rest of `name` does not
+    contradict it. None for an unknown device, such as a laptop's, a part of a GPU, or one with
+    another memory size."""
     words = _words(name)
     return next((device for device in accelerators() if _is(device, words)), None)
 
@@ -144,7 +144,7 @@ def _suits(device: Accelerator, word: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
-    """The words that tell devices apart: `h100`, `sxm5`, `80gb` of `NVIDIA H100SXM5 80G`."""
+    """Words that distinguish devices: `h100`, `sxm5`, `80gb` for `NVIDIA H100SXM5 80G`."""
     apart = re.sub(r"\brtx(?=[0-9a])", "rtx ", name.lower())
     apart = re.sub(r"(?<=[0-9])(?=(?:sxm|pcie|nvl))", " ", apart)
     joined = re.sub(r"\b([0-9]+)\s*(?:g|gb|gib)\b", r"\1gb", apart)

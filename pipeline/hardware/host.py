@@ -1,4 +1,4 @@
-"""What this machine has, and what it has left."""
+"""Memory and cores of this machine, and how much of them is free."""
 
 from __future__ import annotations
 
@@ -111,9 +111,8 @@ def model_begins() -> None:
 
 
 def peak_beyond() -> int | None:
-    """Most bytes that were resident at once, less those before the model was built and less shared
-    memory, which holds the checkpoints' snapshots. None where the system or the strategy does not
-    tell."""
+    """Peak of resident bytes since the baseline, without shared memory, which holds the
+    checkpoints' snapshots. None where the system does not say or the strategy sets no baseline."""
     if not _before:
         return None
     figures = _status()

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ from pipeline.run import failures, rundir
 from pipeline.run.failures import Exit
 from pipeline.run.journal import Journal
 from pipeline.utils.files import anonymous_file
-from pipeline.utils.process_tree import kill_sessions, none_left
+from pipeline.utils.process_tree import kill_sessions, none_left, own_module
 
 LOOK_SECONDS = 0.05
 SHUTDOWN_SECONDS = 10
-"""How long ranks get to end when the run is stopped, before they are killed."""
+"""Seconds that ranks get to end when the run is stopped, before they are killed."""
 
 
 def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
@@ -49,7 +48,7 @@ def _set_threads(plan: Plan) -> None:
 
 
 def _one(run_dir: Path, accept: Sequence[str]) -> None:
-    from pipeline.worker import run_rank
+    from pipeline.run.worker import run_rank
 
     try:
         run_rank(run_dir, accept=accept)
@@ -60,8 +59,7 @@ def _one(run_dir: Path, accept: Sequence[str]) -> None:
 
 
 def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
-    # -P: what lies in the user's folder must not stand in for modules that ranks import
-    command = [sys.executable, "-P", "-m", "pipeline.worker", str(run_dir), str(os.getpid())]
+    command = own_module("pipeline.run.worker", str(run_dir), str(os.getpid()))
     ranks: list[subprocess.Popen[bytes]] = []
     ends: list[Exit] = []
     with none_left(), _spare_failures() as spare:
@@ -91,7 +89,8 @@ def _spare_failures() -> Iterator[int]:
 
 
 def _started(command: Sequence[str], procs: int, spare: int) -> Iterator[subprocess.Popen[bytes]]:
-    """They meet in a file in memory: nobody else can open it, and it ends with them."""
+    """Start the ranks. They meet in a file in memory, which nobody else can open and which ends
+    with them."""
     store = anonymous_file("store")
     try:
         for rank in range(procs):

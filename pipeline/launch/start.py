@@ -16,7 +16,7 @@ from pipeline.distributed.environment import is_worker, require_contract, worker
 from pipeline.distributed.signals import Interrupted, default_signals, interruptible
 from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
 from pipeline.plan.plan import Plan
-from pipeline.run import failures, rundir
+from pipeline.run import environment, failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.resume import plan_resume, results
 
@@ -27,14 +27,14 @@ Prepare = Callable[[], tuple[Plan, Path]]
 """Makes the plan and makes or finds the run's folder; called once in the whole run."""
 
 FOLDER_KEY = "pipe/folder"
-"""Where rank 0 tells the others the run's folder; an empty text when there is nothing to do."""
+"""Key under which rank 0 publishes the run's folder; an empty text when there is nothing to do."""
 
 
 def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
     """Run what is not done yet; `accept` names changes that are intended.
 
     Raises what `prepare` raises, RunLocked, RunFailed, RunStopped, and UsageError where another
-    launcher has not told enough.
+    launcher's environment is incomplete.
     """
     require_contract()
     if worker_rank() > 0:
@@ -112,8 +112,9 @@ def _tell(store: Store, folder: str) -> None:
 
 
 def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
-    """A failure is told by the rank that failed first; the others leave with exit code 1."""
-    from pipeline.worker import run_rank
+    """Run as a rank. The rank that failed first reports the failure; the others leave with exit
+    code 1."""
+    from pipeline.run.worker import run_rank
 
     try:
         run_rank(folder, store, accept=accept)
@@ -144,19 +145,20 @@ def _show_results(plan: Plan, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(plan: Plan, folder: Path) -> Iterator[None]:
-    """Record in the folder, whose lock is held, what starts and how it ends; tell a good end.
+    """Record the start and the end of a run in its folder, whose lock is held, and print a good
+    end.
 
-    A recipe that the run refuses to go on under does not replace the run's own.
+    If the run refuses to continue under a recipe, the run's own recipe is put back.
     """
     journal = Journal(folder / rundir.JOURNAL)
     with system_errors_as(UsageError):
         before = rundir.read_recipe(folder)
         rundir.write_recipe(folder, plan.recipe.dump())
-        environment = rundir.environment()
-        changes = rundir.write_environment(folder, environment)
+        here = environment.environment()
+        changes = environment.write_environment(folder, here)
         failures.clear(folder)
         journal.write(
-            "run started", procs=plan.view.procs, device=plan.view.device, environment=environment
+            "run started", procs=plan.view.procs, device=plan.view.device, environment=here
         )
     if changes:
         click.echo(
@@ -184,7 +186,7 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
     if isinstance(error, PipeError):
         journal.write("run failed", problem=str(error))
     elif failures.first_rank(folder) is not None:
-        # torchrun stops rank 0 when another rank has failed, and that one has told why
+        # torchrun stops rank 0 when another rank has failed, which has reported why
         journal.write("run failed", problem=str(failures.first(folder, [])))
     else:
         journal.write("run stopped", problem=str(error) or type(error).__name__)

@@ -1,1 +1,1 @@
-"""From a recipe and the installed stages to a checked chain."""
+"""Checked chains of stages, made from a recipe and the installed stages."""

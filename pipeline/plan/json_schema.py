@@ -68,7 +68,7 @@ def _stages(names: list[str]) -> dict[str, Any]:
 
 
 def _complete(required: Mapping[str, list[str]]) -> dict[str, Any]:
-    """What a slot must hold in a file that stands alone."""
+    """Schema of a slot in a file that stands alone."""
     branches = [
         {**_if_use(name), "then": {"required": fields}}
         for name, fields in required.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.signature import needs
-from pipeline.contracts.stage import PlanView
+from pipeline.contracts.stage import Checked, PlanView
 from pipeline.errors import PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import total_memory
@@ -44,11 +44,11 @@ class Plan:
     view: PlanView
     steps: tuple[PlannedSlot, ...]
     warnings: tuple[Problem, ...] = ()
-    """Findings that are hardly meant, and no mistake."""
+    """Findings that are probably mistakes, though the recipe can run."""
 
     def last_reader(self, slot: str) -> str | None:
-        """The last slot that reads what `slot` gives, by itself or in what another made of it; None
-        when nobody does."""
+        """The last slot that reads the result of `slot`, directly or inside of another result; None
+        without a reader."""
         order = [step.slot for step in self.steps]
         readers = set()
         for step in self.steps:
@@ -72,7 +72,7 @@ def make_plan(
     here: bool = False,
     procs: int | None = None,
 ) -> Plan:
-    """Check everything that can be told before starting. Raises RecipeError with all problems.
+    """Check everything that can be checked before starting. Raises RecipeError with all problems.
 
     `here` also asks whether this machine can run it. `procs` is the number of processes when
     another launcher has already decided it.
@@ -121,7 +121,7 @@ def load_slots(
 
 
 def in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """As they stand in the files; what has no line comes first."""
+    """Sort problems by their place in the files; those without a line come first."""
 
     def place(problem: Problem) -> tuple[str, int, int]:
         where = problem.location
@@ -219,7 +219,7 @@ def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
     elif procs is None and gpus and launch.device != "cpu" and (launch.procs or 1) > gpus:
         key, message = "procs", f"{_processes(launch.procs)}, but this machine has {gpus} GPUs"
         hint = "start it on every node: torchrun --nnodes NODES --node-rank NUMBER "
-        hint += "--nproc-per-node GPUS --master-addr HOST -m pipeline run RECIPE"
+        hint += "--nproc-per-node GPUS --master-addr HOST -m pipetrain run RECIPE"
     elif procs is not None and launch.procs not in (None, procs):
         key, message = "procs", f"{_processes(launch.procs)}, but the launcher started {procs}"
         hint = f"set launch.procs={procs}, or null to take as many as are started"
@@ -237,8 +237,8 @@ def _processes(count: int | None) -> str:
 
 
 def _checked(slot: str, stage: Any, view: PlanView, marks: SourceMap) -> list[Problem]:
-    """What the stage itself finds wrong, with its place filled in."""
-    if not hasattr(stage, "check"):
+    """Problems that the stage itself finds, with their places filled in."""
+    if not isinstance(stage, Checked):
         return []
     try:
         found = list(stage.check(view))

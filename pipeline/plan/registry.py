@@ -1,27 +1,28 @@
-"""Installed stages: listed from package metadata without importing any, loaded one by one."""
+"""Installed plugins: listed from package metadata without importing any, loaded one by one."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pipeline.contracts.signature import gives, init_fields, name_of, needs
+from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_ONE
 from pipeline.errors import PluginError
 from pipeline.utils.text import closest
 
+T = TypeVar("T")
 GROUP = "pipe.stages"
 BUILT_IN = "pipetrain"
 """The distribution whose stages are built in."""
-_ALSO = ("resource_needs", "run_dry")
-"""Methods that take artifacts as `run` does, of the stages that have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One entry point: a stage's name and where its class is."""
+    """One entry point: a name, and where its class is."""
 
     name: str
     value: str
@@ -54,8 +55,12 @@ def installed_entries(group: str) -> Iterator[Entry]:
         yield Entry(name=point.name, value=point.value, distribution=distribution, version=version)
 
 
-class Registry:
-    """Stages by name."""
+class Plugins(Generic[T]):
+    """Objects that packages register in one entry-point group, loaded when asked for."""
+
+    group: ClassVar[str]
+    noun: ClassVar[str]
+    """The kind of object in messages, as in `stage`."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries: dict[str, list[Entry]] = {}
@@ -64,19 +69,19 @@ class Registry:
             # an editable install beside a normal one lists its entry points twice
             if all(other.distribution != entry.distribution for other in same_name):
                 same_name.append(entry)
-        self._loaded: dict[str, type] = {}
+        self._loaded: dict[str, T] = {}
 
     @classmethod
-    def installed(cls) -> Registry:
-        """Stages that the installed packages register under `pipe.stages`."""
-        return cls(installed_entries(GROUP))
+    def installed(cls) -> Self:
+        """Objects that the installed packages register in the group."""
+        return cls(installed_entries(cls.group))
 
     def entries(self) -> list[Entry]:
-        """All of them by name; two packages' stages of one name are both there."""
+        """Every entry by name; two packages' entries of one name are both there."""
         return [entry for same_name in self._entries.values() for entry in same_name]
 
     def names(self, kind: str = "") -> list[str]:
-        """Every stage's name, or those of one kind."""
+        """Every name, or those of one kind (`wrap`), in alphabetical order."""
         return [name for name in self._entries if not kind or kind_of(name) == kind]
 
     def __contains__(self, name: str) -> bool:
@@ -88,18 +93,50 @@ class Registry:
         if len(entries) > 1:
             owners = " and ".join(str(entry) for entry in entries)
             raise PluginError(
-                f"stage `{name}` is registered by {owners}", hint="uninstall one of them"
+                f"{self.noun} `{name}` is registered by {owners}", hint="uninstall one of them"
             )
         return entries[0]
 
-    def load(self, name: str) -> type:
-        """The stage class. Raises PluginError naming the package that is at fault."""
+    def load(self, name: str) -> T:
+        """The object called `name`. Raises PluginError naming the package that is at fault."""
         if name not in self._loaded:
-            self._loaded[name] = _load(self.entry(name))
+            entry = self.entry(name)
+            loaded = self._import(entry)
+            fault = self.fault(loaded)
+            if fault:
+                raise PluginError(f"{self.noun} `{name}` of {entry} ({entry.value}) {fault}")
+            self._loaded[name] = loaded
         return self._loaded[name]
 
+    def fault(self, loaded: Any) -> str:
+        """The first thing that a loaded object lacks; empty when it is sound."""
+        return ""
+
+    def _import(self, entry: Entry) -> Any:
+        point = importlib.metadata.EntryPoint(entry.name, entry.value, self.group)
+        try:
+            return point.load()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PluginError(
+                f"{self.noun} `{entry.name}` of {entry} cannot be loaded: {reason}",
+                hint=f"repair or uninstall {entry.distribution}",
+            ) from error
+
+
+class Registry(Plugins[type]):
+    """Stage classes by name."""
+
+    group = GROUP
+    noun = "stage"
+
+    def fault(self, loaded: Any) -> str:
+        """The first thing that a class lacks to be a stage. Raises PluginError for annotations that
+        cannot be read."""
+        return _fault(loaded) or _wrong_hook(loaded)
+
     def hint(self, name: str) -> str:
-        """Words for somebody who asked for a stage that is not there."""
+        """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
         without_kind = [other for other in self._entries if other.partition(".")[2] == name]
         found = closest(name, same_kind) or closest(name, self._entries)
@@ -108,31 +145,6 @@ class Registry:
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")
         return " ".join(parts) or "`pipe stages` lists what is installed"
-
-
-def load_entry(entry: Entry, group: str, what: str) -> Any:
-    """The object of an entry point, which is called `what`. Raises PluginError naming the package
-    that is at fault."""
-    point = importlib.metadata.EntryPoint(entry.name, entry.value, group)
-    try:
-        return point.load()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise PluginError(
-            f"{what} `{entry.name}` of {entry} cannot be loaded: {reason}",
-            hint=f"repair or uninstall {entry.distribution}",
-        ) from error
-
-
-def _load(entry: Entry) -> type:
-    stage = load_entry(entry, GROUP, "stage")
-    fault = _fault(stage)
-    if fault:
-        raise PluginError(f"stage `{entry.name}` of {entry} ({entry.value}) {fault}")
-    for method in ("run", *(name for name in _ALSO if hasattr(stage, name))):
-        needs(stage, method)
-    gives(stage)
-    return stage  # type: ignore[no-any-return]
 
 
 def _fault(stage: object) -> str:
@@ -150,3 +162,22 @@ def _fault(stage: object) -> str:
     if not callable(getattr(stage, "run", None)):
         return f"has no method `run` ({name_of(stage)})"
     return ""
+
+
+def _wrong_hook(stage: type) -> str:
+    """The first optional method that cannot be called as its protocol says."""
+    for method in ("run", *(name for name in TAKES_ARTIFACTS if hasattr(stage, name))):
+        needs(stage, method)
+    gives(stage)
+    for name in TAKES_ONE:
+        if hasattr(stage, name) and not _takes_one(getattr(stage, name)):
+            return f"has a `{name}` that does not take one argument ({name_of(stage)})"
+    return ""
+
+
+def _takes_one(method: Any) -> bool:
+    try:
+        inspect.signature(method).bind("self", "argument")
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Who gives what to whom: the needs of each slot met by the slots before it, by type."""
+"""Connections between slots: each need is met by the latest slot before it that gives its type."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from typing import Any
 from pipeline.errors import RecipeError, UsageError
 from pipeline.plan.registry import Registry
 from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
-from pipeline.planning.hardware import Asked, Margins, narrow_dtype, site_of
+from pipeline.planning.hardware import HardwareOptions, Margins, narrow_dtype, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory
-from pipeline.planning.search import Base, Changes, Way, overrides
+from pipeline.planning.search import Candidate, Changes, SearchBase, overrides
 
 WRAP = "wrap"
 """The slot of the strategy."""
@@ -47,8 +47,8 @@ SLOW = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A training that is asked for: fields of the model slot, tokens of a sample, samples of a step
+class AdviceRequest:
+    """A training that is machines for: fields of the model slot, tokens of a sample, samples of a step
     (None: BATCH, or one for each GPU), and of a forward pass to begin with (None: what makes TOKENS
     on a GPU, 1 on CPUs)."""
 
@@ -62,7 +62,7 @@ class Task:
 
 
 def advise(
-    task: Task, asked: Asked, margins: Margins, registry: Registry
+    task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
 ) -> tuple[str | None, list[str]]:
     """The recipe under the best strategy, with as little saved as it needs, or None where nothing
     fits; and lines for people: the choice, its reasons, what else there is. Raises PipeError for
@@ -70,34 +70,36 @@ def advise(
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
-    topology = site_of(asked, asked.procs or 1, "cuda" if asked.on_gpus else "cpu")
+    topology = resolve_topology(
+        machines, machines.procs or 1, "cuda" if machines.on_gpus else "cpu"
+    )
     known = suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
         file, data = Path(folder) / "recipe.yaml", Path(folder) / "data.jsonl"
         data.write_text(EXAMPLE, "utf-8")
         trial = task if task.data.exists() else replace(task, data=data)
         wrap = {WRAP: strategies[0].generous}
-        file.write_text(drafted(trial, asked, wrap), "utf-8")
-        base = Base(recipe=file, asked=asked, margins=margins, registry=registry)
+        file.write_text(drafted(trial, machines, wrap), "utf-8")
+        base = SearchBase(recipe=file, machines=machines, margins=margins, registry=registry)
         _require_sound(base)
         tried, refused = choose(base, known, WRAP)
         if not tried:
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
         chosen, fits = tried[0], tried[0].fits
         on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
-        rest = [*_warnings(chosen.drawn)] if fits else []
+        rest = [*_warnings(chosen.memory_plan)] if fits else []
         if topology.device != "cpu" and not (on_gpus and not chosen.narrow):
             rest += _more_nodes(task, base, strategies)
         if not task.lora and not on_gpus:
             low_rank = Path(folder) / "low_rank.yaml"
-            low_rank.write_text(drafted(replace(trial, lora=True), asked, wrap), "utf-8")
+            low_rank.write_text(drafted(replace(trial, lora=True), machines, wrap), "utf-8")
             rest += _low_rank(replace(base, recipe=low_rank), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
         reasons = _reasons(chosen) if fits else {}
-    return _told(task, asked, chosen, reasons, rest) if fits else (None, rest)
+    return _told(task, machines, chosen, reasons, rest) if fits else (None, rest)
 
 
-def _require_sound(base: Base) -> None:
+def _require_sound(base: SearchBase) -> None:
     """Raises UsageError for mistakes that are no strategy's: a model or data that is not there."""
     try:
         base.checked({})
@@ -108,72 +110,81 @@ def _require_sound(base: Base) -> None:
 
 
 def _told(
-    task: Task, asked: Asked, chosen: Way, reasons: Mapping[str, str], rest: Sequence[str]
+    task: AdviceRequest,
+    machines: HardwareOptions,
+    chosen: Candidate,
+    reasons: Mapping[str, str],
+    rest: Sequence[str],
 ) -> tuple[str, list[str]]:
     """The recipe, which begins with what is said of it, and the same for people."""
-    saving, said = chosen.saving, [f"chosen: {chosen.strategy}", f"  {_numbers(chosen.drawn)}"]
+    saving, said = (
+        chosen.saving,
+        [f"chosen: {chosen.strategy}", f"  {_numbers(chosen.memory_plan)}"],
+    )
     why = [f"  {path}={json.dumps(saving[path])}: {why}" for path, why in reasons.items()]
-    recipe = drafted(task, asked, chosen.changes, head=[*said, *rest], reasons=reasons)
+    recipe = drafted(task, machines, chosen.changes, head=[*said, *rest], reasons=reasons)
     return recipe, [*said, *why, *rest]
 
 
-def _reasons(way: Way) -> Mapping[str, str]:
+def _reasons(candidate: Candidate) -> Mapping[str, str]:
     """Path -> what a change does, and what the recipe would need without it."""
     found: dict[str, str] = {}
-    for one in way.saved:
-        needed = memory(way.without(one).drawn)
+    for one in candidate.saved:
+        needed = memory(candidate.without(one).memory_plan)
         found |= dict.fromkeys(one.changes, f"{one.what}; without it {needed}")
     return found
 
 
-def _numbers(drawn: MemoryPlan) -> str:
+def _numbers(memory_plan: MemoryPlan) -> str:
     """Memory and time, for people."""
-    parts, time = [memory(drawn)], drawn.time
+    parts, time = [memory(memory_plan)], memory_plan.time
     if time.parts:
         unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
         parts.append(f"a step of about {time.expected:.3g} s, bound by {time.bound}{unknown}")
-    if drawn.idle:
-        parts.append(f"{drawn.idle} of {drawn.topology.ranks} GPUs without a sample")
+    if memory_plan.idle:
+        parts.append(f"{memory_plan.idle} of {memory_plan.topology.ranks} GPUs without a sample")
     return ", ".join(parts)
 
 
-def _line(one: Way) -> str:
+def _line(one: Candidate) -> str:
     """The strategy, what is saved besides, and what it needs."""
     words = " ".join(["", "with", *overrides(one.saving)] if one.saved else [])
-    return f"{one.strategy}{words}: {_numbers(one.drawn)}"
+    return f"{one.strategy}{words}: {_numbers(one.memory_plan)}"
 
 
-def _others(tried: Sequence[Way]) -> Iterator[str]:
+def _others(tried: Sequence[Candidate]) -> Iterator[str]:
     titles = {True: "fits too:", False: "needs too much, with what can be saved:"}
     for fits, title in titles.items():
         found = [f"  {_line(one)}" for one in tried if one.fits is fits]
         yield from [title, *found] if found else []
 
 
-def _warnings(drawn: MemoryPlan) -> Iterator[str]:
-    network = drawn.time.network
-    if network > SLOW * (sum(drawn.time.reached.values()) - network):
+def _warnings(memory_plan: MemoryPlan) -> Iterator[str]:
+    network = memory_plan.time.network
+    if network > SLOW * (sum(memory_plan.time.reached.values()) - network):
         yield (
             f"warning: GPUs wait for the network, which takes {network:.3g} s of a step; a faster "
             "one (--interconnect), more samples a step (--global-batch) or --lora would help"
         )
 
 
-def _more_nodes(task: Task, base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
+def _more_nodes(
+    task: AdviceRequest, base: SearchBase, strategies: Sequence[Strategy]
+) -> Iterator[str]:
     """Where it fits without offloading and as it was meant to be computed."""
-    topology = site_of(base.asked, base.asked.procs or 1, "cuda")
+    topology = resolve_topology(base.machines, base.machines.procs or 1, "cuda")
     if topology.nodes > 1:
         yield "tensor parallelism, which is usual for models of this size, is not there"
     # Enough samples for any number of nodes; memory hardly depends on it.
     batch = {"train.global_batch_size": task.global_batch or MOST_NODES * topology.local_ranks}
     starts = [{WRAP: one.generous, **batch} for one in strategies if one.order == Tier.SHARDED]
-    way = on_more_nodes(base, topology, starts[0]) if starts else None
-    if way is not None:
-        nodes = way.drawn.topology.nodes
+    candidate = on_more_nodes(base, topology, starts[0]) if starts else None
+    if candidate is not None:
+        nodes = candidate.memory_plan.topology.nodes
         yield f"without offloading, and with nothing in fewer bits, it fits on {nodes} nodes"
 
 
-def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
+def _low_rank(base: SearchBase, strategies: Sequence[Strategy]) -> Iterator[str]:
     """Say what fits where low-rank updates are trained in place of all weights."""
     tried, _ = choose(base, [one for one in strategies if one.order < Tier.OFFLOADED], WRAP)
     if tried and tried[0].fits:
@@ -181,8 +192,8 @@ def _low_rank(base: Base, strategies: Sequence[Strategy]) -> Iterator[str]:
 
 
 def drafted(
-    task: Task,
-    asked: Asked,
+    task: AdviceRequest,
+    machines: HardwareOptions,
     changes: Changes,
     *,
     head: Sequence[str] = (),
@@ -190,12 +201,12 @@ def drafted(
 ) -> str:
     """YAML; `head`: comments at the top, `reasons`: `slot` or `slot.field` -> comment."""
     slots = {slot: dict(fields) for slot, fields in SLOTS.items()}
-    cpu, ranks = not asked.on_gpus, asked.procs or 1
+    cpu, ranks = not machines.on_gpus, machines.procs or 1
     batch = task.global_batch or max(BATCH, ranks)
     most = task.micro_batch or (1 if cpu else max(TOKENS // task.sequence, 1))
     slots["model"] |= task.model
     # Most CPUs only emulate narrow floats.
-    slots["precision"]["compute"] = "fp32" if cpu else narrow_dtype(asked)
+    slots["precision"]["compute"] = "fp32" if cpu else narrow_dtype(machines)
     slots["data"] |= {"files": str(task.data.absolute()), "sequence_length": task.sequence}
     micro = min(most, -(-batch // ranks))
     slots["train"] |= {"global_batch_size": batch, "micro_batch_size": micro}

@@ -1,4 +1,4 @@
-"""Compare the strategies that installed stages offer, each with as little saved as it needs, and
+"""Compare the strategies that installed stages offer, each with as few savings as it needs, and
 find changes that would make a recipe fit."""
 
 from __future__ import annotations
@@ -17,18 +17,28 @@ from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.presets import Strategy
 from pipeline.planning.report import memory
-from pipeline.planning.search import Base, Changes, Way, balanced, best, leanest, overrides
+from pipeline.planning.search import (
+    Candidate,
+    Changes,
+    SearchBase,
+    best,
+    most_saving,
+    overrides,
+    relaxed,
+)
 
 MOST_NODES = 512
-"""How far more nodes are looked for."""
+"""Limit of the search for a number of nodes on which a recipe fits."""
 
 
-def choose(base: Base, strategies: Sequence[Strategy], slot: str) -> tuple[list[Way], list[str]]:
-    """The way of every strategy that was tried, the best first if it fits, and those that cannot be
-    tried, and why. What is computed is changed only where nothing fits without, and one that
-    offloads is tried only where none before it fits. Raises StageError for a model of which nothing
-    can be told."""
-    tried: list[Way] = []
+def choose(
+    base: SearchBase, strategies: Sequence[Strategy], slot: str
+) -> tuple[list[Candidate], list[str]]:
+    """Candidates of all strategies that were tried, the best first if it fits, and one line for
+    each strategy that cannot be tried. Savings that change what is computed are tried only if
+    nothing fits without them, and an offloading strategy only if none before it fits. Raises
+    StageError for a model that cannot be planned."""
+    tried: list[Candidate] = []
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         every = [*tier]
@@ -36,37 +46,39 @@ def choose(base: Base, strategies: Sequence[Strategy], slot: str) -> tuple[list[
             found = []
             for strategy in every:
                 try:
-                    way = leanest(base, {slot: strategy.generous}, narrow=narrow)
-                    found.append(replace(balanced(way), strategy=strategy))
+                    candidate = most_saving(base, {slot: strategy.generous}, narrow=narrow)
+                    found.append(replace(relaxed(candidate), strategy=strategy))
                 except (RecipeError, UsageError) as error:
                     refused[strategy.name] = f"{strategy.name}: {error}"
             chosen = best(found)
             if chosen is not None:
-                found = sorted(found, key=lambda way: (way is not chosen, not way.fits))
+                found = sorted(found, key=lambda one: (one is not chosen, not one.fits))
                 return [*found, *tried], [*refused.values()]
         tried += found
     return tried, [*refused.values()]
 
 
-def on_more_nodes(base: Base, topology: Topology, start: Changes) -> Way | None:
-    """The leanest way on the fewest nodes, doubling, on which it fits with these changes, nothing
-    changed of what is computed, and a sample for each rank. None if it does not on MOST_NODES, or
-    cannot be planned there."""
+def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candidate | None:
+    """Double the nodes until a recipe fits with the changes `start`, savings that only cost time,
+    and a sample for each rank. None if it does not fit on MOST_NODES or cannot be planned there."""
     nodes, local = topology.nodes, topology.local_ranks
     while (nodes := nodes * 2) <= MOST_NODES:
-        asked = replace(base.asked, nodes=nodes, gpus=local)
+        machines = replace(base.machines, nodes=nodes, gpus=local)
         options = ["--gpus", str(local), "--nodes", str(nodes)]
         try:
-            way = leanest(replace(base, asked=asked, options=options), start, narrow=False)
+            candidate = most_saving(
+                replace(base, machines=machines, options=options), start, narrow=False
+            )
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
-        if way.fits and not way.drawn.idle:
-            return way
+        if candidate.fits and not candidate.memory_plan.idle:
+            return candidate
     return None
 
 
 def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]:
-    """The strategies that are not another one under a second name there."""
+    """Strategies that differ from each other on this topology: sharding over one rank, say, is
+    replication."""
     several = topology.ranks > 1
 
     def differs(order: int) -> bool:
@@ -79,48 +91,50 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
     return [one for one in strategies if differs(one.order)]
 
 
-def remedies(drawn: MemoryPlan, base: Base, strategies: Sequence[Strategy]) -> Iterator[Way]:
-    """Changes with which a recipe would fit, at most one way of each kind: savings of its own
-    stages, another strategy with them, more nodes. Raises PipeError where the recipe itself cannot
-    be planned."""
-    own = balanced(leanest(base, {}))
+def remedies(
+    memory_plan: MemoryPlan, base: SearchBase, strategies: Sequence[Strategy]
+) -> Iterator[Candidate]:
+    """Yield changes with which a recipe would fit, at most one candidate of each kind: savings of
+    its own stages, another strategy, more nodes. Raises PipeError where the recipe itself cannot be
+    planned."""
+    own = relaxed(most_saving(base, {}))
     if own.fits:
         yield own
-    wraps = [one for one in drawn.plan.steps if issubclass(one.gives or object, Engine)]
+    wraps = [one for one in memory_plan.plan.steps if issubclass(one.gives or object, Engine)]
     others = [one for one in strategies for step in wraps[:1] if not _is(step, one)]
     slot = wraps[0].slot if wraps else ""
-    tried, _ = choose(base, suited(others, drawn.topology), slot)
+    tried, _ = choose(base, suited(others, memory_plan.topology), slot)
     if tried and tried[0].fits:
         yield tried[0]
     sharded = [{slot: one.generous} for one in others if one.order == Tier.SHARDED]
-    for start in ({}, *sharded) if drawn.topology.device != "cpu" else ():
-        way = on_more_nodes(base, drawn.topology, start)
-        if way is not None:
+    for start in ({}, *sharded) if memory_plan.topology.device != "cpu" else ():
+        candidate = on_more_nodes(base, memory_plan.topology, start)
+        if candidate is not None:
             with contextlib.suppress(PipeError):
-                way = balanced(way)
-            yield way
+                candidate = relaxed(candidate)
+            yield candidate
             return
 
 
 def _is(step: PlannedSlot, strategy: Strategy) -> bool:
-    """Whether a slot has a strategy already."""
+    """Whether a slot already has the strategy."""
     fields = {name: getattr(step.stage, name, None) for name in strategy.fields}
     return (step.use, fields) == (strategy.use, strategy.fields)
 
 
-def line(way: Way) -> str:
-    """Words to write behind a command, and what they come to, for people."""
-    words = shlex.join([*way.base.options, *overrides(way.changes)])
-    return f"{words}  ({memory(way.drawn)})"
+def line(candidate: Candidate) -> str:
+    """Arguments to add to a command, and the memory that the recipe then needs, for people."""
+    words = shlex.join([*candidate.base.options, *overrides(candidate.changes)])
+    return f"{words}  ({memory(candidate.memory_plan)})"
 
 
-def record(way: Way) -> dict[str, Any]:
-    """JSON. Bytes of the fullest GPU, with what is lost beside tensors, and of the fullest host."""
-    drawn = way.drawn
-    on_cpu = drawn.topology.device == "cpu"
+def record(candidate: Candidate) -> dict[str, Any]:
+    """The candidate as JSON: its changes, and bytes of the fullest GPU (with margins) and host."""
+    memory_plan = candidate.memory_plan
+    on_cpu = memory_plan.topology.device == "cpu"
     return {
-        "options": list(way.base.options),
-        "overrides": overrides(way.changes),
-        "device_bytes": None if on_cpu else drawn.margins.of(drawn.estimate.peak),
-        "host_bytes": drawn.estimate.host_peak,
+        "options": list(candidate.base.options),
+        "overrides": overrides(candidate.changes),
+        "device_bytes": None if on_cpu else memory_plan.margins.of(memory_plan.estimate.peak),
+        "host_bytes": memory_plan.estimate.host_peak,
     }

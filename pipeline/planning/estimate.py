@@ -76,24 +76,24 @@ class Estimate:
         return max((held.bytes for held in self.host.values()), default=0)
 
 
-def ask(job: Job, profile: Profile) -> Results:
+def ask_planners(job: Job, profile: Profile) -> Results:
     """The model, what every slot's planner tells, and which slots tell nothing. Raises what
     planners raise."""
     known = Results.of(profile, profile.model, job.step)
     return forecasts(job.plan, job.topology, job.planners, known)
 
 
-def assemble(
-    topology: Topology, told: Results, *, traced: Mapping[str, Held] | None = None
+def combine(
+    topology: Topology, results: Results, *, traced: Mapping[str, Held] | None = None
 ) -> Estimate:
-    """Put together what planners have told; `traced` stands for the device's memory. Raises
+    """Put together what planners have results; `traced` stands for the device's memory. Raises
     UsageError where nobody tells of a strategy or of a step."""
-    model = told.require(ModelShape, "the model has no shape")
-    caveats, extras = (*model.caveats, *told.each(str)), [*told.each(Extra)]
+    model = results.require(ModelShape, "the model has no shape")
+    caveats, extras = (*model.caveats, *results.each(str)), [*results.each(Extra)]
     why = "; ".join(["this recipe cannot be planned: {}", *caveats])
-    profile: Profile = told.require(Profile, "the model has no profile")
-    step = told.require(Step, why.format("no slot tells how it trains"))
-    share: StrategyMemory = told.require(StrategyMemory, why.format("no slot wraps the model"))
+    profile: Profile = results.require(Profile, "the model has no profile")
+    step = results.require(Step, why.format("no slot tells how it trains"))
+    share: StrategyMemory = results.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
     device = traced or peaks["device"]
     on_cpu = topology.device == "cpu"

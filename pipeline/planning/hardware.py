@@ -35,7 +35,7 @@ LOST_BETWEEN = 0.08
 (github.com/AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md) saw 12 and 24 % with room to spare. More
 than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023): tensors of 42 GiB."""
 RUNS = Path("runs")
-"""Where runs are, unless they were told to be elsewhere."""
+"""Where runs are, unless they were results to be elsewhere."""
 FULL_ENOUGH = 0.25
 """Share of a GPU's memory from which on what its allocator lost says something of a full one."""
 
@@ -69,7 +69,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class HardwareOptions:
     """Machines as the options of a command describe them, in GiB and GB/s. None: nothing was said.
     `gpus`, `host_memory` and `interconnect` are those of a node, `memory` and `price` of a GPU;
     `machine` is one like those that are meant, as `pipe doctor` has found it."""
@@ -107,51 +107,53 @@ class Asked:
         return [f"--{name}" for name in names if getattr(self, name) is not None]
 
 
-def site_of(asked: Asked, ranks: int, device: str) -> Topology:
+def resolve_topology(machines: HardwareOptions, ranks: int, device: str) -> Topology:
     """Where so many ranks run. Raises UsageError for what was said of GPUs where there are none."""
-    if device == "cpu" and asked.of_gpus:
+    if device == "cpu" and machines.of_gpus:
         raise UsageError(
-            f"{asked.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
+            f"{machines.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
             hint="leave out one of them",
         )
-    local = ranks if device == "cpu" else asked.gpus or PER_NODE
+    local = ranks if device == "cpu" else machines.gpus or PER_NODE
     return Topology(ranks=ranks, local_ranks=min(local, ranks), device=device)
 
 
-def hardware_of(asked: Asked, topology: Topology, *, compute: str) -> Hardware:
+def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: str) -> Hardware:
     """The machines, as far as they are known; on CPUs, this one. A measured machine goes before
     data sheets, a person's word before both. Raises UsageError for a GPU that nobody knows, and for
-    a measured machine that is another than what was asked for."""
+    a measured machine that is another than what was machines for."""
     on_cpu = topology.device == "cpu"
-    sizes = {"device_memory": asked.memory, "host_memory": asked.host_memory}
-    said = {BETWEEN: asked.interconnect, DISK: asked.disk}
-    facts, sheet = _of_gpu(asked, compute) if not on_cpu else ({"host_memory": free_memory()}, {})
-    more, measured = _of_machine(asked, topology, compute)
+    sizes = {"device_memory": machines.memory, "host_memory": machines.host_memory}
+    said = {BETWEEN: machines.interconnect, DISK: machines.disk}
+    facts, sheet = (
+        _of_gpu(machines, compute) if not on_cpu else ({"host_memory": free_memory()}, {})
+    )
+    more, measured = _of_machine(machines, topology, compute)
     more |= {name: round(size * GIB) for name, size in sizes.items() if size}
     rates = sheet | {part: Rate(rate, MEASURED) for part, rate in measured.items() if rate}
-    rates |= {part: Rate(rate * GB, "rate asked for") for part, rate in said.items() if rate}
-    return Hardware(**facts | more, rates=rates, price=None if on_cpu else asked.price)
+    rates |= {part: Rate(rate * GB, "rate machines for") for part, rate in said.items() if rate}
+    return Hardware(**facts | more, rates=rates, price=None if on_cpu else machines.price)
 
 
-def narrow_dtype(asked: Asked) -> str:
+def narrow_dtype(machines: HardwareOptions) -> str:
     """The dtype to compute in: bf16, or fp16 where there are no units for that."""
-    gpu = _gpu(asked)
+    gpu = _gpu(machines)
     return "bf16" if gpu is None or gpu.bf16 else "fp16"
 
 
-def _gpu(asked: Asked) -> Accelerator | None:
-    known = find_accelerator(asked.kind) if asked.kind else None
-    if asked.gpu is not None and known is None:
-        meant = did_you_mean(asked.gpu.upper(), [one.name for one in accelerators()])
+def _gpu(machines: HardwareOptions) -> Accelerator | None:
+    known = find_accelerator(machines.kind) if machines.kind else None
+    if machines.gpu is not None and known is None:
+        meant = did_you_mean(machines.gpu.upper(), [one.name for one in accelerators()])
         raise UsageError(
-            f"--gpu {asked.gpu}: no GPU of this name is known", hint=f"{meant} or say --memory"
+            f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{meant} or say --memory"
         )
     return known
 
 
-def _of_gpu(asked: Asked, compute: str) -> tuple[dict[str, Any], dict[str, Rate]]:
+def _of_gpu(machines: HardwareOptions, compute: str) -> tuple[dict[str, Any], dict[str, Rate]]:
     """Facts and rates of a GPU, by its data sheet."""
-    gpu = _gpu(asked)
+    gpu = _gpu(machines)
     if gpu is None:
         return {}, {}
     rate = gpu.rate(compute)
@@ -163,16 +165,18 @@ def _of_gpu(asked: Asked, compute: str) -> tuple[dict[str, Any], dict[str, Rate]
 
 
 def _of_machine(
-    asked: Asked, topology: Topology, compute: str
+    machines: HardwareOptions, topology: Topology, compute: str
 ) -> tuple[dict[str, Any], dict[str, float | None]]:
     """Facts and rates of the machine that was measured."""
-    machine = asked.machine
+    machine = machines.machine
     if machine is None:
         return {}, {}
     gpu = machine.devices[0] if machine.devices else None
-    another = gpu and asked.gpu and find_accelerator(gpu.name) is not find_accelerator(asked.gpu)
+    another = (
+        gpu and machines.gpu and find_accelerator(gpu.name) is not find_accelerator(machines.gpu)
+    )
     if another or machine.device != topology.device:
-        meant = "CPUs" if topology.device == "cpu" else asked.gpu or "GPUs"
+        meant = "CPUs" if topology.device == "cpu" else machines.gpu or "GPUs"
         raise UsageError(
             f"--machine describes one with {gpu.name if gpu else 'CPUs'}, not with {meant}",
             hint="take that of a machine like the one to be used",
@@ -215,7 +219,7 @@ def margins_for(
             f"--measured {record} is of a run on {named[1].device}, the plan is for {kind}",
             hint="name a run on GPUs of the same kind",
         )
-    found = named or (newest_record(runs, lambda one: _tells(one, kind)) if kind else None)
+    found = named or (newest_record(runs, lambda one: _is_of(one, kind)) if kind else None)
     margins = Margins()
     if found is not None:
         run, held = found
@@ -227,7 +231,7 @@ def margins_for(
     return margins if overhead is None else replace(margins, overhead=round(overhead * GIB))
 
 
-def _tells(record: MemoryRecord, kind: str) -> bool:
+def _is_of(record: MemoryRecord, kind: str) -> bool:
     full = record.allocated_bytes >= FULL_ENOUGH * record.device_bytes
     return full and _same(record.device, kind)
 

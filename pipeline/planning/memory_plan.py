@@ -1,4 +1,4 @@
-"""A recipe, machines, and what comes of them together."""
+"""The memory plan of a checked recipe on given machines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from typing import Any
 from pipeline.contracts.precision import Precision
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.plan.registry import Registry
-from pipeline.planning.estimate import Estimate, ask, assemble
-from pipeline.planning.hardware import Asked, Hardware, Margins, hardware_of, site_of
+from pipeline.planning.estimate import Estimate, ask_planners, combine
+from pipeline.planning.hardware import (
+    Hardware,
+    HardwareOptions,
+    Margins,
+    resolve_hardware,
+    resolve_topology,
+)
 from pipeline.planning.planner import Job, Topology
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape
@@ -30,11 +36,11 @@ class MemoryPlan:
     estimate: Estimate
     model: ModelShape
     short: Mapping[str, str]
-    """Memory of which there is too little, `device` or `host` -> the phase that needs the most."""
+    """Memory that is too small, `device` or `host` -> the phase that needs the most."""
     time: StepTime
     speed: Speed | None
     profiled: int | None = None
-    """Where it was traced: bytes of the device at the peak, as the model's profile says."""
+    """Bytes of the device at the peak by the model's profile, if the recipe was traced as well."""
 
     @property
     def fits(self) -> bool | None:
@@ -49,7 +55,7 @@ class MemoryPlan:
         return max(self.topology.ranks - self.estimate.step.samples, 0)
 
     def record(self) -> dict[str, Any]:
-        """JSON. Bytes and seconds."""
+        """The plan as JSON, in bytes and seconds."""
         ends = {name: getattr(self.time, name) for name in ("least", "expected", "bound")}
         return {
             "schema_version": VERSION,
@@ -72,29 +78,34 @@ class MemoryPlan:
 
 
 def check(
-    recipe: Path, overrides: Sequence[str], asked: Asked, registry: Registry | None = None
+    recipe: Path,
+    overrides: Sequence[str],
+    machines: HardwareOptions,
+    registry: Registry | None = None,
 ) -> Plan:
-    """The recipe, checked for what is asked for. Raises RecipeError."""
-    # The recipe's device gives way to options; one that is said beside them contradicts them.
-    lines = [*(["launch.device=cuda"] if asked.on_gpus else []), *overrides]
-    return plan_file(recipe, lines, registry=registry, forecast=True, procs=asked.procs)
+    """Check a recipe for the machines of the options. Raises RecipeError."""
+    # Options replace the recipe's device; one in the overrides contradicts them.
+    lines = [*(["launch.device=cuda"] if machines.on_gpus else []), *overrides]
+    return plan_file(recipe, lines, registry=registry, forecast=True, procs=machines.procs)
 
 
-def draw_up(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) -> MemoryPlan:
-    """The plan of a recipe that has been checked, or its trace too. Raises UsageError and
-    StageError."""
-    topology = site_of(asked, plan.view.procs, plan.view.device)
+def estimate_plan(
+    plan: Plan, machines: HardwareOptions, margins: Margins, *, trace: bool = False
+) -> MemoryPlan:
+    """Estimate a checked recipe; with `trace`, device memory comes from running it on tensors
+    without memory. Raises UsageError and StageError."""
+    topology = resolve_topology(machines, plan.view.procs, plan.view.device)
     job = Job.of(plan, topology)
     profile = profile_of(job)
-    told = ask(job, profile)
-    estimate, profiled = assemble(topology, told), None
+    results = ask_planners(job, profile)
+    estimate, profiled = combine(topology, results), None
     if trace:
         from pipeline.planning.trace.run import run
 
         profiled = estimate.peak
-        estimate = assemble(topology, told, traced=run(job).peaks)
-    policy = told.latest(Precision)
-    hardware = hardware_of(asked, topology, compute=policy.compute if policy else "fp32")
+        estimate = combine(topology, results, traced=run(job).peaks)
+    policy = results.latest(Precision)
+    hardware = resolve_hardware(machines, topology, compute=policy.compute if policy else "fp32")
     time = step_time(estimate, topology, hardware)
     return MemoryPlan(
         plan=plan,
@@ -113,7 +124,7 @@ def draw_up(plan: Plan, asked: Asked, margins: Margins, *, trace: bool = False) 
 def shortages(
     estimate: Estimate, topology: Topology, hardware: Hardware, margins: Margins
 ) -> dict[str, str]:
-    """Find the memory that is short, as `MemoryPlan.short`; none where it is not known."""
+    """Memory that is too small, as `MemoryPlan.short`; memory of unknown size never is."""
     places = {"host": (estimate.host, estimate.host_peak, hardware.host_memory)}
     if topology.device != "cpu":
         needed = margins.of(estimate.peak)
@@ -126,6 +137,6 @@ def shortages(
 
 
 def estimated(plan: Plan, topology: Topology) -> Estimate:
-    """Needs of a checked recipe at a place. Raises UsageError and StageError."""
+    """Estimate of a checked recipe on a topology. Raises UsageError and StageError."""
     job = Job.of(plan, topology)
-    return assemble(topology, ask(job, profile_of(job)))
+    return combine(topology, ask_planners(job, profile_of(job)))

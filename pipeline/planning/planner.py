@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.contracts.training import TrainedRun
-from pipeline.errors import PluginError, UsageError
+from pipeline.errors import UsageError
 from pipeline.plan.binding import Results
-from pipeline.plan.registry import Entry, installed_entries, load_entry
+from pipeline.plan.registry import Plugins
 from pipeline.planning.shapes import SampleShape, Step
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Presets
     from pipeline.plan.plan import Plan
 
-GROUP = "pipe.planners"
 FORECAST = "forecast"
 S = TypeVar("S")
 
@@ -56,7 +55,7 @@ class Topology:
 @dataclass(frozen=True, kw_only=True)
 class Extent:
     """How much of a training is run: the model's first so many blocks, or all; and one micro-batch
-    of so many samples, or two steps as the recipe has them. `phase` is told when one begins."""
+    of so many samples, or two steps as the recipe has them. `phase` is results when one begins."""
 
     blocks: int | None = None
     samples: int | None = None
@@ -106,7 +105,7 @@ class Planner(Generic[S]):
         self.stage = stage
 
     def depends(self) -> Mapping[str, Any]:
-        """The settings of the stage on which a profile of the model depends, all if not told."""
+        """The settings of the stage on which a profile of the model depends, all if not results."""
         stage: Any = self.stage
         return dataclasses.asdict(stage)
 
@@ -120,27 +119,20 @@ class Planner(Generic[S]):
         return {}
 
 
-class Planners:
-    """Planner classes by stage, loaded when they are asked for."""
+class Planners(Plugins[type[Planner[Any]]]):
+    """Planner classes by stage."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries = {entry.name: entry for entry in entries}
+    group = "pipe.planners"
+    noun = "planner of stage"
 
-    @classmethod
-    def installed(cls) -> Planners:
-        """Planners that the installed packages register under `pipe.planners`."""
-        return cls(installed_entries(GROUP))
+    def fault(self, loaded: Any) -> str:
+        """The first thing that a class lacks to be a planner."""
+        return "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is no Planner"
 
     def find(self, use: str) -> type[Planner[Any]] | None:
         """The planner's class of a stage; None for one without. Raises PluginError naming the
         package that is at fault."""
-        entry = self._entries.get(use)
-        if entry is None:
-            return None
-        kind: type[Planner[Any]] = load_entry(entry, GROUP, "the planner of stage")
-        if not (isinstance(kind, type) and issubclass(kind, Planner)):
-            raise PluginError(f"the planner of stage `{use}` of {entry} is no Planner")
-        return kind
+        return self.load(use) if use in self else None
 
     def of(self, plan: Plan) -> dict[str, Any]:
         """Slot -> the planner of its stage, for slots whose stages have one."""
@@ -168,9 +160,9 @@ class Job:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
                 who = f"slot `{one.slot}` ({one.use})"
                 raise UsageError(f"this recipe cannot be planned: {who} has no forecast")
-        told = forecasts(plan, topology, planners, Results())
+        results = forecasts(plan, topology, planners, Results())
         why = "nothing can be planned: no slot of the recipe tells the length of its samples"
-        samples, step = told.require(SampleShape, why), told.latest(Step)
+        samples, step = results.require(SampleShape, why), results.latest(Step)
         return cls(plan=plan, topology=topology, planners=planners, samples=samples, step=step)
 
 
@@ -179,16 +171,16 @@ def forecasts(
 ) -> Results:
     """Planners' answers by slot, behind what is known, and sentences, why the other slots tell
     nothing. Raises what planners raise."""
-    told, mute = Results(known), []
+    results, mute = Results(known), []
     for step in plan.steps:
         planner, named = planners.get(step.slot), f"slot `{step.slot}` ({step.use})"
         if planner is None:
             mute.append(f"{named} has no forecast")
         elif hasattr(planner, FORECAST):
-            missing = ", ".join(told.missing(planner, FORECAST))
+            missing = ", ".join(results.missing(planner, FORECAST))
             if missing:
                 mute.append(f"{named} needs what no slot before it tells: {missing}")
             else:
-                told[step.slot] = told.call(planner, FORECAST, topology)
-    told |= Results.of(tuple(mute))
-    return told
+                results[step.slot] = results.call(planner, FORECAST, topology)
+    results |= Results.of(tuple(mute))
+    return results

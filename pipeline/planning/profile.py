@@ -29,8 +29,8 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.strategy import Event, Unit
-from pipeline.run.rundir import versions
 from pipeline.utils.files import private_folder, replace_text
+from pipeline.utils.versions import versions
 
 DECIDE = (ModelSource, Precision, TrainedRun)
 """Stages that give one of these decide what a model's parts take."""

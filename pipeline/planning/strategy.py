@@ -102,7 +102,7 @@ class Copies:
 
 
 class StrategyMemory(ABC):
-    """A strategy's share of a training, told by the wrap stage's planner."""
+    """A strategy's share of a training, results by the wrap stage's planner."""
 
     ranks: int
     """Data-parallel ranks."""

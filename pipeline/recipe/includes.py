@@ -17,7 +17,7 @@ MAX_FILES = 100
 
 
 def shown(path: Path) -> str:
-    """How messages name a file: relative to the current folder when it lies below it."""
+    """Name of a file in messages: relative to the current folder when it lies below it."""
     absolute, here = path.absolute(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 

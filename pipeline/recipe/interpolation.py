@@ -19,7 +19,7 @@ from pipeline.utils.terminal import hide
 from pipeline.utils.text import closest
 
 MAX_EXPANSIONS = 1000
-"""Interpolations resolved for a whole recipe, each counted as often as it is reached."""
+"""Limit on interpolations resolved in one recipe, each counted as often as it is reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """What a text with interpolations asks for."""
+    """Function calls and references in one text."""
 
     calls: tuple[Call, ...] = ()
     references: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ def read(text: str) -> Text:
 
 
 def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
-    """How many interpolations are resolved, from each interpolated value's references; counting
-    stops where there are too many to count."""
+    """Number of interpolations that are resolved, from each interpolated value's references;
+    counting stops at the limit."""
     if len(references) > MAX_EXPANSIONS:
         return len(references)
     leaves: dict[KeyPath, KeyPath] = {tuple(map(str, path)): path for path in references}
@@ -173,7 +173,7 @@ def _listed(root: Node) -> set[str]:
 
 
 def _refusals(text: Text, allowed: Collection[str], *, hide_env: bool) -> list[str]:
-    """What is wrong with an interpolation before it is run."""
+    """Mistakes of an interpolation that are found before it is resolved."""
     if text.fault:
         return [text.fault]
     reasons = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)

@@ -1,4 +1,4 @@
-"""From files and overrides to a `Recipe`, or to every mistake in them."""
+"""Load a `Recipe` from files and overrides, or find every mistake in them."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ SLOT = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a run becomes processes."""
+    """Processes and devices of a run."""
 
     procs: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Processes; null is one per GPU, or one on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto is cuda where there is a GPU."""
+    """Device to compute on; auto is cuda where there is a GPU."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each process; null shares the cores out evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a recipe says besides its stages."""
+    """Top-level settings of a recipe besides its stages."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    """What the run is called: letters, digits, dot, dash, underscore."""
+    """Name of the run: letters, digits, dot, dash, underscore."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Where all randomness starts."""
+    """Seed of all randomness."""
     launch: Launch = Launch()
-    """How the run becomes processes."""
+    """Processes and devices of the run."""
     env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
     """Environment variables that `${oc.env:NAME}` may read."""
     dry_run: bool = False
-    """Before training, save, consolidate and export the untrained model once, on its real shapes,
-    prove that export, and throw all of it away: what would fail at the end fails at the start."""
+    """Whether to save, consolidate and export the untrained model once before training, on its real
+    shapes, verify that export, and remove all of it: what would fail at the end fails at the
+    start."""
 
 
 HEADER_KEYS = tuple(Header.__dataclass_fields__)
@@ -107,9 +108,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def read_recipe(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[Recipe | None, list[Problem]]:
-    """What can be made of a recipe, with its problems, for those who look for more of them.
+    """Read, merge and resolve as far as possible; return the recipe and all problems.
 
-    None when a file cannot be read at all. Parts with problems hold defaults.
+    The recipe is None when a file cannot be read at all. Parts with problems hold defaults.
     """
     sources = Sources(TOP_LEVEL)
     tree = sources.read(Path(path))
@@ -133,7 +134,7 @@ def read_recipe(
 
 
 def _known(tree: Node) -> tuple[Node, list[Problem]]:
-    """Without keys that are not a recipe's: interpolations must not find what stands there."""
+    """Remove keys that a recipe does not have, so that interpolations do not find their values."""
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
     problems = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
     return replace(tree, value=entries), problems

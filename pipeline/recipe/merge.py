@@ -23,7 +23,7 @@ def merge(base: Node, overlay: Node) -> Node:
 
 
 def drop_removed(root: Node) -> Node:
-    """Without the slots that are null and that no base ever filled."""
+    """Remove slots that are null and that no base ever filled."""
     stages = root.entries().get("stages")
     if stages is None or not isinstance(stages.value, dict):
         return root

@@ -15,7 +15,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceMap:
-    """Places of keys and values by path. A path that nobody wrote takes its nearest ancestor's."""
+    """Places of keys and values by path. A path without a place takes its nearest ancestor's."""
 
     keys: Mapping[KeyPath, Location]
     values: Mapping[KeyPath, Location]
@@ -24,13 +24,13 @@ class SourceMap:
     """The values as written, with interpolations unresolved: what messages may show."""
 
     def value(self, path: KeyPath) -> Location:
-        """Where the value at `path` stands."""
+        """Place of the value at `path`."""
         while path not in self.values:
             path = path[:-1]
         return self.values[path]
 
     def key(self, path: KeyPath) -> Location:
-        """Where the key at `path` stands; for a list's entry, where the entry stands."""
+        """Place of the key at `path`; for a list's entry, the place of the entry."""
         while path not in self.keys and path not in self.values:
             path = path[:-1]
         return self.keys.get(path) or self.values[path]
@@ -89,7 +89,7 @@ def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
 
 
 def marks_of(root: Node) -> SourceMap:
-    """What is written where."""
+    """Places of all keys and values of a tree."""
     keys: dict[KeyPath, Location] = {}
     values: dict[KeyPath, Location] = {}
     for path, node in walk(root):

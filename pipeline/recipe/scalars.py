@@ -38,7 +38,7 @@ def resolve(text: str) -> Scalar:
 
 
 def what_to_write(text: str) -> str:
-    """A hint for text that stands where something else belongs; empty when there is none."""
+    """Hint for a text that stands where another type belongs; empty when there is none."""
     if text.lower() in _YES:
         return "write true"
     if text.lower() in _NO:

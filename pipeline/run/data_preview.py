@@ -1,4 +1,4 @@
-"""What a recipe's data look like, without a run: the data slot and those that it needs, here."""
+"""Samples of a recipe without a run: the data slot and the slots that it needs are run here."""
 
 from __future__ import annotations
 

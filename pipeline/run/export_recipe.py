@@ -134,7 +134,7 @@ def _run(source: str) -> Path | None:
 
 def _checkpoint(run: str, step: str | None) -> str:
     """Address of the run's checkpoint of a step, the best or the newest."""
-    store, name = location.find(run, rundir.RECIPE)
+    store, name = location.find(run)
     with system_errors_as(UsageError):
         names = store.names()
         if step is None:

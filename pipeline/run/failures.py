@@ -1,4 +1,4 @@
-"""How a rank's failure reaches the person: two files per failed rank, and the choice of the first.
+"""Reports of failed ranks, and the choice of the one that is shown.
 
 failures/rank-N.json is for the launching process, failures/rank-N.txt is the traceback.
 """
@@ -27,12 +27,13 @@ FOLDER = "failures"
 SPARE = "PIPE_FAILURES"
 """Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
 MOST_LINES = 12
-"""Of an error's message; libraries append whole native stacks to theirs."""
+"""Characters of an error's message that are kept; libraries append whole native stacks to
+theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a rank's process ended by itself: a negative code is a signal's number."""
+    """Exit code of a rank's process that ended by itself; a negative code is a signal's number."""
 
     rank: int
     code: int
@@ -44,11 +45,8 @@ def clear(run_dir: Path) -> None:
 
 
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
-    """Write what went wrong on this rank, with the time, for the launching process to read.
-
-    What the run's disk does not take goes to the launcher's file, and the traceback to standard
-    error.
-    """
+    """Write this rank's error, with the time, for the launching process to read. If the run's disk
+    is full, the report goes to the launcher's file and the traceback to standard error."""
     facts = json.dumps(
         {
             "time": time.time(),
@@ -111,7 +109,7 @@ def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunF
 
 
 def first_rank(run_dir: Path) -> int | None:
-    """The rank that raised first, as far as this machine's view of the folder tells."""
+    """The rank that raised first, as far as this machine sees the folder."""
     return next((report["rank"] for report in _reports(run_dir)), None)
 
 
@@ -121,7 +119,7 @@ def refused(run_dir: Path) -> bool:
 
 
 def _reports(run_dir: Path) -> list[dict[str, Any]]:
-    """What ranks wrote, earliest first; what a rank did not finish writing does not count."""
+    """Reports of ranks, earliest first, without incomplete ones."""
     texts = [path.read_text("utf-8") for path in (run_dir / FOLDER).glob("rank-*.json")]
     if SPARE in os.environ:
         texts += Path(os.environ[SPARE]).read_text("utf-8").splitlines()
@@ -141,7 +139,8 @@ def _died(run_dir: Path, end: Exit, slot: str | None) -> str:
 
 
 def manner(code: int) -> str:
-    """How a process with this exit code ended, as a verb; a negative one is a signal's number."""
+    """Verb phrase for the end of a process with this exit code; a negative one is a signal's
+    number."""
     if code >= 0:
         return f"ended by itself with exit code {code}"
     if -code == signal.SIGKILL:

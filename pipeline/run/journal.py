@@ -24,7 +24,7 @@ from pipeline.run import rundir
 from pipeline.utils.files import opened
 
 IN_RUN = "in run"
-"""Only key of the object that stands for a path inside the run's folder."""
+"""Key of an object that stands for a path inside the run's folder, and has no other key."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
 _SUM_BYTES = len(b', "xxh3": "0123456789abcdef"}')
 
@@ -138,8 +138,9 @@ class Journal:
 
 
 def _whole_lines(content: bytes) -> bytes:
-    """All but a last line that a crash cut short; one that lacks nothing but its end gets that. A
-    line with a checksum in its middle is no beginning of one: it is damaged, and stays."""
+    """Complete lines of the file. An incomplete last line, cut short by a crash, is dropped; one
+    that lacks only its newline is kept. A line with a checksum in its middle is damaged, not
+    incomplete, and stays."""
     head, end, tail = content.rpartition(b"\n")
     if tail and (_SUM.search(tail) or _parsed(tail, Path()) is not None):
         return content + b"\n"
@@ -168,7 +169,7 @@ def _is_event(record: Mapping[str, Any]) -> bool:
 
 
 def _relative(value: Any, folder: str) -> Any:
-    """A JSON value with paths inside the folder told relative to it."""
+    """A JSON value with paths inside the folder written relative to it."""
     if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
         return {IN_RUN: value[len(folder) + 1 :]}
     if isinstance(value, Mapping):

@@ -36,12 +36,12 @@ class MemoryRecord(BaseModel):
     reserved_bytes: PositiveInt
     """Most that torch's allocator had taken for them."""
     beside_bytes: NonNegativeInt
-    """In use beside the allocator: the CUDA context, NCCL, other processes."""
+    """Bytes in use beside the allocator: the CUDA context, NCCL, other processes."""
 
 
 def record_memory(plan: Plan, ctx: Context) -> None:
-    """Write `memory.json` after a training on GPUs (collective). Never fails one that has come to
-    its end: what cannot be written is a warning."""
+    """Write `memory.json` after a training on GPUs (collective). A failure to write is a warning:
+    the training has succeeded."""
     if ctx.dist.device.type == "cpu":
         return
     found = [told for told in ctx.dist.gather(_of_this_gpu(ctx)) if told is not None]
@@ -54,7 +54,7 @@ def record_memory(plan: Plan, ctx: Context) -> None:
 
 
 def read_record(place: Path) -> MemoryRecord:
-    """The record in a run's folder, or in a file. Raises UsageError for what is none."""
+    """The record in a run's folder, or in a file. Raises UsageError where there is none."""
     file = place / FILE if place.is_dir() else place
     try:
         return MemoryRecord.model_validate_json(file.read_bytes())
@@ -80,7 +80,8 @@ def newest_record(
 
 
 def _of_this_gpu(ctx: Context) -> dict[str, Any] | None:
-    """A record of this rank's GPU, JSON; None, and a warning, where its driver does not tell."""
+    """Record of this rank's GPU, as JSON; None, with a warning, where its driver does not report
+    memory."""
     import torch
 
     device = ctx.dist.device

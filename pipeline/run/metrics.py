@@ -48,8 +48,7 @@ class Metrics:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, in order; what is none of ours, or was cut short by a crash,
-    is passed over."""
+    """Records of a metrics file, in order, without foreign and incomplete lines."""
     return (record for record in jsonl.read(path) if is_record(record))
 
 

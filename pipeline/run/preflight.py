@@ -1,5 +1,4 @@
-"""Between the last preparation and the first training step: look whether there is room for what
-comes afterwards, and run_dry it if the recipe asks for that."""
+"""Checks before the first training step: resource needs of the rest of the run, and the dry run."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.resources import require_resources
+from pipeline.contracts.stage import NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.plan.binding import Results
 from pipeline.run.metrics import Metrics
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.plan.plan import Plan
 
 Artifacts = Mapping[str, Any]
-"""By slot."""
+"""Artifacts by slot."""
 
 
 def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> None:
@@ -35,16 +35,16 @@ def _rooms(
 ) -> Iterator[ResourceNeed]:
     known = _in_order(plan, artifacts)
     for step in plan.steps:
-        foresees = step.slot in slots and hasattr(step.stage, "resource_needs")
-        if foresees and not known.missing(step.stage, "resource_needs"):
+        asked = step.slot in slots and isinstance(step.stage, NeedsResources)
+        if asked and not known.missing(step.stage, "resource_needs"):
             own = dataclasses.replace(ctx, slot=step.slot)
             yield from known.call(step.stage, "resource_needs", own)
 
 
 def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
-    """Save the engine as it is, and have every stage that can run_dry work on that checkpoint
-    (collective). All that is written is removed again, unless it fails; random states stay as they
-    were."""
+    """Save the engine's state and have every stage with `run_dry` work on that checkpoint
+    (collective). Everything written is removed again, unless it fails; random states stay
+    unchanged."""
     folder = ctx.run_dir / f"{ctx.run_dir.name}.dry-run"
     ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
     began = time.monotonic()
@@ -78,7 +78,7 @@ def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib
             artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
             continue
         known = _in_order(plan, artifacts)
-        if not hasattr(step.stage, "run_dry") or known.missing(step.stage, "run_dry"):
+        if not isinstance(step.stage, RunsDry) or known.missing(step.stage, "run_dry"):
             continue
         ctx.log.info("dry run: %s: %s", step.slot, step.use)
         made = known.call(step.stage, "run_dry", dataclasses.replace(ctx, slot=step.slot))

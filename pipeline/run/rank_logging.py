@@ -16,7 +16,7 @@ from pipeline.utils.terminal import ShownFormatter
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's output goes; its folder is there when this returns. Raises StageError."""
+    """File of a rank's output; its folder exists when this returns. Raises StageError."""
     with system_errors_as(StageError):
         return private_folder(run_dir / "logs") / f"rank-{rank:05d}.log"
 
@@ -52,7 +52,7 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
 
 
 ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
-"""Loggers of what libraries tell each other: warnings, and which kernels were not built."""
+"""Loggers on which libraries warn each other, and report kernels that were not built."""
 
 
 def hush_asides() -> None:
@@ -65,7 +65,7 @@ def hush_asides() -> None:
 
 @contextlib.contextmanager
 def _warnings_to(handler: logging.Handler) -> Iterator[None]:
-    """What is nearly all from one library to another stays off the screen."""
+    """Keep warnings off the screen: nearly all are from one library to another."""
     warned = [logging.getLogger(name) for name in ASIDES]
     propagated = [one.propagate for one in warned]
     for one in warned:

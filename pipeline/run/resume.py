@@ -1,4 +1,4 @@
-"""What of a plan is left to do, by the run's journal. Imports no torch."""
+"""The slots of a plan that are left to run, by the run's journal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.stage import Durable
+from pipeline.contracts.stage import Durable, VerifiesResult
 from pipeline.errors import PipeError, in_words
 from pipeline.run.journal import Finished, Journal
 
@@ -29,7 +29,7 @@ class ResumePlan:
     restore: Mapping[str, Mapping[str, Any]]
 
     def dump(self) -> str:
-        """As JSON text, for the other ranks."""
+        """JSON text for the other ranks."""
         return json.dumps({"run": sorted(self.run), "restore": self.restore})
 
     @classmethod
@@ -42,9 +42,9 @@ class ResumePlan:
 def plan_resume(
     plan: Plan, journal: Journal, log: logging.Logger | None = None, *, thorough: bool = True
 ) -> ResumePlan:
-    """Go through the plan backwards: a slot runs if it has not finished as it now stands, or if a
-    slot that runs reads its result and that is on no disk. `log` is told of lost results. Without
-    `thorough`, results are not read to see whether they are as they were left."""
+    """Go through the plan backwards: a slot runs if it has not finished in its present form, or if
+    a slot that runs reads its result and no disk has it. `log` gets a line for each lost result.
+    Without `thorough`, the contents of results are not verified."""
     finished = _finished(plan, journal)
     steps = {step.slot: step for step in plan.steps}
     records = {slot: done.record or {} for slot, done in finished.items()}
@@ -130,13 +130,13 @@ def results(plan: Plan, journal: Journal) -> Iterator[tuple[str, Path]]:
 
 
 def _place(record: Mapping[str, Any]) -> Path | None:
-    """Where on this machine the recorded result lies."""
+    """Place of the recorded result on this machine; None elsewhere."""
     paths = [Path(value) for value in record.values() if isinstance(value, str)]
     return next((path for path in paths if path.is_absolute() and path.exists()), None)
 
 
 def digests(plan: Plan) -> dict[str, str]:
-    """For each slot a digest over its settings, the seed, and the slots it depends on."""
+    """Slot -> digest over its settings, the seed, and the slots it depends on."""
     found: dict[str, str] = {}
     for step in plan.steps:
         sources = {
@@ -167,9 +167,8 @@ def _problem(step: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) ->
     """Why the recorded result cannot be had as it was left; empty when it can."""
     try:
         result = restored(step, record)
-        prove = getattr(step.stage, "verify_result", None)
-        if thorough and prove is not None:
-            prove(result)
+        if thorough and isinstance(step.stage, VerifiesResult):
+            step.stage.verify_result(result)
     except (PipeError, OSError) as error:
         return in_words(error)
     except (KeyError, TypeError, ValueError) as error:

@@ -18,20 +18,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import importlib.metadata
-import json
 import os
 import platform
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from pipeline.checkpoint import location
 from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
 from pipeline.utils.files import naming, opened, replace_text
 
-RECIPE = "recipe.yaml"
+RECIPE = location.RECIPE
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 ENGINE = "engine.json"
@@ -40,9 +38,7 @@ LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
 """Left by a run, and taken by a new one in the same folder for its own."""
 LOCK = "lock"
 LOCK_SECONDS = 1.0
-"""How long to ask for the lock before another process is believed to hold it for good."""
-
-PACKAGES = ("pipetrain", "torch", "transformers", "deepspeed", "accelerate", "safetensors", "numpy")
+"""Seconds to ask for the lock before another process is taken to hold it."""
 
 
 def create(root: Path, name: str) -> Path:
@@ -148,49 +144,3 @@ def read_recipe(folder: Path) -> str | None:
 def write_recipe(folder: Path, text: str) -> None:
     """Put the merged recipe in place; a crash leaves the old one or the new one."""
     replace_text(folder / RECIPE, text)
-
-
-def versions() -> dict[str, str]:
-    """Package -> its version, of those that decide what a run computes."""
-    found = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def environment() -> dict[str, Any]:
-    """Facts of the machine and the packages that this start runs on."""
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "folder": str(Path.cwd()),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": versions(),
-    }
-
-
-def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Record what this start runs on. Returns what was another when the run was last started, as in
-    `torch 2.12.0 -> 2.13.0`."""
-    file = folder / ENVIRONMENT
-    before: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads(file.read_text("utf-8"))
-    replace_text(file, json.dumps(facts, indent=1) + "\n")
-    then, now = _versions_in(before), _versions_in(facts)
-    return [
-        f"{name} {then.get(name, 'not there')} -> {now.get(name, 'not there')}"
-        for name in sorted(then.keys() | now.keys())
-        if then and then.get(name) != now.get(name)
-    ]
-
-
-def _versions_in(facts: Any) -> dict[str, str]:
-    """Empty where a record is missing or is none."""
-    packages = facts.get("packages") if isinstance(facts, dict) else None
-    if not isinstance(packages, dict):
-        return {}
-    found = {"python": facts.get("python"), **packages}
-    return {name: version for name, version in found.items() if isinstance(version, str)}

@@ -39,10 +39,9 @@ class Runner:
         self._on_trained = on_trained
 
     def run(self) -> None:
-        """Run what is not done. Raises whatever a stage raises; `ctx.slot` tells which one.
-
-        After a failure live artifacts stay until `close`, so that it can be reported first.
-        """
+        """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's
+        slot. After a failure live artifacts stay until `close`, so that it can be reported
+        first."""
         todo = self._todo()
         for step in self.plan.steps:
             if step.slot in todo.restore:

@@ -21,33 +21,32 @@ VERSION: Final = 3
 SHOWN = 60
 """Characters of a value that a message shows."""
 LEAD = 20
-"""How many of them, of a longer value, are before the first difference."""
+"""Number of a longer value's characters that are shown before the first difference."""
 Count = Annotated[int, Field(ge=1)]
 
 
 class Identity(BaseModel):
-    """What a plan is a plan of: all that decides what a run does and takes."""
+    """Everything in a plan that decides what a run computes and needs."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     stages: dict[str, dict[str, Any]]
-    """Slot -> `use` and every field with its checked value, defaults too. What comes from the
-    environment stays as it is written, and files beside a file of the recipe are named from
-    `folder`."""
+    """Slot -> `use` and every field with its checked value, defaults too. Values from the
+    environment stay as written, and files beside a file of the recipe are named from `folder`."""
     folder: str
     """The recipe's own. Not compared: it is what `./` means."""
     seed: int
     device: Literal["cpu", "cuda"]
     processes: Count
     processes_per_node: Count | None
-    """None where the launcher does not tell."""
+    """Processes of each node; None where the launcher does not say."""
     versions: dict[str, str]
     """Package -> its public version: the local part (`+cu126`) names the machine it was built for,
     and plans are made elsewhere than they are run."""
 
 
 class SavedPlan(BaseModel):
-    """What is read of a saved plan again."""
+    """The part of a saved plan that is read again."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -56,8 +55,8 @@ class SavedPlan(BaseModel):
 
 
 def identity(plan: Plan, per_node: int | None) -> Identity:
-    """The identity of a checked recipe with so many processes on each node."""
-    from pipeline.run.rundir import versions
+    """Identity of a checked recipe with `per_node` processes on each node."""
+    from pipeline.utils.versions import versions
 
     written = plan.recipe.public().get("stages") or {}
     folders = [str(file.parent) for file in plan.recipe.source_files]
@@ -78,7 +77,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
 
 
 def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
-    """Raises PlanDrift, telling everything that differs, and UsageError for a file that is no
+    """Raise PlanDrift, listing everything that differs, and UsageError for a file that is no
     plan."""
     planned, now = _read(file), identity(plan, per_node)
     if per_node is None:
@@ -155,7 +154,7 @@ def _in_words(place: str, before: Any, after: Any) -> str:
 
 
 def _cut(text: str, same: int) -> str:
-    """The text, or so much of a long one that it shows where it begins to differ."""
+    """The text, shortened to show where it begins to differ."""
     if len(text) <= SHOWN:
         return text
     first = max(min(same - LEAD, len(text) - SHOWN), 0)
@@ -190,7 +189,7 @@ def _named(text: str, folders: Sequence[str]) -> str:
 
 
 def _public(value: Any, written: Any) -> Any:
-    """The value, but what depends on an environment variable as it is written: it may be secret."""
+    """The value; if it depends on an environment variable, as written, since it may be secret."""
     if "${" not in json.dumps(written, default=str):
         return value
     if isinstance(value, Mapping) and isinstance(written, Mapping):

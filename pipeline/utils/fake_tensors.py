@@ -27,5 +27,5 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Its device, which a tensor without values tells slowly."""
+    """Device of a tensor; asking a fake tensor for it is slow."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

@@ -1,4 +1,4 @@
-"""What the file systems of all stages need alike."""
+"""Operations on files that stages share."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def anonymous_file(purpose: str) -> int:
 
 
 def try_writing(path: Path) -> None:
-    """Raises OSError where a file could not be written: before the work whose result it is for.
-    What is there stays, and nothing new is left."""
+    """Raise OSError where a file could not be written, before the work whose result it is for. An
+    existing file stays, and no new one is left."""
     new = not path.exists()
     if not new and not path.is_file():  # who reads a pipe would take this for its end
         return

@@ -22,8 +22,8 @@ def optional(needed: str, *, hint: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Without the warnings that packages log while they are imported, of kernels for other
-    machines, say."""
+    """Suppress the warnings that packages log while they are imported, as of kernels for other
+    machines."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

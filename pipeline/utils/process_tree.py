@@ -1,4 +1,4 @@
-"""No process of a run outlives it: not its ranks, nor what they started."""
+"""Processes that end with the run: its ranks, and whatever they started."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REAP_SECONDS = 5.0
+
+
+def own_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of the project's modules in a new process, whatever modules of the
+    same name lie in the current folder or on PYTHONPATH."""
+    return [sys.executable, "-P", "-m", "pipetrain", "-m", module, *arguments]
 
 
 def die_with(parent: int) -> None:
@@ -49,7 +55,7 @@ def none_left() -> Iterator[None]:
 def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
     """Kill processes that lead sessions of their own, with their groups, and wait for them."""
     for process in leaders:
-        # the number of a group that has ended may be somebody else's by now
+        # the number of a group that has ended may have been given to another by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,4 +1,4 @@
-"""Text for people: it cannot command their terminal, and tells no environment variable's value.
+"""Text for people that cannot command their terminal and shows no environment variable's value.
 
 All that a process writes to its standard output and error goes through a `Guarded` stream.
 """
@@ -25,7 +25,7 @@ _hidden: dict[str, str] = {}
 
 
 def hide(value: str, name: str) -> None:
-    """From now on this process says `name` where it would say `value`, or that in JSON."""
+    """Show `name` instead of `value`, or of its JSON, from now on in this process."""
     if not _NO_SECRET.fullmatch(value):
         _hidden[value] = _hidden[json.dumps(value)[1:-1]] = name
 
@@ -38,7 +38,7 @@ def shown(text: str) -> str:
 
 
 def _spelled(match: re.Match[str]) -> str:
-    """As JSON and YAML write it, so that what is JSON stays JSON."""
+    """The value as JSON and YAML write it, so that JSON stays JSON."""
     code = ord(match[0])
     return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 

@@ -76,7 +76,7 @@ def test_a_failing_clean_up_is_a_failure(pipe: Pipe) -> None:
 
 
 def test_a_rank_that_cannot_start(pipe: Pipe) -> None:
-    command = ("-m", "pipeline", "run", str(pipe.recipe(procs=2)), "--run-dir", str(pipe.run_dir))
+    command = ("-m", "pipetrain", "run", str(pipe.recipe(procs=2)), "--run-dir", str(pipe.run_dir))
     result = pipe.end(pipe.start(*command, FAULTY_IMPORT="1"))
     assert result.code == 1
     first = result.stderr.splitlines()[0]
@@ -103,7 +103,7 @@ def test_what_a_rank_started_ends_too(pipe: Pipe) -> None:
 )
 def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) -> None:
     recipe = pipe.recipe(procs=procs, train={"fault": "hang"})
-    process = pipe.start("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    process = pipe.start("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     pipe.wait_for((pipe.run_dir / "hanging").exists)
     process.send_signal(number)
     result = pipe.end(process, limit=15)
@@ -118,7 +118,7 @@ def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) 
 
 def test_ranks_die_with_a_killed_launcher_and_the_run_can_be_resumed(pipe: Pipe) -> None:
     recipe = pipe.recipe(procs=2, train={"fault": "hang"})
-    process = pipe.start("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    process = pipe.start("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     pipe.wait_for((pipe.run_dir / "hanging").exists)
     other = pipe("resume", str(pipe.run_dir))
     assert other.code == 2

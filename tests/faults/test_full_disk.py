@@ -14,11 +14,11 @@ from tests.support.pipe import Pipe
 
 SCRIPT = """
 mount -t tmpfs -o size=400k none "$1" && cd "$1" || exit 9
-python -m pipeline run ../recipe.yaml --run-dir "$1/run" > ../1 2>&1; echo $? >> ../codes
-python -m pipeline resume "$1/run" > ../2 2>&1; echo $? >> ../codes
-python -m pipeline ls "$1" > ../ls 2>&1; echo $? >> ../codes
+python -m pipetrain run ../recipe.yaml --run-dir "$1/run" > ../1 2>&1; echo $? >> ../codes
+python -m pipetrain resume "$1/run" > ../2 2>&1; echo $? >> ../codes
+python -m pipetrain ls "$1" > ../ls 2>&1; echo $? >> ../codes
 rm "$1/run/fill"; touch "$1/run/repaired"
-python -m pipeline resume "$1/run" > ../3 2>&1; echo $? >> ../codes
+python -m pipetrain resume "$1/run" > ../3 2>&1; echo $? >> ../codes
 cp "$1/run/calls.txt" ..
 """
 

@@ -39,7 +39,7 @@ def test_every_socket_is_closed_to_other_addresses(pipe: Pipe, procs: int) -> No
     address = outside()
     recipe = pipe.recipe(procs=procs, train={"fault": "hang"})
     set_so = {"GLOO_SOCKET_IFNAME": interface_of(address)}  # as a cluster's profile may have it
-    command = ("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     process = pipe.start(*command, **set_so)
     try:
         pipe.wait_for((pipe.run_dir / "hanging").exists)
@@ -67,7 +67,7 @@ def test_a_killed_launcher_leaves_no_folder_behind(pipe: Pipe, tmp_path: Path) -
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     recipe = pipe.recipe(procs=2, train={"fault": "hang"})
-    command = ("-m", "pipeline", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     process = pipe.start(*command, TMPDIR=str(scratch))
     pipe.wait_for((pipe.run_dir / "hanging").exists)
     process.kill()

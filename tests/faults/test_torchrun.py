@@ -14,11 +14,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 
 
 def start(pipe: Pipe, *arguments: str) -> subprocess.Popen[str]:
-    """`torchrun ... -m pipeline ARGUMENTS` on a free port."""
+    """`torchrun ... -m pipetrain ARGUMENTS` on a free port."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    return pipe.start(*TORCHRUN, port, "-m", "pipeline", *arguments)
+    return pipe.start(*TORCHRUN, port, "-m", "pipetrain", *arguments)
 
 
 def torchrun(pipe: Pipe, *arguments: str) -> Outcome:

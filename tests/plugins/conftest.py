@@ -41,7 +41,7 @@ class Environment:
 
     def pipe(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         """`pipe ARGS`, as it would be typed in the folder `cwd`."""
-        return self.run("-m", "pipeline", *args, cwd=cwd)
+        return self.run("-m", "pipetrain", *args, cwd=cwd)
 
     def pip(self, *args: str) -> None:
         """`pip ARGS` on this environment, without network."""

@@ -28,7 +28,7 @@ def pipe(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """`pipe ARGS` where the packages in `folder` are installed."""
     paths = [str(folder), *filter(None, sys.path)]
     return subprocess.run(
-        [sys.executable, "-m", "pipeline", *args],
+        [sys.executable, "-m", "pipetrain", *args],
         cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

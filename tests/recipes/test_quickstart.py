@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart") / "run"
-    command = [sys.executable, "-m", "pipeline", "run", str(ROOT / "recipes/quickstart.yaml")]
+    command = [sys.executable, "-m", "pipetrain", "run", str(ROOT / "recipes/quickstart.yaml")]
     said = subprocess.run(
         [*command, "--run-dir", str(folder), "train.steps=3"], capture_output=True, text=True
     )

@@ -99,7 +99,7 @@ def test_an_adapter_is_another_slot_and_other_rates(name: str) -> None:
 
 def test_recipes_validate_against_the_schema_for_editors() -> None:
     said = subprocess.run(
-        [sys.executable, "-m", "pipeline", "schema"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "pipetrain", "schema"], capture_output=True, text=True, check=True
     )
     schema = json.loads(said.stdout)
     validator = jsonschema.validators.validator_for(schema)

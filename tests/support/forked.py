@@ -31,7 +31,7 @@ class ForkedRank:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(command[command.index("pipeline.worker") + 1 :], env)
+            _become(command[command.index("pipeline.run.worker") + 1 :], env)
 
     def poll(self) -> int | None:
         """The exit code, once it has ended."""
@@ -65,7 +65,7 @@ class Ranks:
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """In the child: `python -P -m pipeline.worker ARGUMENTS` to its end."""
+    """In the child: `python -P -m pipeline.run.worker ARGUMENTS` to its end."""
     code = 1
     try:
         os.setsid()
@@ -75,7 +75,7 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
             signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(env)
-        from pipeline import worker
+        from pipeline.run import worker
 
         code = worker.main(list(arguments))
     except SystemExit as error:

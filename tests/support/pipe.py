@@ -76,7 +76,7 @@ class Pipe:
     def __call__(self, *arguments: str, **environment: str) -> Outcome:
         """`pipe ARGUMENTS` to its end; in the quick tier it and its ranks are forked."""
         if FULL:
-            return self.end(self.start("-m", "pipeline", *arguments, **environment))
+            return self.end(self.start("-m", "pipetrain", *arguments, **environment))
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as place:
             work = (place, str(self.folder), self.environment | environment, arguments)
@@ -120,7 +120,7 @@ class Pipe:
 
 
 def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
-    """In the child: what `python -m pipeline ARGUMENTS` does in `folder`, its output to `place`."""
+    """In the child: `python -m pipetrain ARGUMENTS` in `folder`, with its output in `place`."""
     for number, name in enumerate(STREAMS, 1):
         os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.chdir(folder)

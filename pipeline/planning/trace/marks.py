@@ -39,7 +39,7 @@ class Marks:
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, the tracker is told which part of the model runs."""
+        """Inside, the tracker is results which part of the model runs."""
         handles = [model.register_forward_hook(self._given)]
         for place, block in enumerate(blocks):
             handles += self._hooks(place, block, last=place == len(blocks) - 1)

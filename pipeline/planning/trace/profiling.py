@@ -63,7 +63,7 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
         here = structure(found[0].source.skeleton)
         if here.root == whole.root and here.signatures == whole.signatures[: len(here.names)]:
             return found
-    raise StageError("the model's blocks cannot be told apart")
+    raise StageError("the model's blocks cannot be results apart")
 
 
 class _Parts:

@@ -87,7 +87,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
         if fake:
             stack.enter_context(without_values())
         stack.enter_context(tracker)
-        stack.enter_context(explained())
+        stack.enter_context(model_errors_as_ours())
         if bare:
             precision = results.require(Precision, "no slot of the recipe gives a precision")
             results |= Results.of(BareEngine(source, precision, job.topology, marks))
@@ -124,7 +124,7 @@ def _context(job: Job) -> Iterator[Context]:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def model_errors_as_ours() -> Iterator[None]:
     """Inside, any error of a model's own code is a StageError, as one that needs values is."""
     try:
         yield
@@ -140,7 +140,7 @@ def explained() -> Iterator[None]:
 
 def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
     """Run the stages that give declarations, whose tensors are real."""
-    with explained():
+    with model_errors_as_ours():
         _run(job, results, ctx, DECLARATIONS, TRACE, RUN)
     return results.require(ModelSource, "no slot of the recipe gives a model to be traced")
 

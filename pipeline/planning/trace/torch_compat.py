@@ -27,7 +27,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.prim.device.default:  # asked for all the time, and no operation
+        if function is torch.ops.prim.device.default:  # machines for all the time, and no operation
             return function(*args)
         return self.operation(function, args, kwargs or {})
 

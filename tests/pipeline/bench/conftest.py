@@ -13,7 +13,7 @@ from click.testing import Result
 
 from pipeline.bench import session as measuring
 from pipeline.plan.registry import Entry
-from pipeline.planning import planner
+from pipeline.planning.planner import Planners
 from pipeline.run.journal import Journal
 from pipeline.utils import jsonl
 from tests.stages.data.fakes import PLAIN, FakeSource
@@ -41,7 +41,7 @@ def planners(
     fakes = {"wrap.red": "RedPlanner", "wrap.blue": "BluePlanner", "wrap.navy": "BluePlanner"}
     own = [fake_entry(name, attribute, "other") for name, attribute in fakes.items()]
     if "real" not in request.fixturenames and "built_in" not in request.node.name:
-        monkeypatch.setattr(planner, "installed_entries", lambda group: iter(own))
+        monkeypatch.setattr(Planners, "installed", lambda: Planners(own))
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint.manifest import Damaged, DataFile, Manifest, Part, Run, TensorEntry
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+from pipeline.checkpoint.writer_main import SaveRequest
+from pipeline.contracts.engine import EngineState, LossScale, ParameterGroup
+from tests.support.tiny_store import setups
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = st.one_of(st.integers(-(2**70), 2**70), st.floats())
@@ -89,6 +94,44 @@ def test_no_part_of_it_is_enough(manifest: Manifest, data: st.DataObject) -> Non
     length = data.draw(st.integers(0, len(bytes_) - 1))
     with pytest.raises(Damaged):
         Manifest.load(bytes_[:length], "here")
+
+
+GOLDEN = {
+    name: Path(__file__).with_name(f"golden_manifest_{name}.json") for name in ("sharded", "full")
+}
+STATE = EngineState(
+    shapes={"a": (3, 50), "b": (90, 100)},
+    aliases={"head": "a"},
+    frozen=("b",),
+    groups=[
+        ParameterGroup(settings={"lr": 0.1, "betas": (0.9, 0.99), "fused": None}, parameters=["a"]),
+        ParameterGroup(settings={"lr": 1e-5, "weight_decay": math.inf}, parameters=()),
+    ],
+    updates={"a": 7},
+    moments=["exp_avg", "exp_avg_sq"],
+    loss_scale=LossScale(scale=65536.0, good_steps=3),
+    averages=("ema",),
+)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_bytes_are_those_of_earlier_releases(name: str) -> None:
+    """From an engine's state through the message to the writer."""
+    template = setups("/nowhere", name)[0][0].template
+    assert template is not None
+    metrics = {"loss": 1.5, "eval_loss": math.nan}
+    progress = {"step": 7, "metrics": metrics, "best": {}}
+    request = SaveRequest(
+        name="step-00000007", identity="x", facts={"step": 7, "progress": progress, "state": STATE}
+    )
+    received = SaveRequest.model_validate_json(request.model_dump_json())
+    made = template.fill(received.facts, "x/", [1, 2**64 - 1])
+    dated = made.model_copy(update={"written": "2026-01-01T00:00:00+00:00"})
+    assert dated.dump() == GOLDEN[name].read_bytes()
+    again = Manifest.load(GOLDEN[name].read_bytes(), "here")
+    assert again.shapes() == STATE.shapes
+    restored = dataclasses.replace(again.state, shapes=again.shapes())
+    assert same(dataclasses.asdict(restored), dataclasses.asdict(STATE))
 
 
 def same(one: Any, other: Any) -> bool:

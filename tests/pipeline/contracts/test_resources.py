@@ -50,7 +50,7 @@ def test_needs_of_one_file_system_add_up(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"not enough disk space in {tmp_path}: 7.0 GB for 3 checkpoints, 4.0 GB for the export, "
         "10.0 GB available; not enough host memory: 5.0 GB for the export, 4.0 GB available "
-        "(make resources, or write elsewhere)"
+        "(make room, or write elsewhere)"
     )
 
 

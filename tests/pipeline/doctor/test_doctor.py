@@ -261,7 +261,7 @@ def test_no_room_for_temporary_files_is_a_finding(
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "doctor"],
+        [sys.executable, "-m", "pipetrain", "doctor"],
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,

@@ -74,7 +74,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_a_rank_whose_launcher_is_dead_already_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.worker", str(tmp_path), "1"]
+    command = [sys.executable, "-m", "pipeline.run.worker", str(tmp_path), "1"]
     assert subprocess.run(command, check=False).returncode == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -19,7 +19,7 @@ from pipeline.recipe.includes import Sources
 from pipeline.recipe.load import TOP_LEVEL
 from pipeline.recipe.nodes import plain
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
 GOOD: dict[str, Any] = {
     "name": "good",
     "seed": 1,

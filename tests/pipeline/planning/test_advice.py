@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
 from pipeline.planning.choice import choose, on_more_nodes, suited
-from pipeline.planning.hardware import Asked
+from pipeline.planning.hardware import HardwareOptions
 from pipeline.planning.planner import Planners, Saving, Tier, Topology
 from pipeline.planning.presets import Strategy
-from pipeline.planning.search import Base, Changes, Saved, Way, balanced, best, leanest
+from pipeline.planning.search import (
+    AppliedSaving,
+    Candidate,
+    Changes,
+    SearchBase,
+    best,
+    most_saving,
+    relaxed,
+)
 from pipeline.planning.step_time import StepTime
 
 ROOM = 10
@@ -44,11 +52,11 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fake(Base):
+class Fake(SearchBase):
     """A recipe that needs so many GiB under each strategy, of all nodes together."""
 
     recipe: Path = Path()
-    asked: Asked = field(default_factory=lambda: Asked(gpus=8))
+    machines: HardwareOptions = field(default_factory=lambda: HardwareOptions(gpus=8))
     margins: Any = None
     registry: Any = None
     needs: Mapping[str, float]
@@ -66,12 +74,12 @@ class Fake(Base):
         step = SimpleNamespace(slot="train", stage=Stage(fields), gives=None)
         return SimpleNamespace(steps=[step], view=SimpleNamespace(procs=8), wrap=wrap)
 
-    def drawn(self, changes: Changes) -> Any:
+    def memory_plan(self, changes: Changes) -> Any:
         plan = self.checked(changes)
         fields = plan.steps[0].stage.set
         if {*fields} & {*self.lacks}:
             raise StageError("the model cannot have it")
-        needed = self.needs[plan.wrap] / (self.asked.nodes or 1)
+        needed = self.needs[plan.wrap] / (self.machines.nodes or 1)
         needed -= sum(self.saves[name] for name in self.saves if name in fields)
         needed -= {4: 0, 2: 2, 1: 4}[fields.get("micro", 4)]
         seconds = 4 * (4 / 3 if "again" in fields else 1) + 5 * (plan.wrap == "wrap.slow")
@@ -100,7 +108,7 @@ def planners(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
     base = Fake(needs={"": needs}, saves=saves)
-    found = balanced(leanest(base, {}))
+    found = relaxed(most_saving(base, {}))
     too_much = needs - saves["again"] - saves["chunk"] - 4 - ROOM
     if not found.fits:
         assert too_much > max(saves["moments"], saves["frozen"])
@@ -130,13 +138,15 @@ def test_what_costs_time_is_saved_before_what_is_computed(
     needs: int, cannot: dict[str, Any], expected: str
 ) -> None:
     base = Fake(needs={"": needs}, **cannot)
-    assert " ".join(one.what for one in balanced(leanest(base, {})).saved) == expected
-    assert not leanest(base, {}, narrow=False).narrow
+    assert " ".join(one.what for one in relaxed(most_saving(base, {})).saved) == expected
+    assert not most_saving(base, {}, narrow=False).narrow
 
 
-def way(device: float, *saved: str, **how: Any) -> Way:
-    base: Any = SimpleNamespace(drawn=lambda changes: plan_of(device, **how))
-    return Way(base=base, start={}, saved=[Saved(ORDERS[one], one, {}) for one in saved])
+def way(device: float, *saved: str, **how: Any) -> Candidate:
+    base: Any = SimpleNamespace(memory_plan=lambda changes: plan_of(device, **how))
+    return Candidate(
+        base=base, start={}, saved=[AppliedSaving(ORDERS[one], one, {}) for one in saved]
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,7 @@ def way(device: float, *saved: str, **how: Any) -> Way:
         ([way(9, seconds=9, unknown=["network"]), way(9, "chunk")], 0),
     ],
 )
-def test_the_best_way(ways: Sequence[Way], chosen: int) -> None:
+def test_the_best_way(ways: Sequence[Candidate], chosen: int) -> None:
     assert best(ways) is ways[chosen]
     assert best([way(11)]) is None
 
@@ -187,7 +197,7 @@ def test_the_strategy_that_gives_up_least(needs: Sequence[int], expected: str) -
 def test_the_fewest_nodes_with_what_costs_time_alone(needs: int, nodes: int | None) -> None:
     node = Topology(ranks=8, local_ranks=8, device="cuda")
     found = on_more_nodes(Fake(needs={"": needs}), node, {})
-    assert (found and found.base.asked.nodes) == nodes
+    assert (found and found.base.machines.nodes) == nodes
 
 
 @pytest.mark.parametrize(

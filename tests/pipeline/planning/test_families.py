@@ -9,7 +9,7 @@ from memories.cases import Case
 from memories.compare import job, step_peak
 
 from pipeline.errors import PipeError
-from pipeline.planning.estimate import ask, assemble
+from pipeline.planning.estimate import ask_planners, combine
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import run
 from tests.support.every_family import every, small
@@ -50,9 +50,9 @@ def apart(kind: str, folder: Path) -> float:
 def _apart(model: dict[str, object], folder: Path) -> float:
     case = Case(name="", model=model, ranks=2, length=96, samples=2)
     here = job(case, folder, "cuda")
-    told = ask(here, profile(here))
+    told = ask_planners(here, profile(here))
     reference = step_peak(run(here).peaks)
-    return step_peak(assemble(here.topology, told).device) / reference - 1
+    return step_peak(combine(here.topology, told).device) / reference - 1
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from pipeline.cli import main
 from pipeline.commands.hardware_options import link
 from pipeline.doctor.report import MachineReport
 from pipeline.errors import UsageError
-from pipeline.planning.hardware import Asked, Rate, hardware_of, site_of
+from pipeline.planning.hardware import HardwareOptions, Rate, resolve_hardware, resolve_topology
 from pipeline.planning.planner import Topology
 
 GIB = 1 << 30
@@ -38,50 +38,67 @@ def pipe(*arguments: str | Path) -> Result:
 
 
 def test_machines_that_are_asked_about() -> None:
-    asked = Asked(gpus=4, nodes=2, gpu="H100", memory=60, host_memory=500, interconnect=50)
-    assert (asked.on_gpus, asked.procs) == (True, 8)
-    site = site_of(asked, 8, "cuda")
+    machines = HardwareOptions(
+        gpus=4, nodes=2, gpu="H100", memory=60, host_memory=500, interconnect=50
+    )
+    assert (machines.on_gpus, machines.procs) == (True, 8)
+    site = resolve_topology(machines, 8, "cuda")
     assert (site.ranks, site.local_ranks, site.nodes) == (8, 4, 2)
-    found = hardware_of(asked, site, compute="bf16")
+    found = resolve_hardware(machines, site, compute="bf16")
     assert (found.device_memory, found.host_memory) == (60 * GIB, 500 * GIB)
     assert found.peak == 989.5e12
     assert found.rates["compute"] == Rate(989.5e12, "data sheet")
-    assert found.rates["network between nodes"] == Rate(50e9, "rate asked for")
-    assert hardware_of(asked, site, compute="fp32").rates["compute"].value == 67e12
-    assert (Asked(nodes=4).procs, site_of(Asked(nodes=4), 32, "cuda").local_ranks) == (32, 8)
+    assert found.rates["network between nodes"] == Rate(50e9, "rate machines for")
+    assert resolve_hardware(machines, site, compute="fp32").rates["compute"].value == 67e12
+    assert (
+        HardwareOptions(nodes=4).procs,
+        resolve_topology(HardwareOptions(nodes=4), 32, "cuda").local_ranks,
+    ) == (32, 8)
 
 
 def test_a_measured_machine_goes_before_data_sheets() -> None:
-    asked = Asked(gpu="H100", machine=machine(), host_memory=50, disk=3)
-    found = hardware_of(asked, NODE, compute="bf16")
+    machines = HardwareOptions(gpu="H100", machine=machine(), host_memory=50, disk=3)
+    found = resolve_hardware(machines, NODE, compute="bf16")
     assert (found.device_memory, found.host_memory) == (78 * GIB, 50 * GIB)
     measured = {part: rate.value for part, rate in found.rates.items() if rate.measured}
     assert measured == {"compute": 7e14, "network inside nodes": 3.5e11, "PCIe to the GPU": 5e10}
-    # It says nothing of the GPU's own memory, and the disk is as asked.
+    # It says nothing of the GPU's own memory, and the disk is as machines.
     assert (found.rates["memory"].value, found.rates["NVMe"].value) == (3350e9, 3e9)
     assert found.peak == 989.5e12
 
 
 def test_a_gpu_without_bf16_computes_it_as_slowly_as_fp32() -> None:
-    rate = hardware_of(Asked(gpu="V100 32G"), NODE, compute="bf16").rates["compute"]
+    rate = resolve_hardware(HardwareOptions(gpu="V100 32G"), NODE, compute="bf16").rates["compute"]
     assert (rate.value, "has no bf16" in rate.origin) == (15.7e12, True)
-    assert hardware_of(Asked(gpu="V100"), NODE, compute="fp16").rates["compute"].value > 1e14
-    measured = Asked(machine=machine("Tesla V100-SXM2-32GB"))
-    assert hardware_of(measured, NODE, compute="bf16").rates["compute"].measured
+    assert (
+        resolve_hardware(HardwareOptions(gpu="V100"), NODE, compute="fp16").rates["compute"].value
+        > 1e14
+    )
+    measured = HardwareOptions(machine=machine("Tesla V100-SXM2-32GB"))
+    assert resolve_hardware(measured, NODE, compute="bf16").rates["compute"].measured
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("machines", "message"),
     [
-        (Asked(gpu="h10"), "no GPU of this name is known.*did you mean `H100`. or say --memory"),
-        (Asked(gpu="V100 12GB"), "--gpu V100 12GB: no GPU of this name is known"),
-        (Asked(gpu="A100", machine=machine()), "one with NVIDIA H100 80GB HBM3, not with A100"),
-        (Asked(machine=machine(device="cpu", devices=[])), "one with CPUs, not with GPUs"),
+        (
+            HardwareOptions(gpu="h10"),
+            "no GPU of this name is known.*did you mean `H100`. or say --memory",
+        ),
+        (HardwareOptions(gpu="V100 12GB"), "--gpu V100 12GB: no GPU of this name is known"),
+        (
+            HardwareOptions(gpu="A100", machine=machine()),
+            "one with NVIDIA H100 80GB HBM3, not with A100",
+        ),
+        (
+            HardwareOptions(machine=machine(device="cpu", devices=[])),
+            "one with CPUs, not with GPUs",
+        ),
     ],
 )
-def test_what_contradicts_itself_is_refused(asked: Asked, message: str) -> None:
+def test_what_contradicts_itself_is_refused(machines: HardwareOptions, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        hardware_of(asked, NODE, compute="bf16")
+        resolve_hardware(machines, NODE, compute="bf16")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +139,7 @@ def test_a_plan_begins_with_its_verdict_and_ends_with_what_is_expected(
     assert shown[0].endswith(" GiB of 500.0 a host")
     assert any(f"{speed['tokens_per_second']:,.0f} tokens/s" in line for line in shown)
     (network,) = (line for line in shown if line.startswith("network b"))
-    assert network.endswith("  rate asked for")
+    assert network.endswith("  rate machines for")
     short = pipe(*plan, "--host-memory", "1")
     assert short.exit_code == 3
     assert short.stdout.startswith("does not fit (a host in forward and loss): ")

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.cli import main
-from pipeline.plan.registry import BUILT_IN, Registry, installed_entries
-from pipeline.planning.planner import GROUP, Planners
+from pipeline.plan.registry import BUILT_IN, Registry
+from pipeline.planning.planner import Planners
 from tests.support.tier import spread
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -98,7 +98,7 @@ def test_ranks_without_samples_and_other_processes_are_told() -> None:
     few = (FSDP, "train.global_batch_size=6", "train.micro_batch_size=1")
     assert "2 of 8 ranks idle: there is no sample for them in a step" in pipe("plan", *few).output
     assert planned(*few)["idle_ranks"] == 2
-    told = "the recipe says 8 processes; planned for 16, as asked"
+    told = "the recipe says 8 processes; planned for 16, as machines"
     assert told in pipe("plan", FSDP, "--nodes", "2").output
     assert "the recipe says" not in pipe("plan", FSDP, "launch.procs=4").output
 
@@ -136,7 +136,7 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
     assert f"not counted: {caveat}" in pipe("plan", recipe).stdout.splitlines()
     ours = {one.name for one in Registry.installed().entries() if one.distribution == BUILT_IN}
     without = {"evaluate.lm", "wrap.accelerate", "train.hf_trainer"}
-    assert ours - without == {entry.name for entry in installed_entries(GROUP)}
+    assert ours - without == set(Planners.installed().names())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
 def test_a_slot_that_others_build_on_has_to_tell(
     use: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = Planners(entry for entry in installed_entries(GROUP) if entry.name != use)
+    others = Planners(entry for entry in Planners.installed().entries() if entry.name != use)
     monkeypatch.setattr(Planners, "installed", lambda: others)
     said = pipe("plan", FSDP)
     assert (said.exit_code, why in said.output) == (2, True), said.output

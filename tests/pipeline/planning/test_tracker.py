@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from pipeline.errors import StageError
-from pipeline.planning.trace.run import explained
+from pipeline.planning.trace.run import model_errors_as_ours
 from pipeline.planning.trace.torch_compat import silent_group
 from pipeline.planning.trace.tracker import Level, MemoryTracker, Position, offloading
 
@@ -88,7 +88,7 @@ def test_what_is_computed_again_counts_as_such() -> None:
 
 def test_what_needs_values_is_said() -> None:
     said = "cannot be run on tensors without values: aten.nonzero.default (if it trains"
-    with pytest.raises(StageError, match=re.escape(said)), explained(), FakeTensorMode():
+    with pytest.raises(StageError, match=re.escape(said)), model_errors_as_ours(), FakeTensorMode():
         torch.zeros(3).nonzero()
 
 

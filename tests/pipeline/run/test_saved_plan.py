@@ -17,7 +17,7 @@ from pipeline.errors import PlanDrift, UsageError
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.run.saved_plan import identity, require_planned
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "llama8b_fsdp.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
 Record = dict[str, Any]
 
 
@@ -169,7 +169,7 @@ def test_versions_count_without_what_they_were_built_for(
     file = tmp_path / "plan.json"
 
     def installed(**versions: str) -> None:
-        monkeypatch.setattr("pipeline.run.rundir.versions", lambda: versions)
+        monkeypatch.setattr("pipeline.utils.versions.versions", lambda: versions)
 
     installed(torch="2.13.0+cpu", transformers="5.1.0")
     assert saved(file, plan())["identity"]["versions"]["torch"] == "2.13.0"

@@ -90,7 +90,7 @@ def test_every_format(form: str, tensors: Mapping[str, torch.Tensor], edges: lis
     if not kept:
         return
     with tempfile.TemporaryDirectory() as folder:
-        writing = Formats.installed().load(form)
+        writing = Formats.installed().get(form)
         target = writing.target(Path(folder) / "state", 3)
         writing.write(source({name: cut(one, edges) for name, one in kept.items()}), target)
         weights = open_weights(str(target))
@@ -152,7 +152,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         open_weights(str(tmp_path))
     with pytest.raises(UsageError, match="no such folder"):
         open_weights(str(tmp_path / "nothing"))
-    writing = Formats.installed().load("canonical")
+    writing = Formats.installed().get("canonical")
     target = writing.target(tmp_path, 3)
     writing.write(source({"a": cut(torch.ones(9), [])}), target)
     weights = open_weights(str(target))
@@ -162,7 +162,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_has_another_identity(tmp_path: Path) -> None:
-    writing = Formats.installed().load("canonical")
+    writing = Formats.installed().get("canonical")
     made = []
     for number in (1, 2):
         target = writing.target(tmp_path / str(number), 3)

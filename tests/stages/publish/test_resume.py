@@ -65,7 +65,7 @@ def write_recipe(pipe: Pipe, folder: Path) -> Path:
 
 def anew(pipe: Pipe, *arguments: str) -> Outcome:
     """`pipe ARGUMENTS` in a process that huggingface_hub is imported in under these settings."""
-    return pipe.end(pipe.start("-m", "pipeline", *arguments))
+    return pipe.end(pipe.start("-m", "pipetrain", *arguments))
 
 
 def test_an_upload_is_retried_and_then_not_made_again(pipe: Pipe, model: ExportedModel) -> None:

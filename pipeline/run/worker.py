@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m pipeline.worker RUN_DIR LAUNCHER_PID [ACCEPTED...]` under the
+"""One rank of a run: `python -m pipeline.run.worker RUN_DIR LAUNCHER_PID [ACCEPTED...]` under the
 launcher's environment."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 CLEANUP_SECONDS = 5
-"""How long a failed rank may take to release what it holds: closing collectively can wait for
-ranks that will never come."""
+"""Seconds that a failed rank gets to release what it holds: closing collectively can wait for ranks
+that will never come."""
 
 
 def main(argv: list[str]) -> int:
@@ -77,7 +77,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL), record_memory)
             stack.callback(runner.close)
             runner.run()
-            stack.close()  # here, so that what goes wrong in it is told as well
+            stack.close()  # here, so that its errors are reported as well
         except Interrupted:
             raise
         except BaseException as error:
@@ -91,7 +91,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
 
 
 def context(plan: Plan, run_dir: Path, dist: DistContext, log: logging.Logger) -> Context:
-    """What stages are given on this rank."""
+    """Context of stages on this rank."""
     return Context(
         run_dir=run_dir,
         seed=plan.recipe.seed,
@@ -103,7 +103,7 @@ def context(plan: Plan, run_dir: Path, dist: DistContext, log: logging.Logger) -
 
 @contextlib.contextmanager
 def process_group(plan: Plan, store: Store | None) -> Iterator[DistContext]:
-    """This rank's process group for the time of the run."""
+    """Open this rank's process group for the time of the run."""
     import torch
     import torch.distributed
 

@@ -1,0 +1,1 @@
+"""A recipe's stages on tensors without memory."""
