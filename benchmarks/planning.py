@@ -111,7 +111,7 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
     table = {entry.key: entry for entry in tensors}
     mine = spans_of(ranks // 2, tensors, runs)
     layout = made.lay_out(ranks // 2, mine, table)
-    stage(layout, table, lambda key: True)
+    stage(layout, lambda key: True)
     other.stop()
     data = _manifest(ranks, tensors, runs, layout).dump()
     opened = _Taken()

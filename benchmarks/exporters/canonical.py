@@ -40,9 +40,8 @@ def write(job: SaveRequest, place: Place) -> Work:
             world_size=job["ranks"], writer={}, tensors=tensors, runs=runs,
             files=[file for layout in layouts for file in layout.described],
         )  # fmt: skip
-        table = {entry.key: entry for entry in tensors}
         for rank in reversed(range(job["ranks"])):  # that of rank 0 waits for the others
-            staging = stage(layouts[rank], table, lambda key: False)
+            staging = stage(layouts[rank], lambda key: False)
             setup = Setup(
                 store=str(root), rank=rank, world_size=job["ranks"], buffer_size=staging.size,
                 files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
@@ -95,13 +94,9 @@ def _facts(model: Trained) -> dict[str, Any]:
 def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int]]:
     """File and bytes [begin, end) of all weights."""
     for layout in layouts:
-        for span, file, offset in layout.pieces:
-            if span.key.startswith("weight/"):
-                yield (
-                    str(folder / layout.files[file].name),
-                    offset,
-                    offset + (span.stop - span.start) * ITEM,
-                )
+        for file, offset, size, span, _ in layout.items:
+            if span is not None and span.key.startswith("weight/"):
+                yield str(folder / layout.files[file].name), offset, offset + size
 
 
 class _Snapshot:

@@ -28,17 +28,26 @@ class Span(NamedTuple):
     stop: int
 
 
+class Item(NamedTuple):
+    """A piece, or the header (`head`) if there is no `span`: `size` bytes at byte `offset` of file
+    number `file`."""
+
+    file: int
+    offset: int
+    size: int
+    span: Span | None
+    head: bytes = b""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Files of one rank, and what it writes into each."""
 
     files: Sequence[NewFile]
     described: Sequence[DataFile]
-    """Files whose header this rank writes."""
-    heads: Mapping[int, bytes]
-    """Number of a file -> the header that this rank writes to it, the same at every save."""
-    pieces: Sequence[tuple[Span, int, int]]
-    """Span, number of the file, and first byte: file by file, each from its start to its end."""
+    """Files whose header this rank writes, the same at every save."""
+    items: Sequence[Item]
+    """File by file, each from its start to its end."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +75,27 @@ class FileLayout:
     ) -> Layout:
         """The files of `rank`, which writes `mine`; `tensors` are those of all ranks. Both are in
         order."""
-        files, described, heads = [], [], {}
-        begins: dict[Span, tuple[int, int]] = {}
+        files, described, items = [], [], []
         for number, (name, spans) in enumerate(self._contents(rank, mine, tensors).items()):
             entries = [self._entry(span, tensors[span.key]) for span in spans]
             head = header(entries, metadata={"format": "pt"}, align=ALIGN)
             edges = list(itertools.accumulate((e.size for e in entries), initial=len(head)))
-            begins |= {span: (number, at) for span, at in zip(spans, edges, strict=False)}
-            size, digest = edges[-1], xxh3_64_intdigest(head)
+            size, begins = edges[-1], dict(zip(spans, edges, strict=False))
             files.append(NewFile(name=name, size=size, shared=self.shared))
             if rank == 0 or not self.shared:
-                heads[number] = head
+                items.append(Item(number, 0, len(head), None, head))
+                digest = xxh3_64_intdigest(head)
                 described.append(
                     DataFile(name=name, size=size, data_start=len(head), header=digest)
                 )
-        pieces = [self._piece(span, tensors[span.key], begins) for span in mine]
-        return Layout(files=files, described=described, heads=heads, pieces=pieces)
+            for span in mine:
+                tensor = tensors[span.key]
+                stored = Span(span.key, 0, tensor.numel) if self.shared else span
+                if stored in begins:
+                    offset = begins[stored] + (span.start - stored.start) * tensor.itemsize
+                    length = (span.stop - span.start) * tensor.itemsize
+                    items.append(Item(number, offset, length, span))
+        return Layout(files=files, described=described, items=items)
 
     def _file(self, key: str) -> str:
         """Name of the file that holds the whole tensor, if ranks share files."""
@@ -100,13 +114,6 @@ class FileLayout:
         for tensor in tensors.values():
             found[self._file(tensor.key)].append(Span(tensor.key, 0, tensor.numel))
         return found
-
-    def _piece(
-        self, span: Span, tensor: TensorEntry, begins: Mapping[Span, tuple[int, int]]
-    ) -> tuple[Span, int, int]:
-        stored = Span(span.key, 0, tensor.numel) if self.shared else span
-        number, begin = begins[stored]
-        return span, number, begin + (span.start - stored.start) * tensor.itemsize
 
     def _entry(self, span: Span, tensor: TensorEntry) -> Entry:
         length = span.stop - span.start

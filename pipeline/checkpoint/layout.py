@@ -30,7 +30,9 @@ from pipeline.checkpoint.manifest import (
     require_whole,
 )
 from pipeline.checkpoint.places import Division, Pieces
+from pipeline.checkpoint.writer_main import ManifestTemplate
 from pipeline.errors import StageError
+from pipeline.utils.versions import versions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,10 +88,8 @@ class WritePlan:
     """A rank's layout, and what the manifest of every checkpoint says about all ranks."""
 
     layout: Layout
-    tensors: Sequence[TensorEntry]
-    runs: Sequence[Sequence[Run]]
-    files: Sequence[DataFile]
-    """Files of all ranks, on rank 0."""
+    template: ManifestTemplate
+    """Without files on ranks other than 0."""
     held: Set[str]
     """Keys of the tensors of which this rank's engine has a part."""
     on_host: Set[str]
@@ -110,11 +110,16 @@ def plan_writes(
         dist.rank, spans_of(dist.rank, tensors, runs), {entry.key: entry for entry in tensors}
     )
     described = dist.collect(json.dumps([file.model_dump() for file in layout.described]).encode())
-    return WritePlan(
-        layout=layout,
+    template = ManifestTemplate(
+        world_size=dist.world_size,
+        writer={"engine": dict(engine.describe()), "packages": versions()},
         tensors=tensors,
         runs=runs,
         files=[DataFile(**file) for files in described for file in json.loads(files)],
+    )
+    return WritePlan(
+        layout=layout,
+        template=template,
         held={shard.key for shard in own},
         on_host={shard.key for shard in own if shard.on_host},
     )
@@ -186,10 +191,8 @@ def spans_of(
     rank: int, tensors: Sequence[TensorEntry], runs: Sequence[Sequence[Run]]
 ) -> list[Span]:
     """Spans that a rank writes, in order."""
-    columns = (column.tolist() for column in Division(runs).of(rank))
-    return [
-        Span(tensors[number].key, start, stop) for number, start, stop in zip(*columns, strict=True)
-    ]
+    rows = zip(*(column.tolist() for column in Division(runs).of(rank)), strict=True)
+    return [Span(tensors[number].key, start, stop) for number, start, stop in rows]
 
 
 def _numbered(
@@ -220,9 +223,8 @@ class _Family(NamedTuple):
 def share_writing(held: Sequence[Pieces], numels: Sequence[int]) -> list[list[Run]]:
     """The runs of every tensor, given each rank's pieces and the tensors' numbers of elements.
 
-    A range that several ranks hold is cut evenly between them; a small one goes whole to the
-    holders with the least to write. Raises CoverageError when the pieces do not make up the
-    tensors.
+    A range that several ranks hold is cut evenly between them; a small one goes to the holder with
+    the least to write. Raises CoverageError when the pieces do not make up the tensors.
     """
     load = np.zeros(len(held), dtype=np.int64)
     runs: list[list[Run]] = [[] for _ in numels]
@@ -235,7 +237,7 @@ def share_writing(held: Sequence[Pieces], numels: Sequence[int]) -> list[list[Ru
 
 
 def _share(family: _Family, load: NDArray[np.int64]) -> Iterator[Run]:
-    """Runs by which a family is written; adds them to the ranks' `load`, in elements."""
+    """Divide a family among its holders; adds to the ranks' `load`, in elements."""
     _, start, stop, length, ranks = family
     if length < WORTH_A_CUT * ranks.shape[1]:
         least = int(load[ranks].max(axis=0).argmin())
@@ -263,12 +265,10 @@ def _steps(ranks: NDArray[np.int32]) -> tuple[int, int, int] | None:
 
 def _families(held: Sequence[Pieces], tensors: int) -> Iterator[_Family]:
     key = np.concatenate([pieces.tensor * LARGEST + pieces.start for pieces in held])
-    order = np.argsort(key, kind="stable")
-    key = key[order]
+    key = key[order := np.argsort(key, kind="stable")]
     counts = [len(pieces.tensor) for pieces in held]
     stop = np.concatenate([pieces.stop for pieces in held])[order]
     rank = np.repeat(np.arange(len(held), dtype=np.int32), counts)[order]
-    del order
     edges = np.searchsorted(key, np.arange(tensors + 1) * LARGEST).tolist()
     for tensor, (low, high) in enumerate(itertools.pairwise(edges)):
         start = key[low:high] - tensor * LARGEST
@@ -278,8 +278,7 @@ def _families(held: Sequence[Pieces], tensors: int) -> Iterator[_Family]:
 def _families_of(
     tensor: int, start: NDArray[np.int64], stop: NDArray[np.int64], rank: NDArray[np.int32]
 ) -> Iterator[_Family]:
-    """Families of one tensor: one where its parts are as regular as strategies cut them, else one
-    for each part."""
+    """One family if the tensor's parts are as regular as strategies cut them, else one a part."""
     if not len(start):
         return
     different = (start[1:] != start[:-1]) | (stop[1:] != stop[:-1])

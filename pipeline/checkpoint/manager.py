@@ -17,18 +17,17 @@ from pipeline.checkpoint.layout import WritePlan, plan_writes
 from pipeline.checkpoint.manifest import FILE, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.restore import Restoration, saved_progress, without_frozen_base
-from pipeline.checkpoint.retention import Retention, best_of, disk_need, expected_count
-from pipeline.checkpoint.staging import Staging, stage
+from pipeline.checkpoint.retention import Retention, best_of, expected_count
+from pipeline.checkpoint.staging import stage
 from pipeline.checkpoint.store import Store, locate, open_store, step_name
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
-from pipeline.checkpoint.writer_main import ManifestTemplate, SaveRequest, SaveResult, Setup
+from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.resources import require_resources
 from pipeline.contracts.stage import Context, ResourceNeed
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun, TrainingLength
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.utils.text import human
-from pipeline.utils.versions import versions
 
 CLOSING_SECONDS = 4.0
 """Less than the time that a failed rank is given to release what it holds."""
@@ -86,11 +85,19 @@ class CheckpointManager(Checkpoints):
         plan = plan_writes(engine, ctx.dist, file_layout, without=frozen_base)
         # Training waits for what passes, which is all that it need not copy whole to go on.
         passing = plan.on_host if asynchronous else plan.held
-        tensors = {entry.key: entry for entry in plan.tensors}
-        staging = stage(plan.layout, tensors, passing.__contains__)
+        staging = stage(plan.layout, passing.__contains__)
         _require_memory(ctx, staging.size)
         snapshot = Snapshot(engine, ctx.dist, plan, staging)
-        setup = _setup(ctx, engine, address, plan, staging, retention)
+        setup = Setup(
+            store=address,
+            rank=ctx.dist.rank,
+            world_size=ctx.dist.world_size,
+            buffer_size=staging.size,
+            files=plan.layout.files,
+            rounds=staging.rounds,
+            template=plan.template if ctx.dist.is_main else None,
+            retention=retention,
+        )
         return cls(
             ctx=ctx,
             engine=engine,
@@ -108,12 +115,14 @@ class CheckpointManager(Checkpoints):
         )
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
-        """Disk for the expected number of checkpoints, without the existing ones."""
+        """Disk for the expected number of checkpoints without the existing ones; at least one."""
         if "://" in self.address:
             return
         number = expected_count(self.retention, self.every, length).number
-        size = sum(file.size for file in self.plan.files)
-        yield disk_need(number, len(self.store.names()), size, Path(self.address))
+        missing = max(number - len(self.store.names()), 1)
+        size = sum(file.size for file in self.plan.template.files)
+        what = f"{missing} checkpoint{'s' * (missing > 1)}"
+        yield ResourceNeed(what=what, disk=missing * size, folder=Path(self.address))
 
     def discard(self) -> None:
         """Remove everything at the address, once nothing is being written (rank 0)."""
@@ -255,33 +264,6 @@ class CheckpointManager(Checkpoints):
             self.ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
             )
-
-
-def _setup(
-    ctx: Context,
-    engine: Engine,
-    address: str,
-    plan: WritePlan,
-    staging: Staging,
-    retention: Retention,
-) -> Setup:
-    template = ManifestTemplate(
-        world_size=ctx.dist.world_size,
-        writer={"engine": dict(engine.describe()), "packages": versions()},
-        tensors=plan.tensors,
-        runs=plan.runs,
-        files=plan.files,
-    )
-    return Setup(
-        store=address,
-        rank=ctx.dist.rank,
-        world_size=ctx.dist.world_size,
-        buffer_size=staging.size,
-        files=plan.layout.files,
-        rounds=staging.rounds,
-        template=template if ctx.dist.is_main else None,
-        retention=retention,
-    )
 
 
 def _require_memory(ctx: Context, size: int) -> None:

@@ -76,12 +76,14 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 def _write(source: StateSource, layout: Layout, transaction: Transaction) -> Iterator[int]:
     """Write the files; yields the block checksums of all pieces."""
-    for number, pieces in itertools.groupby(layout.pieces, key=lambda piece: piece[1]):
+    for number, items in itertools.groupby(layout.items, key=lambda item: item.file):
         file = layout.files[number]
         with transaction.create(file.name, file.size, shared=file.shared) as sink:
-            sink.write(0, memoryview(layout.heads[number]))
-            for span, _, offset in pieces:
-                yield from copy_chunks(sink, offset, _chunks(source, span))
+            for item in items:
+                if item.span is None:
+                    sink.write(0, memoryview(item.head))
+                else:
+                    yield from copy_chunks(sink, item.offset, _chunks(source, item.span))
 
 
 def _chunks(source: StateSource, span: Span) -> Iterator[memoryview]:

@@ -19,9 +19,6 @@ from pipeline.checkpoint.store import Source, Store, step_number
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
 
-SUMS_IN_MEMORY = 64 << 20
-"""Bytes; the checksums of larger states are read where they are needed."""
-
 
 class _Chunk(NamedTuple):
     """A run of whole blocks: `length` bytes from byte `start` of a piece on, of which those in
@@ -60,8 +57,7 @@ class CheckpointReader(StateSource):
         self.bytes_read = 0
         self._places = Places(self.manifest, where)
         self._sources: dict[str, Source] = {}
-        self._sums: dict[int, memoryview] = {}
-        self._sums_fit = safetensors_format.count(self.nbytes) * SUM_BYTES <= SUMS_IN_MEMORY
+        self._sums: dict[int, memoryview] = {}  # a 2048th of the parts that are read
         self._buffer = page_aligned(min(safetensors_format.CHUNK, self._places.longest))
 
     def close(self) -> None:
@@ -132,7 +128,7 @@ class CheckpointReader(StateSource):
             if count < len(into):
                 raise Damaged(f"{where}: truncated")
             first = piece.first_sum + begin // BLOCK
-            expected = self._expected(piece.part, first, safetensors_format.count(len(into)))
+            expected = self._sums_of(piece.part)[first:][: safetensors_format.count(len(into))]
             wrong = safetensors_format.first_wrong(into, expected)
             if wrong is not None:
                 raise Damaged(f"{where}: damaged near byte {piece.offset + begin + wrong * BLOCK}")
@@ -148,7 +144,7 @@ class CheckpointReader(StateSource):
         where = self._locate(file, key)
         self._require_size(file.name, file.size, key)
         with _explained(where):
-            source = self._source(file.name)
+            source = self._sources[file.name] = self._store.open(self.name, file.name)
             head = memoryview(bytearray(file.data_start))
             count = source.read(0, head)
         if count < len(head) or xxh3_64_intdigest(head) != file.header:
@@ -161,26 +157,8 @@ class CheckpointReader(StateSource):
             raise Damaged(f"{where}: {problem}")
         return source
 
-    def _source(self, file: str) -> Source:
-        if file not in self._sources:
-            self._sources[file] = self._store.open(self.name, file)
-        return self._sources[file]
-
-    def _expected(self, number: int, first: int, count: int) -> memoryview:
-        """Checksums of consecutive blocks of a part."""
-        if self._sums_fit:
-            return self._sums_of(number)[first : first + count]
-        # A wrong checksum would not agree with its block, so nothing goes unnoticed.
-        part = self.manifest.parts[number]
-        where = self._store.locate(self.name, part.sums)
-        data = memoryview(bytearray(count * SUM_BYTES))
-        with _explained(where):
-            found = self._source(part.sums).read(first * SUM_BYTES, data)
-        if found < len(data):
-            raise Damaged(f"{where}: truncated")
-        return safetensors_format.unpack(bytes(data))
-
     def _sums_of(self, number: int) -> memoryview:
+        """Checksums of a part."""
         if number not in self._sums:
             part = self.manifest.parts[number]
             where = self._store.locate(self.name, part.sums)

@@ -189,24 +189,19 @@ class Restoration:
             )
         stored = DTYPES[entry.dtype]
         trained = part.name in reader.state.updates
-        if trained and torch.promote_types(stored, live.dtype) != live.dtype:
-            self._require_accepted(reader, key, stored, live.dtype)
+        narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
+        if narrows and "precision" not in self._ctx.accept:
+            raise ResumeRefused(
+                f"{reader.where}: {key} is {dtype_name(stored)}, this recipe trains "
+                f"{dtype_name(live.dtype)}: loading it loses precision",
+                hint="keep master weights as they were, or pipe resume --accept precision",
+            )
         for first, data in reader.read(key, part.start, part.start + live.numel()):
             value = torch.frombuffer(data, dtype=stored)
             target = live[first - part.start : first - part.start + value.numel()]
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
-
-    def _require_accepted(
-        self, reader: CheckpointReader, key: str, stored: torch.dtype, live: torch.dtype
-    ) -> None:
-        if "precision" not in self._ctx.accept:
-            raise ResumeRefused(
-                f"{reader.where}: {key} is {dtype_name(stored)}, this recipe trains "
-                f"{dtype_name(live)}: loading it loses precision",
-                hint="keep master weights as they were, or pipe resume --accept precision",
-            )
 
     def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
         """Start new streams where the saved ones have another number of owners, or are missing."""

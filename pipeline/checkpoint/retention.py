@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import BaseModel
 
 from pipeline.checkpoint.manifest import FILE, Manifest
 from pipeline.checkpoint.store import Store, step_number
-from pipeline.contracts.stage import ResourceNeed
 from pipeline.contracts.training import TrainingLength
 from pipeline.errors import CheckpointError, in_words
 
@@ -131,11 +129,3 @@ def _open_ended(retention: Retention, every: int | None, length: TrainingLength)
     number = retention.last + retention.best + 1
     further = None if retention.every is None else math.lcm(period, retention.every)
     return ExpectedCount(number=number, further=further)
-
-
-def disk_need(number: int, existing: int, size: int, folder: Path) -> ResourceNeed:
-    """Disk for `number` checkpoints of `size` bytes without the `existing` ones; for at least
-    one."""
-    missing = max(number - existing, 1)
-    what = f"{missing} checkpoint{'s' * (missing > 1)}"
-    return ResourceNeed(what=what, disk=missing * size, folder=folder)

@@ -8,7 +8,7 @@ still to be written when training goes on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,8 +16,7 @@ from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
 from pipeline.checkpoint.writer_main import Write
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.file_layout import Layout, Span
-    from pipeline.checkpoint.manifest import TensorEntry
+    from pipeline.checkpoint.file_layout import Item, Layout, Span
 
 PASSAGE = 1 << 30
 """Bytes of memory a rank, at most, for what passes."""
@@ -52,42 +51,22 @@ class Staging:
     """Pieces that are written: file by file, each from its start to its end."""
 
 
-class _Item(NamedTuple):
-    """A header or a piece."""
-
-    file: int
-    offset: int
-    size: int
-    span: Span | None
-    """None: a header."""
-
-
-def stage(
-    layout: Layout,
-    tensors: Mapping[str, TensorEntry],
-    passes: Callable[[str], bool],
-    passage: int = PASSAGE,
-) -> Staging:
+def stage(layout: Layout, passes: Callable[[str], bool], passage: int = PASSAGE) -> Staging:
     """The staging of a layout. Tensors whose key `passes` take at most `passage` bytes."""
-    items = list(_items(layout, tensors))
-    fixed = [item for item in items if item.span is None or not passes(item.span.key)]
+    fixed = [item for item in layout.items if item.span is None or not passes(item.span.key)]
     edges = list(itertools.accumulate((_padded(item.size) for item in fixed), initial=0))
-    places = {(item.file, item.offset): at for item, at in zip(fixed, edges, strict=False)}
+    places = dict(zip(fixed, edges, strict=False))
     rounds = _Rounds(edges[-1], passage // 2 // BLOCK * BLOCK)
-    whole = []
-    for item in items:
-        place = places.get((item.file, item.offset))
-        if place is None:
-            assert item.span is not None
-            rounds.add(item, item.span, tensors[item.span.key].itemsize)
-            continue
-        rounds.writes[-1].append(Write(item.file, item.offset, place, item.size, bool(item.span)))
-        if item.span is not None:
-            whole.append(Copy(*item.span, place, 0))
+    for item in layout.items:
+        if item in places:
+            write = Write(item.file, item.offset, places[item], item.size, bool(item.span))
+            rounds.writes[-1].append(write)
+        elif item.span is not None:
+            rounds.add(item, item.span)
     return Staging(
         size=rounds.end,
-        heads=[(places[number, 0], head) for number, head in layout.heads.items()],
-        whole=whole,
+        heads=[(place, item.head) for item, place in places.items() if item.span is None],
+        whole=[Copy(*item.span, place, 0) for item, place in places.items() if item.span],
         passing=rounds.copies,
         rounds=rounds.writes,
     )
@@ -104,9 +83,9 @@ class _Rounds:
         self._half = half
         self._used = 0
 
-    def add(self, item: _Item, span: Span, itemsize: int) -> None:
+    def add(self, item: Item, span: Span) -> None:
         """Cut a piece to what fits, between blocks, so that their checksums stay the same."""
-        done = 0
+        done, itemsize = 0, item.size // (span.stop - span.start)
         while done < item.size:
             cut = min(item.size - done, self._half - self._used)
             if done + cut < item.size:
@@ -123,17 +102,6 @@ class _Rounds:
             self._used += _padded(cut)
             self.end = max(self.end, place + _padded(cut))
             done += cut
-
-
-def _items(layout: Layout, tensors: Mapping[str, TensorEntry]) -> Iterator[_Item]:
-    """Headers and pieces, in the order in which they are written."""
-    heads = dict(layout.heads)
-    for span, file, offset in layout.pieces:
-        if (head := heads.pop(file, None)) is not None:
-            yield _Item(file, 0, len(head), None)
-        yield _Item(file, offset, (span.stop - span.start) * tensors[span.key].itemsize, span)
-    for file, head in heads.items():  # of files whose pieces are all other ranks'
-        yield _Item(file, 0, len(head), None)
 
 
 def _padded(size: int) -> int:

@@ -31,18 +31,15 @@ if TYPE_CHECKING:
 
 
 class SnapshotBuffer:
-    """`size` bytes that a child process can map too (`descriptor`), all of them backed by memory
-    from the start: no page fault ever stops the training loop."""
+    """`size` bytes that a child process can map too (`descriptor`)."""
 
     def __init__(self, size: int) -> None:
         self.descriptor = anonymous_file("snapshot")
         os.truncate(self.descriptor, max(size, 1))
-        self._map = mmap.mmap(self.descriptor, max(size, 1))
+        # Linux takes the memory now, so that no page fault stops the training loop.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(self.descriptor, max(size, 1), flags=flags)
         self.memory = memoryview(self._map)[:size]
-        zeros = bytes(1 << 20)
-        for start in range(0, size, len(zeros)):
-            part = self.memory[start : start + len(zeros)]
-            part[:] = zeros[: len(part)]
 
     def close(self) -> None:
         """Release the memory, once no view of it is left."""
@@ -140,7 +137,7 @@ class Snapshot:
         self._engine = engine
         self._dist = dist
         self.staging = staging
-        self._dtypes = {entry.key: DTYPES[entry.dtype] for entry in plan.tensors}
+        self._dtypes = {entry.key: DTYPES[entry.dtype] for entry in plan.template.tensors}
         self._whole: dict[str, list[Copy]] = defaultdict(list)
         for copy in staging.whole:
             self._whole[copy.key].append(copy)

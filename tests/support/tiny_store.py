@@ -54,7 +54,7 @@ def setups(
     own = [runs[tensor.key] for tensor in ordered]
     tensors = {tensor.key: tensor for tensor in ordered}
     layouts = [made.lay_out(rank, spans_of(rank, ordered, own), tensors) for rank in range(2)]
-    stagings = [stage(layout, tensors, lambda key: False) for layout in layouts]
+    stagings = [stage(layout, lambda key: False) for layout in layouts]
     files = [file for layout in layouts for file in layout.described]
     template = ManifestTemplate(
         world_size=2, writer={"engine": {"strategy": "tiny"}, "packages": {"torch": "2.0"}},

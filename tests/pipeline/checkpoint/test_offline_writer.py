@@ -77,7 +77,7 @@ def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLay
     )
     tensors = {entry.key: entry for entry in entries}
     layout = arrangement.lay_out(0, [Span(key, 0, 7) for key in tensors], tensors)
-    staging = stage(layout, tensors, {"weight/b", "exp_avg/a"}.__contains__)
+    staging = stage(layout, {"weight/b", "exp_avg/a"}.__contains__)
     copies = [(tensors[copy.key].itemsize, copy) for copy in (*staging.whole, *staging.passing)]
     assert len(copies) == 4
     assert [copy.place % itemsize for itemsize, copy in copies] == [0] * 4

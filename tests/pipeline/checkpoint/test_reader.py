@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import reader, safetensors_format
+from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.file_layout import SHARDED, Span
 from pipeline.checkpoint.layout import spans_of
 from pipeline.checkpoint.local_store import LocalStore
@@ -65,9 +65,10 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
     files, parts = [], []
     for rank in range(len(shares)):
         layout = SHARDED.lay_out(rank, spans_of(rank, ordered, runs), table)
-        memory, sums = bytearray(layout.heads[0]), []
-        for span, _, offset in layout.pieces:
+        memory, sums = bytearray(layout.items[0].head), []
+        for _, offset, _, span, _ in layout.items[1:]:
             assert offset == len(memory)
+            assert span is not None
             size = table[span.key].itemsize
             data = content(table[span.key])[span.start * size : span.stop * size]
             memory += data
@@ -99,7 +100,6 @@ def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.
         patch.setattr(
             safetensors_format, "CHUNK", safetensors_format.BLOCK * data.draw(st.integers(1, 3))
         )
-        patch.setattr(reader, "SUMS_IN_MEMORY", data.draw(st.sampled_from([0, 1 << 26])))
         write(root, tensors, shares)
         opened = CheckpointReader(LocalStore(root), NAME)
         for _ in range(6):

@@ -31,7 +31,7 @@ def save(
     """What was saved, what should have been; the rank's share of it, and the memory it took. Kinds
     that are `on_device` are treated as if they were."""
     with pytest.MonkeyPatch.context() as patch:
-        small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
+        small = lambda layout, passes: stage(layout, passes, SMALL)  # noqa: E731
         patch.setattr("pipeline.checkpoint.manager.stage", small)
         if on_device:
             patch.setattr(
@@ -89,7 +89,7 @@ def test_memory_and_content(tmp_path: Path) -> None:
 
 def save_on_a_full_disk(dist: DistContext, folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
+        small = lambda layout, passes: stage(layout, passes, SMALL)  # noqa: E731
         patch.setattr("pipeline.checkpoint.manager.stage", small)
         ctx = context(dist, folder)
         engine = make_engine(ctx, Setting(wrap="ddp"))
