@@ -1,5 +1,5 @@
-"""How the pieces that a rank writes are put into files: a file a rank, or whole tensors in shared
-files. No rank ever holds a whole tensor that it does not train whole."""
+"""Layouts of the files that ranks write: a file a rank, or whole tensors in shared files. No rank
+ever holds a whole tensor that it does not train whole."""
 
 from __future__ import annotations
 

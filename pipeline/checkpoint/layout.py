@@ -1,8 +1,7 @@
-"""Who writes which part of every tensor to which place; settled once a run, before the first save.
+"""The division of a state's writing among ranks, settled once a run, before the first save.
 
-Every rank reports to rank 0 what it holds. Rank 0 divides the work, replicas sharing it, and states
-by rule who writes what; then each rank lays out its own files. So only rank 0 has work that grows
-with the number of ranks.
+Every rank reports its shards to rank 0, which divides the work, replicas sharing it, and states the
+result by rule; then each rank lays out its own files. Only rank 0's work grows with the ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, where it lies and what verifies it: `manifest.json`.
+"""The manifest of a checkpoint: its content, places and checksums, in `manifest.json`.
 
 The file is JSON: `{"checkpoint": BODY, "sha256": "..."}`, the digest being of BODY's bytes as they
 stand in the file.

@@ -1,4 +1,4 @@
-"""Where the pieces of tensors lie: on which rank, in which file, behind which checksums.
+"""Places of the pieces of tensors: their ranks, files, bytes and checksums.
 
 Importing this imports no numpy, which only computing places needs.
 """
@@ -155,12 +155,6 @@ class Places:
     def sums(self, part: int) -> int:
         """Number of checksums of a part."""
         return self._table(part).sums
-
-    @functools.cached_property
-    def longest(self) -> int:
-        """Bytes of the longest piece, at most."""
-        runs = zip(self._division.runs, self._itemsizes.tolist(), strict=True)
-        return max((run.cut * size for own, size in runs for run in own), default=0)
 
     def _in_part(self, part: int, file: int) -> Iterator[Piece]:
         found = self._table(part)

@@ -58,7 +58,8 @@ class CheckpointReader(StateSource):
         self._places = Places(self.manifest, where)
         self._sources: dict[str, Source] = {}
         self._sums: dict[int, memoryview] = {}  # a 2048th of the parts that are read
-        self._buffer = page_aligned(min(safetensors_format.CHUNK, self._places.longest))
+        longest = max((entry.nbytes for entry in self.manifest.tensors), default=0)
+        self._buffer = page_aligned(min(safetensors_format.CHUNK, longest))
 
     def close(self) -> None:
         for source in self._sources.values():

@@ -109,7 +109,7 @@ class Restoration:
             raise CheckpointError(
                 f"rank {problems[0].rank} cannot read what rank 0 reads well: {problems[0].text}",
                 hint="look at that rank's machine and its way to the disk; "
-                "the checkpoint was left as it is",
+                "the checkpoint was not changed",
             )
 
     def _is_damaged(self, name: str, keys: Set[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep, and how many there will be."""
+"""Rules of which checkpoints to keep, and the number that there will be."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which memory a rank's share of a checkpoint passes through on its way to the writer.
+"""Staging of a rank's share of a checkpoint in memory, on its way to the writer.
 
 Some is copied whole before training goes on. The rest passes in rounds through the two halves of a
 memory of a given size: one is filled while the writer takes the other. Only the last two rounds are
-still to be written when training goes on.
+still unwritten when training goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """Where each piece goes, and when."""
+    """The place of each piece in the snapshot buffer, and its round."""
 
     size: int
     """Bytes of the snapshot buffer."""

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: the port that a file system and an object store both fill.
+"""The interface of the places where checkpoints are kept: a file system or an object store.
 
 A store holds checkpoints under the names `step-NNNNNNNN`. One is written in a transaction, whose
 files nobody looks at, and appears whole when the transaction is committed.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--to", "to", required=True, help="Format of DST: canonical, full, deepspeed, dcp.")
-@click.option("--from", "from_", help="Format of SRC, if it is not told by the files in it.")
+@click.option("--from", "from_", help="Format of SRC, if the files in it do not show it.")
 @click.option(
     "--samples",
     type=click.IntRange(min=0),
