@@ -1,5 +1,5 @@
-"""Places of checkpoints: a run's own, which its folder remembers in `checkpoints.at`, and those that
-a person names.
+"""Places of checkpoints: a run's own, which its folder remembers in `checkpoints.at`, and those
+that a person names.
 
 A run that finds no checkpoint at its place has lost them, and must not start from scratch without
 an order to do so.

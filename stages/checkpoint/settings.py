@@ -35,9 +35,8 @@ class CheckpointSettings(ABC):
     """Keep for good the checkpoints whose step is a multiple of this."""
 
     keep_best: Annotated[int, Ge(0)] = 0
-    """Number of checkpoints with the lowest held-out loss to keep as well. When this is not 0, a
-    checkpoint is saved after every evaluation that gives the lowest so far, also between those of
-    `every`."""
+    """Number of checkpoints with the lowest held-out loss to keep as well. If it is not 0, one is
+    saved after every evaluation that gives the lowest so far, also between those of `every`."""
 
     asynchronous: bool = True
     """Write while training goes on, from a copy of the state that is on a GPU; of state in host
@@ -49,9 +48,8 @@ class CheckpointSettings(ABC):
     ignored once the run has its own."""
 
     folder: str | None = None
-    """Place of the checkpoints: a path, or, for checkpoint.sharded, an address that fsspec knows
-    (`s3://bucket/folder`). The run's name is added to it: a run of the same name goes on from the
-    checkpoints there. Default: `checkpoints` in the run's folder."""
+    """Path, or for checkpoint.sharded an fsspec address (`s3://bucket/folder`), to which the run's
+    name is added: a run of the same name goes on from there. null: the run's own folder."""
 
     @property
     def retention(self) -> Retention:
