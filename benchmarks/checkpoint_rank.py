@@ -90,7 +90,7 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     ctx, engine = make(dist, job)
     grown = growth()
     kept = checkpoints(ctx, engine)
-    size = kept.snapshot_bytes
+    size = kept.snapshot.staging.size
     copy = PlainCopy(size)
     copies, stalls, durations = [], [], []
     for step in range(1, job["saves"] + 1):

@@ -14,19 +14,12 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.checkpoint.division import Division, Run
-from pipeline.checkpoint.layout import (
-    Layout,
-    LocalShard,
-    ShardedLayout,
-    divided,
-    message,
-    spans_of,
-    unpacked,
-)
-from pipeline.checkpoint.manifest import Group, Manifest, Part, State, TensorEntry
-from pipeline.checkpoint.places import Places
+from pipeline.checkpoint.file_layout import SHARDED, Layout
+from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
+from pipeline.checkpoint.manifest import Manifest, Part, Run, TensorEntry
+from pipeline.checkpoint.places import Division, Places
 from pipeline.checkpoint.staging import stage
+from pipeline.contracts.engine import EngineState, ParameterGroup
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 HIDDEN, MIDDLE, LAYERS, VOCABULARY, KV = 8192, 28672, 80, 128256, 1024
@@ -107,7 +100,7 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
     """Seconds of processor time and peak MB of rank 0's plan, of another rank's, and of opening the
     checkpoint; MB of the manifest."""
     told = [_message(strategy, rank, ranks) for rank in range(ranks)]
-    made = ShardedLayout()
+    made = SHARDED
     main = _Taken()
     text = divided(told, made)
     main.stop()
@@ -118,7 +111,7 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
     table = {entry.key: entry for entry in tensors}
     mine = spans_of(ranks // 2, tensors, runs)
     layout = made.lay_out(ranks // 2, mine, table)
-    stage(layout, table, lambda key: True)
+    stage(layout, lambda key: True)
     other.stop()
     data = _manifest(ranks, tensors, runs, layout).dump()
     opened = _Taken()
@@ -148,8 +141,8 @@ def _manifest(
 ) -> Manifest:
     """Of files and checksums that nobody has written."""
     (file,) = layout.described
-    state = State(
-        aliases={}, frozen=[], groups=[Group(settings={}, parameters=list(SHAPES))],
+    state = EngineState(
+        aliases={}, frozen=[], groups=[ParameterGroup(settings={}, parameters=list(SHAPES))],
         moments=KINDS[1:], updates=dict.fromkeys(SHAPES, 1), loss_scale=None,
     )  # fmt: skip
     division = Division(runs)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.checkpoint.retention import count
+from pipeline.checkpoint.retention import expected_count
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
@@ -97,7 +97,7 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         copied = 0 if waits else size - trained * on_host
         share, passing = (-(-part // topology.ranks) for part in (copied, size - copied))
         each = share + min(passing, PASSAGE)
-        kept = count(self.stage.retention, self.stage.every, step.length)
+        kept = expected_count(self.stage.retention, self.stage.every, step.length)
         return (
             Extra("copy for checkpoints", each * topology.on_node, LOADED),
             Extra(str(kept), kept.number * size),

@@ -15,23 +15,15 @@ import values
 from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.layout import (
-    Layout,
-    LocalShard,
-    ShardedLayout,
-    divided,
-    message,
-    spans_of,
-    unpacked,
-)
-from pipeline.checkpoint.manager import sums_name
-from pipeline.checkpoint.manifest import Group, State, TensorEntry
+from pipeline.checkpoint.file_layout import SHARDED, Layout
+from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
+from pipeline.checkpoint.manifest import Run, TensorEntry
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage
 from pipeline.checkpoint.store import step_name
 from pipeline.checkpoint.writer_main import ManifestTemplate, Setup, carry_out
 from pipeline.checkpoint.writer_main import SaveRequest as Save
+from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
 
 ITEM = 4
@@ -44,16 +36,19 @@ def write(job: Job, place: Place) -> Work:
     def work() -> Any:
         model, root = trained(job["config"]), Path(job["folder"])
         tensors, runs, layouts = lay_out(model, job["strategy"], job["ranks"])
-        skeleton = _skeleton(tensors, runs, layouts)
-        table = {entry.key: entry for entry in tensors}
+        template = ManifestTemplate(
+            world_size=job["ranks"], writer={}, tensors=tensors, runs=runs,
+            files=[file for layout in layouts for file in layout.described],
+        )  # fmt: skip
         for rank in reversed(range(job["ranks"])):  # that of rank 0 waits for the others
-            staging = stage(layouts[rank], table, lambda key: False)
+            staging = stage(layouts[rank], lambda key: False)
             setup = Setup(
-                store=str(root), rank=rank, size=staging.size, files=layouts[rank].files,
-                rounds=staging.rounds, sums=sums_name(rank), skeleton=None if rank else skeleton,
+                store=str(root), rank=rank, world_size=job["ranks"], buffer_size=staging.size,
+                files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
+                template=None if rank else template,
             )  # fmt: skip
             snapshot: Any = _Snapshot(staging)
-            save = Save(name=step_name(STEP), identity="benchmark", facts=_facts(job, model))
+            save = Save(name=step_name(STEP), identity="benchmark", facts=_facts(model))
             outcome = carry_out(setup, save, snapshot)
             if outcome.problem:
                 raise RuntimeError(outcome.problem)
@@ -65,8 +60,8 @@ def write(job: Job, place: Place) -> Work:
 def lay_out(
     model: Trained, strategy: str, ranks: int
 ) -> tuple[list[TensorEntry], list[list[Run]], list[Layout]]:
-    """All tensors, and what each rank writes: what `planning.make_plan` agrees on."""
-    made = ShardedLayout()
+    """All tensors, and what each rank writes: what `layout.plan_writes` agrees on."""
+    made = SHARDED
     held = [
         [
             LocalShard(f"{kind}/{name}", "F32", model.shapes[name], start, stop, True)
@@ -81,44 +76,27 @@ def lay_out(
     return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]
 
 
-def _skeleton(
-    tensors: list[TensorEntry], runs: list[list[Run]], layouts: list[Layout]
-) -> ManifestTemplate:
-    return ManifestTemplate(
-        tensors=tensors,
-        runs=runs,
-        files=[file for layout in layouts for file in layout.described],
-        sums=[sums_name(rank) for rank in range(len(layouts))],
-        retention=Retention(),
-    )
-
-
-def _facts(job: Job, model: Trained) -> dict[str, Any]:
+def _facts(model: Trained) -> dict[str, Any]:
     groups = zip(model.settings(), model.groups, strict=True)
-    state = State(
+    state = EngineState(
         aliases=dict(model.aliases),
         frozen=[],
-        groups=[Group(settings=settings, parameters=list(names)) for settings, names in groups],
+        groups=[
+            ParameterGroup(settings=settings, parameters=list(names)) for settings, names in groups
+        ],
         updates=dict.fromkeys(model.shapes, STEP),
         moments=list(MOMENTS),
         loss_scale=None,
     )
-    return {
-        "step": STEP, "world_size": job["ranks"], "writer": {}, "state": state,
-        "progress": vars(Progress(step=STEP)),
-    }  # fmt: skip
+    return {"step": STEP, "state": state, "progress": vars(Progress(step=STEP))}
 
 
 def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int]]:
     """File and bytes [begin, end) of all weights."""
     for layout in layouts:
-        for span, file, offset in layout.pieces:
-            if span.key.startswith("weight/"):
-                yield (
-                    str(folder / layout.files[file].name),
-                    offset,
-                    offset + (span.stop - span.start) * ITEM,
-                )
+        for file, offset, size, span, _ in layout.items:
+            if span is not None and span.key.startswith("weight/"):
+                yield str(folder / layout.files[file].name), offset, offset + size
 
 
 class _Snapshot:

@@ -1,7 +1,7 @@
 """The canonical checkpoint: one layout whatever the strategy and the world size.
 
     step-00000020/
-      manifest.json             what there is, where it lies, and what verifies it
+      manifest.json             contents, places, checksums
       rank-00000.safetensors    the parts of tensors that this rank wrote
       rank-00000.sums           their block checksums
 

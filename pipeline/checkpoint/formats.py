@@ -6,35 +6,114 @@ torch; what is heavy is imported when a folder is opened or written.
 
 from __future__ import annotations
 
-import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
-from pipeline.errors import PluginError, UsageError
-from pipeline.plan.registry import Entry, installed_entries
+from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.contracts.engine import WEIGHT, EngineState
+from pipeline.errors import CheckpointError, UsageError
+from pipeline.plan.registry import Plugins
 from pipeline.utils.text import closest
 
-if TYPE_CHECKING:
-    from pipeline.checkpoint.state_source import StateSource
 
-GROUP = "pipe.formats"
+class StateSource(ABC):
+    """A training state that is read from a checkpoint of any format, in canonical terms."""
+
+    where: str
+    """Path or address, for people."""
+    step: int
+    world_size: int
+    writer: Mapping[str, Any]
+    """The program that wrote it, for people."""
+    progress: Mapping[str, Any]
+    """Fields of `pipeline.contracts.training.Progress`."""
+    state: EngineState
+    tensors: Mapping[str, TensorEntry]
+    """By key, `KIND/NAME`."""
+
+    @abstractmethod
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of elements [start, stop) of the flattened tensor, in order: (first element,
+        bytes), each valid until the next is taken. Raises CheckpointError."""
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from element `start` of the flattened tensor on. Raises
+        CheckpointError."""
+        done = 0
+        for _, data in self.read(key, start, start + len(out) // self.entry(key).itemsize):
+            out[done : done + len(data)] = data
+            done += len(data)
+        if done != len(out):
+            raise CheckpointError(f"{self.where}: {key} is incomplete")
+
+    def entry(self, key: str) -> TensorEntry:
+        """The tensor's dtype and shape. Raises CheckpointError for an unknown key."""
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.where}: holds no {key}")
+        return self.tensors[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release files."""
+
+
+class StateView(StateSource):
+    """Another state, or its weights alone, none of which is trained. Closing it closes that.
+    `report` is called with the number of bytes each time some were read."""
+
+    def __init__(
+        self,
+        source: StateSource,
+        report: Callable[[int], object] = lambda count: None,
+        *,
+        weights_only: bool = False,
+    ) -> None:
+        self._source = source
+        self._report = report
+        self.where = source.where
+        self.step = source.step
+        self.world_size = source.world_size
+        self.writer = source.writer
+        self.progress = source.progress
+        self.state = source.state
+        self.tensors = source.tensors
+        if weights_only:
+            self.tensors = {k: e for k, e in self.tensors.items() if k.startswith(f"{WEIGHT}/")}
+            frozen = [*self.state.updates, *self.state.frozen]
+            self.state = EngineState(
+                aliases=self.state.aliases, frozen=frozen, groups=[], updates={}, moments=[],
+                loss_scale=None,
+            )  # fmt: skip
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        for first, data in self._source.read(key, start, stop):
+            yield first, data
+            self._report(len(data))
+
+    def close(self) -> None:
+        self._source.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a person says of a state that the state itself may not know."""
+    """Facts that a person gives about a state which it may lack itself."""
 
     samples: int = 0
     """Samples trained on, where the format does not keep it."""
 
     weights_only: bool = False
-    """Nothing but weights is wanted, so the optimizer's state may be missing."""
+    """Whether the optimizer's state is not wanted, and may be missing."""
 
     verify: bool = True
-    """Compare checksums that are of whole files; one process of several is enough."""
+    """Whether to compare checksums of whole files; one process of several is enough."""
 
 
 class StateFormat(ABC):
@@ -52,19 +131,19 @@ class StateFormat(ABC):
         """The state in the folder, to be read range by range."""
 
     def target(self, folder: Path, step: int) -> Path:
-        """Where `write` puts the state after `step` steps, when told `folder`. Raises UsageError
-        for a folder that cannot hold it."""
+        """The folder for `write` of the state after `step` steps, given the person's `folder`.
+        Raises UsageError for a folder that cannot hold it."""
         return folder
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
         """Write the state as the folder `target`, which does not exist; it appears whole or not at
-        all. Returns what its reader should know."""
+        all. Returns notes for its reader."""
         raise UsageError(f"{self.name} can be read, but not written")
 
 
 def open_state(address: str, reading: Reading) -> StateSource:
-    """The state at a path, in whatever format it is, or at an address, where only canonical ones
-    are. Raises CheckpointError, and UsageError for a folder of no known format."""
+    """The state at a path, in any format, or at an address, in the canonical one. Raises
+    CheckpointError, and UsageError for a folder of no known format."""
     if "://" in address:
         from pipeline.checkpoint.reader import CheckpointReader
         from pipeline.checkpoint.store import locate
@@ -74,63 +153,40 @@ def open_state(address: str, reading: Reading) -> StateSource:
     return Formats.installed().detect(folder).open(folder, reading)
 
 
-class Formats:
+class Formats(Plugins[type[StateFormat]]):
     """Installed formats by name."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries: dict[str, Entry] = {}
-        for entry in entries:
-            other = self._entries.setdefault(entry.name, entry)
-            # an editable install beside a normal one lists its entry points twice
-            if other.distribution != entry.distribution:
-                raise PluginError(
-                    f"format `{entry.name}` is registered by {other} and {entry}",
-                    hint="uninstall one of them",
-                )
+    group = "pipe.formats"
+    noun = "format"
 
-    @classmethod
-    def installed(cls) -> Formats:
-        """What the installed packages register under `pipe.formats`."""
-        return cls(installed_entries(GROUP))
+    def fault(self, loaded: Any) -> str:
+        """The first thing that an object lacks to be a format."""
+        is_format = isinstance(loaded, type) and issubclass(loaded, StateFormat)
+        return "" if is_format else "is no StateFormat"
 
-    def names(self) -> list[str]:
-        """All of them, in alphabetical order."""
-        return sorted(self._entries)
-
-    def load(self, name: str) -> StateFormat:
+    def get(self, name: str) -> StateFormat:
         """The format called `name`. Raises UsageError when there is none, PluginError when it
         cannot be loaded."""
-        if name not in self._entries:
-            similar = closest(name, self._entries)
-            hint = f"did you mean `{similar}`?" if similar else f"there are {_list(self.names())}"
+        if name not in self:
+            similar = closest(name, self.names())
+            hint = f"did you mean `{similar}`?" if similar else f"there are {self._listed()}"
             raise UsageError(f"there is no format `{name}`", hint=hint)
-        entry = self._entries[name]
-        try:
-            kind = importlib.metadata.EntryPoint(entry.name, entry.value, GROUP).load()
-        except Exception as error:
-            raise PluginError(
-                f"format `{name}` of {entry} cannot be loaded: {type(error).__name__}: {error}",
-                hint=f"repair or uninstall {entry.distribution}",
-            ) from error
-        if not (isinstance(kind, type) and issubclass(kind, StateFormat)):
-            raise PluginError(f"format `{name}` of {entry} ({entry.value}) is no StateFormat")
-        return kind()
+        return self.load(name)()
 
     def detect(self, folder: Path) -> StateFormat:
         """The one format that `folder` has. Raises UsageError for none and for several."""
         if not folder.is_dir():
             raise UsageError(f"{folder}: no such folder")
-        found = [form for form in map(self.load, self.names()) if form.detect(folder)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            matching = _list([form.name for form in found])
+        found = [form for form in map(self.get, self.names()) if form.detect(folder)]
+        if len(found) > 1:
+            matching = ", ".join(form.name for form in found)
             raise UsageError(f"{folder}: could be {matching}", hint="say which with --from")
-        raise UsageError(
-            f"{folder}: no checkpoint of a known format ({_list(self.names())})",
-            hint="give the folder of one checkpoint, as in checkpoints/step-00000020",
-        )
+        if not found:
+            raise UsageError(
+                f"{folder}: no checkpoint of a known format ({self._listed()})",
+                hint="give the folder of one checkpoint, as in checkpoints/step-00000020",
+            )
+        return found[0]
 
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names)
+    def _listed(self) -> str:
+        return ", ".join(self.names())

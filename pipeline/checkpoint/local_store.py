@@ -1,7 +1,7 @@
 """Checkpoints in a folder of a file system: written beside their place and renamed into it.
 
-The order of fsyncs: every file, the attempt's folder, then the rename, then the parent folder. So
-whatever is there under the final name after a power loss is whole.
+The order of fsyncs: every file, the transaction's folder, then the rename, then the parent folder.
+So a checkpoint under its final name is whole after a power loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
@@ -27,20 +27,17 @@ _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 class LocalStore(Store):
     """The folder `root`, made at the first write."""
 
-    shared_files = True
-
     def __init__(self, root: str | Path) -> None:
         self._root = Path(root)
 
     def names(self) -> Sequence[str]:
-        found = self._root.iterdir() if self._root.is_dir() else ()
-        return steps_in_order(path.name for path in found if path.is_dir())
+        return steps_in_order(path.name for path in self._entries() if path.is_dir())
 
     def locate(self, name: str, file: str = "") -> str:
         return str(self._root / name / file)
 
     def attempt(self, name: str, identity: str) -> Transaction:
-        return _LocalAttempt(self._root / name, self._root / f"{name}.tmp-{identity}")
+        return _LocalTransaction(self._root / name, self._root / f"{name}.tmp-{identity}")
 
     def size(self, name: str, file: str) -> int | None:
         try:
@@ -59,17 +56,14 @@ class LocalStore(Store):
         return _LocalSource(self._root / name / file)
 
     def quarantine(self, name: str) -> str:
-        for count in itertools.count(1):
-            aside = self._root / f"{name}.damaged-{count}"
-            if not aside.exists():
-                break
+        paths = (self._root / f"{name}.damaged-{count}" for count in itertools.count(1))
+        aside = next(path for path in paths if not path.exists())
         (self._root / name).rename(aside)
         _sync(self._root)
         return str(aside)
 
-    def aside(self) -> Sequence[str]:
-        found = self._root.iterdir() if self._root.is_dir() else ()
-        return sorted(str(path) for path in found if _ASIDE.fullmatch(path.name))
+    def quarantined(self) -> Sequence[str]:
+        return sorted(str(path) for path in self._entries() if _ASIDE.fullmatch(path.name))
 
     def delete(self, name: str) -> None:
         doomed = self._root / f"{name}.deleted-{os.getpid()}"
@@ -77,12 +71,16 @@ class LocalStore(Store):
         shutil.rmtree(doomed)
 
     def clean(self) -> None:
-        for path in self._root.iterdir() if self._root.is_dir() else ():
+        for path in self._entries():
             if _LEFTOVER.fullmatch(path.name):
                 _remove(path)
 
+    def _entries(self) -> Iterator[Path]:
+        if self._root.is_dir():
+            yield from self._root.iterdir()
 
-class _LocalAttempt(Transaction):
+
+class _LocalTransaction(Transaction):
     prefix = ""
 
     def __init__(self, final: Path, folder: Path) -> None:
@@ -113,7 +111,7 @@ class _LocalAttempt(Transaction):
         _sync(self._final.parent)
 
     def abandon(self) -> None:
-        # Under another name first, so that nobody goes on to write into it.
+        # Rename it first, so that nobody continues to write into it.
         doomed = self._folder.with_name(self._folder.name.replace(".tmp-", ".deleted-"))
         with contextlib.suppress(OSError):
             self._folder.rename(doomed)
@@ -128,21 +126,14 @@ class _LocalSink(Sink):
         self._path = path
         self._file = os.open(path, flags, 0o600)
         try:
-            # Where a file system cannot reserve room, the C library does it by writing: over what
-            # other processes have written by then.
+            # Where a file system cannot reserve room, the C library writes zeros: over what other
+            # processes have written by then.
             if size and not shared:
-                self._reserve(size)
-        except OSError:
-            self.abandon()
-            raise
-
-    def _reserve(self, size: int) -> None:
-        with naming(self._path):
-            try:
                 os.posix_fallocate(self._file, 0, size)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                self.abandon()
+                raise OSError(error.errno, error.strerror, str(path)) from None
 
     def write(self, offset: int, data: memoryview) -> None:
         with naming(self._path):
@@ -170,7 +161,7 @@ class _LocalSource(Source):
 
 
 def _put(path: Path, data: bytes) -> None:
-    """A file that appears at once, in place of the one that was there."""
+    """Replace or make a file, which appears at once."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with _LocalSink(partial, len(data), shared=False) as sink:
@@ -179,7 +170,7 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def _make_durable(folder: Path, mode: int = 0o700) -> None:
-    """A folder of its owner's, and its missing parents, so that they survive a power loss."""
+    """Make a folder of its owner's, and its missing parents, so that they survive a power loss."""
     if folder.is_dir():
         return
     if not folder.parent.is_dir():
@@ -189,7 +180,7 @@ def _make_durable(folder: Path, mode: int = 0o700) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """As far as that is possible."""
+    """Remove a folder as far as that is possible."""
     with contextlib.suppress(OSError):  # not all of which rmtree ignores
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,6 +1,8 @@
-"""Where a run's checkpoints are, as its own folder remembers it: `checkpoints.at`.
+"""Places of checkpoints: a run's own, which its folder remembers in `checkpoints.at`, and those
+that a person names.
 
-Who finds no checkpoint there has lost them, and must not start from scratch without being told to.
+A run that finds no checkpoint at its place has lost them, and must not start from scratch without
+an order to do so.
 """
 
 from __future__ import annotations
@@ -8,8 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.store import Store, step_name
-from pipeline.errors import CheckpointError, ResumeRefused, in_words
+from pipeline.checkpoint.manifest import FILE as MANIFEST
+from pipeline.checkpoint.store import Store, locate, open_store, step_name, step_number
+from pipeline.errors import (
+    CheckpointError,
+    ResumeRefused,
+    UsageError,
+    in_words,
+    system_errors_as,
+)
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
@@ -23,11 +32,21 @@ RECIPE = "recipe.yaml"
 """File by which a run's folder is known."""
 LONGEST = 4096
 """Characters of a path or an address."""
+NOT_SHARED = "checkpoints must be on a file system that all nodes share"
 
 
 def default(run_dir: Path) -> str:
-    """Where a run keeps its checkpoints if its recipe does not say."""
+    """Place of a run's checkpoints if its recipe does not name one."""
     return str(run_dir / DEFAULT)
+
+
+def address(run_dir: Path, folder: str | None) -> str:
+    """Place of a run's checkpoints, given the `folder` of its recipe."""
+    if folder is None:
+        return default(run_dir)
+    if "://" in folder:
+        return f"{folder.rstrip('/')}/{run_dir.name}"
+    return str(Path(folder).expanduser().absolute() / run_dir.name)
 
 
 def known(run_dir: Path) -> str | None:
@@ -47,55 +66,72 @@ def known(run_dir: Path) -> str | None:
 
 
 def remember(run_dir: Path, address: str) -> None:
-    """A checkpoint has been saved at `address`. Raises CheckpointError."""
+    """Record that a checkpoint has been saved at `address`. Raises CheckpointError."""
     text = DEFAULT if address == default(run_dir) else address
     file = run_dir / FILE
     try:
         if not file.exists() or file.read_bytes() != text.encode():
             replace_text(file, text)
     except OSError as error:
-        raise CheckpointError(f"{run_dir / FILE}: {error.strerror}") from error
+        raise CheckpointError(f"{file}: {error.strerror}") from error
 
 
 def require_none(run_dir: Path, address: str) -> None:
-    """To be asked where no checkpoint was found at `address`. Raises ResumeRefused if the run has
-    saved one."""
+    """Raise ResumeRefused if the run has saved a checkpoint, as none was found at `address`."""
     place = known(run_dir)
-    if place is None:
-        return
     if place == address:
         raise ResumeRefused(
             f"this run saved checkpoints in {place}, and now there are none",
             hint=f"bring them back (is it mounted?); to start over, delete {run_dir / FILE}",
         )
-    raise ResumeRefused(
-        f"this run saved its checkpoints in {place}, its recipe now says {address}",
-        hint="set the checkpoint slot's folder as it was, or move them and delete "
-        f"{run_dir / FILE}",
-    )
-
-
-_SIGN = "seen"
-HINT = "checkpoints must be on a file system that all nodes share"
+    if place is not None:
+        raise ResumeRefused(
+            f"this run saved its checkpoints in {place}, its recipe now says {address}",
+            hint="set the checkpoint slot's folder as it was, or move them and delete "
+            f"{run_dir / FILE}",
+        )
 
 
 def require_shared(store: Store, dist: DistContext, identity: str) -> None:
-    """Rank 0 writes, the others look (collective). Raises CheckpointError on every rank when that
-    fails, and on those that cannot write."""
+    """Raise CheckpointError on every rank unless all see what rank 0 writes (collective), and on
+    ranks that cannot write."""
     try:
-        attempt = store.attempt(step_name(0), identity)
+        trial = store.attempt(step_name(0), identity)
         if dist.is_main:
-            attempt.put(_SIGN, b"")
+            trial.put("seen", b"")
     except OSError as error:
         raise CheckpointError(
             f"rank {dist.rank} cannot write to {store.locate('')}: {in_words(error)}"
         ) from error
     dist.barrier()
-    blind = [
-        rank for rank, seen in enumerate(dist.gather(attempt.get(_SIGN) is not None)) if not seen
-    ]
-    attempt.abandon()
-    if blind:
+    seen = dist.gather(trial.get("seen") is not None)
+    trial.abandon()
+    if not all(seen):
         raise CheckpointError(
-            f"rank {blind[0]} does not see what rank 0 writes to {store.locate('')}", hint=HINT
+            f"rank {seen.index(False)} does not see what rank 0 writes to {store.locate('')}",
+            hint=NOT_SHARED,
         )
+
+
+def find(named: str) -> tuple[Store, str]:
+    """The store and the checkpoint in it (empty: the newest) that a person means by a checkpoint's
+    folder or address, by a folder of checkpoints, or by a run's folder. Raises UsageError."""
+    hint = (
+        "give the folder of a checkpoint, the folder that holds them, or a run; "
+        "pipe convert reads other formats"
+    )
+    with system_errors_as(UsageError):
+        is_local = "://" not in named
+        if is_local and not Path(named).is_dir():
+            raise UsageError(f"{named} is not there", hint=hint)
+        if is_local and (Path(named) / RECIPE).is_file():
+            named = known(Path(named)) or default(Path(named))
+        store, name = locate(named)
+        if step_number(name) is not None or store.size(name, MANIFEST) is not None:
+            return store, name
+        store = open_store(named)
+        if not store.names():
+            aside = ", ".join(store.quarantined())
+            damaged = f"; damaged ones are at {aside}" if aside else ""
+            raise UsageError(f"{named} holds no checkpoint{damaged}", hint=hint)
+        return store, ""

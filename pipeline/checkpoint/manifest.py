@@ -1,4 +1,4 @@
-"""What a checkpoint holds, where it lies and what verifies it: `manifest.json`.
+"""The manifest of a checkpoint: its content, places and checksums, in `manifest.json`.
 
 The file is JSON: `{"checkpoint": BODY, "sha256": "..."}`, the digest being of BODY's bytes as they
 stand in the file.
@@ -9,31 +9,32 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import LARGEST, Count, CoverageError, Division, Run, require_cover
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
 FILE = "manifest.json"
-FIRST_SUMS = "rank-00000.sums"
-"""In every checkpoint in a folder; who finds it without a manifest has lost the manifest."""
-_HEAD = b'{"checkpoint": '
-_MIDDLE = b', "sha256": "'
-_TAIL = b'"}\n'
-_DIGEST = 64
+LARGEST = 1 << 44
+"""Limit of a tensor's elements: a tensor's number and an element's make a 64-bit key."""
+MOST_TENSORS = (1 << 63) // LARGEST - 2
+"""Limit of the number of tensors, so that the key behind the last one's fits too."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
+
+Count = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1)]
 
 
 class Damaged(CheckpointError):
-    """What is on disk is not what was written; another checkpoint may still be good.
+    """Bytes on disk differ from those that were written; another checkpoint may still be good.
 
     `key` is the tensor that could not be read, if it is known.
     """
@@ -43,9 +44,49 @@ class Damaged(CheckpointError):
         super().__init__(message, hint=hint)
 
 
+class CoverageError(ValueError):
+    """Ranges overlap, leave a gap, or reach beyond the tensor."""
+
+    tensor = 0
+    """Number of the tensor, where there are several."""
+
+
+class Run(NamedTuple):
+    """Elements [start, stop) of a tensor: parts of `length`, the last perhaps shorter, on ranks
+    `rank`, `rank + step`, ... Each is cut again into `cuts` equal parts, on ranks that are `apart`.
+    """
+
+    start: Count
+    stop: Count
+    length: Positive
+    rank: Count
+    step: Count = 0
+    cuts: Positive = 1
+    apart: Count = 0
+
+    @property
+    def parts(self) -> int:
+        """Number of parts, before each is cut again."""
+        return -(-(self.stop - self.start) // self.length)
+
+    @property
+    def cut(self) -> int:
+        """Elements of a part of a part, but for the last ones."""
+        return -(-self.length // self.cuts)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it has at most one piece for a rank, which the rank's number determines."""
+        steps = [(self.step, self.parts), (self.apart, self.cuts)]
+        (inner, few), (outer, _) = sorted(steps)
+        if self.length > self.stop - self.start:
+            return False
+        determined = all(many > 0 and (step > 0) == (many > 1) for step, many in steps)
+        return determined and (outer > inner * (few - 1) or outer == 0)
+
+
 class Piece(NamedTuple):
-    """Elements [start, stop) of tensor number `tensor`, at byte `offset` of file number `file`.
-    Version 1 lists them all; later ones say them by rule (`places.py`)."""
+    """Elements [start, stop) of tensor number `tensor`, at byte `offset` of file number `file`."""
 
     tensor: Count
     file: Count
@@ -55,9 +96,7 @@ class Piece(NamedTuple):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants"
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class TensorEntry(_Model):
@@ -67,7 +106,7 @@ class TensorEntry(_Model):
     dtype: str
     shape: tuple[Count, ...]
     file: Count | None = None
-    """Number of the file that it lies in whole; else each part is in its rank's file."""
+    """Number of the file that holds all of it; None: each part is in its rank's file."""
 
     @property
     def numel(self) -> int:
@@ -78,6 +117,11 @@ class TensorEntry(_Model):
     def itemsize(self) -> int:
         """Bytes of an element."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.itemsize
 
 
 class DataFile(_Model):
@@ -90,39 +134,13 @@ class DataFile(_Model):
 
 
 class Part(_Model):
-    """Written by one rank: the file with the block checksums of its pieces, piece after piece.
-    `digest` is the XXH3 (64 bits) of that file."""
+    """The share of one rank: `sums` is the file with the block checksums of its pieces, piece after
+    piece, and `digest` that file's XXH3 (64 bits)."""
 
     sums: str
     digest: Count
     pieces: Sequence[Piece] = ()
-    """In version 1."""
-
-
-class Group(_Model):
-    """An optimizer group; see `pipeline.contracts.engine.ParameterGroup`."""
-
-    settings: Mapping[str, Any]
-    parameters: Sequence[str]
-
-
-class Scale(_Model):
-    """See `pipeline.contracts.engine.LossScale`."""
-
-    scale: float
-    good_steps: int
-
-
-class State(_Model):
-    """See `pipeline.contracts.engine.EngineState`; shapes are those of the `weight/` tensors."""
-
-    aliases: Mapping[str, str]
-    frozen: Sequence[str]
-    groups: Sequence[Group]
-    updates: Mapping[str, int]
-    moments: Sequence[str]
-    loss_scale: Scale | None
-    averages: Sequence[str] = Field(default_factory=list)
+    """All pieces, in version 1; later ones follow from `Manifest.runs`."""
 
 
 class Manifest(_Model):
@@ -132,32 +150,31 @@ class Manifest(_Model):
     step: Annotated[int, Ge(0), Le(10**18)]
     written: str
     """Date and time, ISO 8601."""
-    world_size: Annotated[int, Ge(1)]
+    world_size: Positive
     writer: Mapping[str, Any]
-    """What wrote it: the engine's facts and the versions of its packages; for people."""
+    """The engine's facts and the versions of its packages; for people."""
     progress: Mapping[str, Any]
-    state: State
+    state: EngineState
     block: Literal[16384] = safetensors_format.BLOCK
     tensors: Sequence[TensorEntry]
     runs: Sequence[Sequence[Run]] = ()
-    """For each tensor, which rank has which part of it; not in version 1."""
+    """Division of each tensor among ranks; empty in version 1."""
     files: Sequence[DataFile]
     parts: Sequence[Part]
     """By rank. Where tensors do not lie whole in files, file number N is that of part number N."""
 
     def dump(self) -> bytes:
-        """The file's bytes."""
-        body = self.model_dump_json().encode()
-        return _HEAD + body + _MIDDLE + hashlib.sha256(body).hexdigest().encode() + _TAIL
+        """Bytes of the file."""
+        return _signed(self.model_dump_json().encode())
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
-        """Verify and parse the file's bytes; raises Damaged, naming `where`, for anything that
+        """Verify and parse the file's bytes. Raises Damaged, naming `where`, for anything that
         `dump` did not write."""
-        end = len(data) - len(_TAIL) - _DIGEST - len(_MIDDLE)
-        body = data[len(_HEAD) : max(end, 0)]
-        wanted = _HEAD + body + _MIDDLE + hashlib.sha256(body).hexdigest().encode() + _TAIL
-        if data != wanted:
+        frame = _signed(b"")
+        head = frame.index(b",")
+        body = data[head : head + max(len(data) - len(frame), 0)]
+        if data != _signed(body):
             raise Damaged(f"{where}: its checksum is wrong: damaged, edited or incomplete")
         try:
             manifest = cls.model_validate_json(body, strict=True)
@@ -169,6 +186,22 @@ class Manifest(_Model):
             ) from None
         manifest._require_sense(where)
         return manifest
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes of parameters and stored buffers, by name."""
+        kinds = ((*tensor.key.partition("/"), tensor.shape) for tensor in self.tensors)
+        return {name: shape for kind, _, name, shape in kinds if kind == WEIGHT}
+
+    def division(self) -> Sequence[Sequence[Run]]:
+        """`runs`; of version 1, each listed piece as a run of its own."""
+        if self.version != 1:
+            return self.runs
+        runs: list[list[Run]] = [[] for _ in self.tensors]
+        for rank, part in enumerate(self.parts):
+            for piece in part.pieces:
+                length = piece.stop - piece.start
+                runs[piece.tensor].append(Run(piece.start, piece.stop, length, rank))
+        return [sorted(own) for own in runs]
 
     def _require_sense(self, where: str) -> None:
         """Names stay inside the folder, pieces inside their files; every tensor is whole."""
@@ -182,50 +215,76 @@ class Manifest(_Model):
             if file.data_start > file.size:
                 raise Damaged(f"{where}: {file.name}: its header is longer than the file")
         for tensor in self.tensors:
-            if tensor.dtype not in ITEM_BYTES:
-                raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
-        try:
-            if self.version == 1:
-                self._require_listed(where)
-            else:
-                self._require_ruled(where)
-        except CoverageError as misfit:
-            raise Damaged(f"{where}: {self.tensors[misfit.tensor].key}: {misfit}") from None
-
-    def _require_ruled(self, where: str) -> None:
-        if len(self.runs) != len(self.tensors) or any(part.pieces for part in self.parts):
-            raise Damaged(f"{where}: does not say who has which tensor")
-        for tensor in self.tensors:
-            if tensor.numel >= LARGEST:
-                raise Damaged(f"{where}: {tensor.key}: {tensor.numel} elements")
-            if tensor.file is None and len(self.files) != len(self.parts):
-                raise Damaged(f"{where}: {len(self.files)} files of {len(self.parts)} ranks")
-            if tensor.file is not None and tensor.file >= len(self.files):
-                raise Damaged(f"{where}: {tensor.key}: lies in an unknown file")
-        numels = [tensor.numel for tensor in self.tensors]
-        Division(self.runs).require_sense(numels, len(self.parts))
-
-    def _require_listed(self, where: str) -> None:
-        ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
+            self._require_tensor(tensor, where)
         for part in self.parts:
-            for piece in part.pieces:
-                self._require_inside(piece, where)
-                ranges[piece.tensor].append((piece.start, piece.stop))
-        for number, tensor in enumerate(self.tensors):
-            try:
-                require_cover(ranges[number], tensor.numel)
-            except CoverageError as misfit:
-                misfit.tensor = number
-                raise
+            self._require_listed(part, where)
+        if self.version != 1 and len(self.runs) != len(self.tensors):
+            raise Damaged(f"{where}: does not say which rank has which tensor")
+        numels = [tensor.numel for tensor in self.tensors]
+        try:
+            require_whole(self.division(), numels, len(self.parts))
+        except CoverageError as error:
+            raise Damaged(f"{where}: {self.tensors[error.tensor].key}: {error}") from None
 
-    def _require_inside(self, piece: Piece, where: str) -> None:
-        if piece.tensor >= len(self.tensors) or piece.file >= len(self.files):
-            raise Damaged(f"{where}: a piece of an unknown tensor or file")
-        tensor, file = self.tensors[piece.tensor], self.files[piece.file]
-        end = piece.offset + (piece.stop - piece.start) * tensor.itemsize
-        if piece.start >= piece.stop or piece.offset < file.data_start or end > file.size:
-            raise Damaged(f"{where}: {tensor.key}: a piece lies outside of {file.name}")
+    def _require_tensor(self, tensor: TensorEntry, where: str) -> None:
+        if tensor.dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
+        if tensor.numel >= LARGEST:
+            raise Damaged(f"{where}: {tensor.key}: {tensor.numel} elements")
+        if tensor.file is not None and tensor.file >= len(self.files):
+            raise Damaged(f"{where}: {tensor.key}: lies in an unknown file")
+        if self.version != 1 and tensor.file is None and len(self.files) != len(self.parts):
+            raise Damaged(f"{where}: {len(self.files)} files of {len(self.parts)} ranks")
+
+    def _require_listed(self, part: Part, where: str) -> None:
+        if self.version != 1 and part.pieces:
+            raise Damaged(f"{where}: lists pieces, which version {self.version} does not")
+        for piece in part.pieces:
+            if piece.tensor >= len(self.tensors) or piece.file >= len(self.files):
+                raise Damaged(f"{where}: a piece of an unknown tensor or file")
+            tensor, file = self.tensors[piece.tensor], self.files[piece.file]
+            end = piece.offset + (piece.stop - piece.start) * tensor.itemsize
+            if piece.start >= piece.stop or piece.offset < file.data_start or end > file.size:
+                raise Damaged(f"{where}: {tensor.key}: a piece lies outside of {file.name}")
+
+
+def _signed(body: bytes) -> bytes:
+    digest = hashlib.sha256(body).hexdigest().encode()
+    return b'{"checkpoint": ' + body + b', "sha256": "' + digest + b'"}\n'
 
 
 def _repeated(names: Iterable[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
+
+
+def sums_name(rank: int) -> str:
+    """Name of the file with a rank's checksums."""
+    return f"rank-{rank:05d}.sums"
+
+
+def require_cover(ranges: Iterable[tuple[int, int]], total: int) -> None:
+    """Raise CoverageError unless the ranges are disjoint and together exactly [0, total)."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if start > end:
+            raise CoverageError(f"elements {end} to {start} are missing")
+        if start < end:
+            raise CoverageError(f"elements {start} to {min(end, stop)} are there twice")
+        end = stop
+    if end != total:
+        raise CoverageError(f"ends at element {end} of {total}")
+
+
+def require_whole(runs: Sequence[Sequence[Run]], numels: Sequence[int], ranks: int) -> None:
+    """Raise CoverageError, with the tensor's number, unless the runs hold every tensor once, on
+    existing ranks."""
+    for number, (own, numel) in enumerate(zip(runs, numels, strict=True)):
+        try:
+            require_cover([(run.start, run.stop) for run in own], numel)
+            for run in own:
+                last = run.rank + (run.parts - 1) * run.step + (run.cuts - 1) * run.apart
+                if not run.is_clear or last >= ranks:
+                    raise CoverageError("divided among ranks that do not exist")
+        except CoverageError as error:
+            error.tensor = number
+            raise

@@ -1,12 +1,11 @@
 """Write checkpoints in one process and as a stream, from a state of any format.
 
-Memory does not grow with the state: what passes through is one chunk.
+Memory does not grow with the state: only one chunk is held at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import os
 import shutil
@@ -14,15 +13,12 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from xxhash import xxh3_64_intdigest
-
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import Run, Span
-from pipeline.checkpoint.layout import FileLayout, Layout
-from pipeline.checkpoint.manager import sums_name
-from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.checkpoint.store import Sink, Store, Transaction, step_name, step_number
+from pipeline.checkpoint.file_layout import FileLayout, Layout, Span
+from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.manifest import Run
+from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
+from pipeline.checkpoint.writer_main import ManifestTemplate, copy_chunks, put_sums
 from pipeline.errors import CheckpointError, UsageError
 from pipeline.utils.files import sync, sync_tree
 
@@ -41,19 +37,25 @@ def step_target(folder: Path, step: int) -> Path:
     return folder
 
 
-def write_checkpoint(source: StateSource, store: Store, name: str, arrangement: FileLayout) -> None:
+def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: FileLayout) -> None:
     """Commit `source` as the checkpoint `name`, with checksums. Raises CheckpointError."""
-    entries = arrangement.in_order(entry for entry in source.tensors.values() if entry.numel)
-    tensors = {entry.key: entry for entry in entries}
+    entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
     spans = [Span(entry.key, 0, entry.numel) for entry in entries]
-    layout = arrangement.lay_out(0, spans, tensors)
-    attempt = store.attempt(name, uuid.uuid4().hex[:12])
+    layout = file_layout.lay_out(0, spans, {entry.key: entry for entry in entries})
+    template = ManifestTemplate(
+        world_size=source.world_size,
+        writer=source.writer,
+        tensors=entries,
+        runs=[[Run(0, entry.numel, entry.numel, 0)] for entry in entries],
+        files=layout.described,
+    )
+    facts = {"step": source.step, "progress": source.progress, "state": source.state}
+    transaction = store.attempt(name, uuid.uuid4().hex[:12])
     try:
-        sums = safetensors_format.pack(list(_write(source, layout, attempt)))
-        attempt.put(sums_name(0), sums)
-        attempt.commit(_manifest(source, tensors, layout, attempt.prefix, sums).dump())
+        digest = put_sums(transaction, 0, list(_write(source, layout, transaction)))
+        transaction.commit(template.fill(facts, transaction.prefix, [digest]).dump())
     except BaseException:
-        attempt.abandon()
+        transaction.abandon()
         raise
 
 
@@ -72,24 +74,25 @@ def appearing(folder: Path) -> Iterator[Path]:
     sync(folder.parent)
 
 
-def _write(source: StateSource, layout: Layout, attempt: Transaction) -> Iterator[int]:
+def _write(source: StateSource, layout: Layout, transaction: Transaction) -> Iterator[int]:
     """Write the files; yields the block checksums of all pieces."""
-    for number, pieces in itertools.groupby(layout.pieces, key=lambda piece: piece[1]):
+    for number, items in itertools.groupby(layout.items, key=lambda item: item.file):
         file = layout.files[number]
-        with attempt.create(file.name, file.size, shared=file.shared) as sink:
-            sink.write(0, memoryview(layout.heads[number]))
-            for span, _, offset in pieces:
-                yield from _copy(source, span, offset, sink)
+        with transaction.create(file.name, file.size, shared=file.shared) as sink:
+            for item in items:
+                if item.span is None:
+                    sink.write(0, memoryview(item.head))
+                else:
+                    yield from copy_chunks(sink, item.offset, _chunks(source, item.span))
 
 
-def _copy(source: StateSource, span: Span, offset: int, sink: Sink) -> Iterator[int]:
-    done = 0
+def _chunks(source: StateSource, span: Span) -> Iterator[memoryview]:
+    """All bytes of a span. Raises CheckpointError if the source has less or more of them."""
+    size, done = source.entry(span.key).itemsize * (span.stop - span.start), 0
     parts = (data for _, data in source.read(span.key, span.start, span.stop))
     for chunk in regrouped(parts, safetensors_format.CHUNK):
-        yield from safetensors_format.sums(chunk)
-        sink.write(offset + done, chunk)
+        yield chunk
         done += len(chunk)
-    size = source.entry(span.key).itemsize * (span.stop - span.start)
     if done != size:
         raise CheckpointError(f"{source.where}: {span.key} has {done} bytes instead of {size}")
 
@@ -108,22 +111,3 @@ def regrouped(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
                 filled = 0
     if filled:
         yield buffer[:filled]
-
-
-def _manifest(
-    source: StateSource, tensors: dict[str, TensorEntry], layout: Layout, prefix: str, sums: bytes
-) -> Manifest:
-    files = [file.model_copy(update={"name": prefix + file.name}) for file in layout.described]
-    part = Part(sums=prefix + sums_name(0), digest=xxh3_64_intdigest(sums))
-    return Manifest(
-        step=source.step,
-        world_size=source.world_size,
-        written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        writer=source.writer,
-        progress=source.progress,
-        state=source.state,
-        tensors=list(tensors.values()),
-        runs=[[Run(0, entry.numel, entry.numel, 0)] for entry in tensors.values()],
-        files=files,
-        parts=[part],
-    )

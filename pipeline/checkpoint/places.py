@@ -1,17 +1,90 @@
-"""Where the pieces of a checkpoint's tensors lie, in which file and behind which checksums."""
+"""Places of the pieces of tensors: their ranks, files, bytes and checksums.
+
+Importing this imports no numpy, which only computing places needs.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from pipeline.checkpoint.manifest import LARGEST, Damaged, Manifest, Piece, Run, TensorEntry
+from pipeline.checkpoint.safetensors_format import BLOCK, Placed, table
+from pipeline.contracts.engine import WEIGHT
 
-from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import LARGEST, Division, Run
-from pipeline.checkpoint.manifest import Damaged, Manifest, Piece, TensorEntry
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.int64]
+
+
+class Pieces(NamedTuple):
+    """Ranges of tensors by their numbers, as columns of one length."""
+
+    tensor: Column
+    start: Column
+    stop: Column
+
+
+class Division:
+    """The runs of every tensor, in order."""
+
+    def __init__(self, runs: Sequence[Sequence[Run]]) -> None:
+        self.runs = runs
+
+    @functools.cached_property
+    def _columns(self) -> Column:
+        """Shape (10, runs): the tensor's number and each run's fields, parts and cut."""
+        import numpy as np
+
+        every = [(number, run) for number, own in enumerate(self.runs) for run in own]
+        columns = [[number, *run, run.parts, run.cut] for number, run in every]
+        return np.array(columns, dtype=np.int64).reshape(-1, 10).T
+
+    def find(self, tensor: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Rank, start and stop of the pieces that have elements [low, high) of a tensor."""
+        own = self.runs[tensor]
+        place = bisect_right(own, low, key=lambda run: run.start) - 1
+        for run in own[max(place, 0) :]:
+            if run.start >= high:
+                return
+            if low < run.stop:
+                yield from _pieces(run, low, high)
+
+    def of(self, rank: int) -> Pieces:
+        """The pieces of a rank, by tensor and start."""
+        import numpy as np
+
+        tensor, start, stop, length, first, step, cuts, apart, parts, cut = self._columns
+        swapped = apart > step
+        outer, inner = np.maximum(step, apart), np.minimum(step, apart)
+        rest = rank - first
+        many = np.where(outer > 0, rest // np.maximum(outer, 1), 0)
+        few = np.where(inner > 0, (rest - many * outer) // np.maximum(inner, 1), 0)
+        part, place = np.where(swapped, few, many), np.where(swapped, many, few)
+        there = (rest >= 0) & (many * outer + few * inner == rest) & (part < parts) & (place < cuts)
+        begin = start + part * length
+        low = begin + place * cut
+        high = np.minimum(np.minimum(low + cut, begin + length), stop)
+        there &= low < high
+        return Pieces(tensor[there], low[there], high[there])
+
+
+def _pieces(run: Run, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """Rank, start and stop of the run's pieces that have elements of [low, high), in order."""
+    for part in range(max(low - run.start, 0) // run.length, run.parts):
+        begin = run.start + part * run.length
+        end = min(begin + run.length, run.stop)
+        for cut in range(max(low - begin, 0) // run.cut, run.cuts):
+            start = begin + cut * run.cut
+            if start >= min(end, high):
+                break
+            yield run.rank + part * run.step + cut * run.apart, start, min(start + run.cut, end)
+        if end >= high:
+            return
 
 
 class Place(NamedTuple):
@@ -27,128 +100,138 @@ class Place(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The pieces of one part in order, as columns."""
+    """The pieces of one part as columns, in the order of `key`: tensor and first element."""
 
-    tensor: NDArray[np.int64]
-    file: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    start: NDArray[np.int64]
-    stop: NDArray[np.int64]
-    first_sum: NDArray[np.int64]
-    """And one more: how many sums there are."""
+    tensor: Column
+    file: Column
+    offset: Column
+    start: Column
+    stop: Column
+    first_sum: Column
+    key: Column
+    sums: int
+    """Number of checksums of the part."""
 
 
 class Places:
-    """Places of one manifest, computed where they are asked about."""
+    """Places of one manifest, computed where they are asked about. Raises Damaged, naming `where`,
+    for tensors that do not fill their files."""
 
     def __init__(self, manifest: Manifest, where: str) -> None:
+        import numpy as np
+
         self._manifest = manifest
         self._where = where
         self._numbers = {entry.key: number for number, entry in enumerate(manifest.tensors)}
-        self._division = Division(_listed(manifest) if manifest.version == 1 else manifest.runs)
+        self._division = Division(manifest.division())
         self._itemsizes = np.array([entry.itemsize for entry in manifest.tensors], dtype=np.int64)
         shared = [-1 if entry.file is None else entry.file for entry in manifest.tensors]
         self._shared = np.array(shared, dtype=np.int64)
         self._begin = self._begins()
-        self._tables: dict[int, tuple[_Table, NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._tables: dict[int, _Table] = {}
 
     def find(self, key: str, low: int, high: int) -> Iterator[Place]:
         """The pieces that have elements [low, high) of a tensor, in order."""
         number = self._numbers[key]
         for part, start, stop in self._division.find(number, low, high):
-            table, keys, order = self._table(part)
-            place = int(order[np.searchsorted(keys, number * LARGEST + start)])
-            yield Place(
-                start, stop, int(table.file[place]), int(table.offset[place]), part,
-                int(table.first_sum[place]),
-            )  # fmt: skip
+            found = self._table(part)
+            at = int(found.key.searchsorted(number * LARGEST + start))
+            file, offset, first_sum = (
+                int(column[at]) for column in (found.file, found.offset, found.first_sum)
+            )
+            yield Place(start, stop, file, offset, part, first_sum)
 
     def in_file(self, number: int) -> list[tuple[TensorEntry, Piece]]:
         """Pieces that lie in a file."""
-        if self._manifest.version == 1:
-            return self._listed_in_file[number]
-        tensors = self._manifest.tensors
-        if (self._shared == number).any():
-            return [
-                (tensors[at], Piece(at, number, int(self._begin[at]), 0, tensors[at].numel))
-                for at in np.flatnonzero(self._shared == number).tolist()
-            ]
-        table, _, _ = self._table(number)
-        rows = zip(*(column.tolist() for column in table[:5]), strict=True)
-        return [(tensors[row[0]], Piece(*row)) for row in rows if row[1] == number]
+        manifest = self._manifest
+        if (whole := (self._shared == number).nonzero()[0]).size:
+            begins = ((at, int(self._begin[at])) for at in whole.tolist())
+            pieces = [Piece(at, number, b, 0, manifest.tensors[at].numel) for at, b in begins]
+        else:
+            parts = range(len(manifest.parts)) if manifest.version == 1 else [number]
+            pieces = [piece for part in parts for piece in self._in_part(part, number)]
+        return [(manifest.tensors[piece.tensor], piece) for piece in pieces]
 
     def sums(self, part: int) -> int:
-        """How many checksums a part has."""
-        return int(self._table(part)[0].first_sum[-1])
+        """Number of checksums of a part."""
+        return self._table(part).sums
 
-    @functools.cached_property
-    def longest(self) -> int:
-        """Bytes of the longest piece, at most."""
-        runs = zip(self._division.runs, self._itemsizes.tolist(), strict=True)
-        return max((run.cut * size for own, size in runs for run in own), default=0)
+    def _in_part(self, part: int, file: int) -> Iterator[Piece]:
+        found = self._table(part)
+        here = found.file == file
+        yield from map(Piece, *(column[here].tolist() for column in found[:5]))
 
-    @functools.cached_property
-    def _listed_in_file(self) -> list[list[tuple[TensorEntry, Piece]]]:
-        found: list[list[tuple[TensorEntry, Piece]]] = [[] for _ in self._manifest.files]
-        for part in self._manifest.parts:
-            for piece in part.pieces:
-                found[piece.file].append((self._manifest.tensors[piece.tensor], piece))
-        return found
+    def _begins(self) -> Column:
+        """First byte of every tensor that lies in a file whole."""
+        import numpy as np
 
-    def _begins(self) -> NDArray[np.int64]:
-        """First byte of every tensor that lies in a file whole. Raises Damaged when one does not
-        fit."""
         manifest, begins = self._manifest, np.zeros(len(self._shared), dtype=np.int64)
         ends = [file.data_start for file in manifest.files]
         for number, entry in enumerate(manifest.tensors):
             if entry.file is not None:
                 begins[number] = ends[entry.file]
-                ends[entry.file] += entry.numel * entry.itemsize
-        for number, file in enumerate(manifest.files):
-            if (self._shared == number).any() and ends[number] != file.size:
-                raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
+                ends[entry.file] += entry.nbytes
+        for number in set(self._shared.tolist()) - {-1}:
+            self._require_full(number, ends[number])
         return begins
 
-    def _table(self, part: int) -> tuple[_Table, NDArray[np.int64], NDArray[np.int64]]:
-        """A part's pieces; their keys of tensor and start in order, and which has each."""
+    def _require_full(self, number: int, end: int) -> None:
+        file = self._manifest.files[number]
+        if end != file.size:
+            raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
+
+    def _table(self, part: int) -> _Table:
+        import numpy as np
+
         if part not in self._tables:
-            made = self._listed(part) if self._manifest.version == 1 else self._ruled(part)
-            keys = made.tensor * LARGEST + made.start
-            order = np.argsort(keys, kind="stable")
-            self._tables[part] = made, keys[order], order
+            rows = self._listed(part) if self._manifest.version == 1 else self._ruled(part)
+            tensor, _, _, start, stop = rows
+            blocks = -(-(stop - start) * self._itemsizes[tensor] // BLOCK)
+            first_sum, key = np.cumsum(blocks) - blocks, tensor * LARGEST + start
+            order = np.argsort(key)
+            tensor, file, offset, start, stop = (column[order] for column in rows)
+            self._tables[part] = _Table(
+                tensor, file, offset, start, stop, first_sum[order], key[order], int(blocks.sum())
+            )
         return self._tables[part]
 
-    def _listed(self, part: int) -> _Table:
-        pieces = self._manifest.parts[part].pieces
-        tensor, file, offset, start, stop = np.array(pieces, dtype=np.int64).reshape(-1, 5).T
-        sizes = (stop - start) * self._itemsizes[tensor]
-        return _Table(tensor, file, offset, start, stop, _first_sums(sizes))
+    def _listed(self, part: int) -> Column:
+        import numpy as np
 
-    def _ruled(self, part: int) -> _Table:
+        return np.array(self._manifest.parts[part].pieces, dtype=np.int64).reshape(-1, 5).T
+
+    def _ruled(self, part: int) -> tuple[Column, ...]:
+        import numpy as np
+
         tensor, start, stop = self._division.of(part)
         itemsize, shared = self._itemsizes[tensor], self._shared[tensor]
         size = (stop - start) * itemsize
         offset = self._begin[tensor] + start * itemsize
         if (own := shared < 0).any():
-            file = self._manifest.files[part]
-            ends = file.data_start + np.cumsum(size[own])
+            ends = self._manifest.files[part].data_start + np.cumsum(size[own])
             offset[own] = ends - size[own]
-            if int(ends[-1]) != file.size:
-                raise Damaged(f"{self._where}: {file.name}: its tensors do not fill it")
-        return _Table(
-            tensor, np.where(shared < 0, part, shared), offset, start, stop, _first_sums(size)
-        )
+            self._require_full(part, int(ends[-1]))
+        return tensor, np.where(shared < 0, part, shared), offset, start, stop
 
 
-def _first_sums(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(-(-sizes // safetensors_format.BLOCK))]).astype(np.int64)
+def header_mismatch(head: bytes, pieces: Iterable[tuple[TensorEntry, Piece]]) -> str:
+    """Disagreement between a file's header and its pieces in the manifest; empty if none.
 
-
-def _listed(manifest: Manifest) -> list[list[Run]]:
-    """Each piece that version 1 lists, as a run of its own."""
-    runs: list[list[Run]] = [[] for _ in manifest.tensors]
-    for rank, part in enumerate(manifest.parts):
-        for piece in part.pieces:
-            length = piece.stop - piece.start
-            runs[piece.tensor].append(Run(piece.start, piece.stop, length, rank))
-    return [sorted(own) for own in runs]
+    `head` is all that precedes the file's data. Raises ValueError when it is no header.
+    """
+    entries = table(head)
+    named = set()
+    for tensor, piece in pieces:
+        begin = piece.offset - len(head)
+        length = piece.stop - piece.start
+        name = f"{tensor.key}@{piece.start}"
+        expected = Placed(tensor.dtype, (length,), begin, begin + length * tensor.itemsize)
+        if name not in entries:
+            begin -= piece.start * tensor.itemsize
+            name = tensor.key if tensor.key in entries else tensor.key.removeprefix(f"{WEIGHT}/")
+            expected = Placed(tensor.dtype, tensor.shape, begin, begin + tensor.nbytes)
+        if entries.get(name) != expected:
+            return f"{tensor.key} is not where the manifest says"
+        named.add(name)
+    unnamed = entries.keys() - named
+    return f"{min(unnamed)} is not in the manifest" if unnamed else ""

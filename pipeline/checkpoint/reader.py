@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.manifest import (
-    FILE,
-    FIRST_SUMS,
-    Damaged,
-    DataFile,
-    Manifest,
-    Piece,
-    TensorEntry,
-)
-from pipeline.checkpoint.places import Place, Places
-from pipeline.checkpoint.safetensors_format import Placed, table
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.manifest import FILE, Damaged, DataFile, Manifest, sums_name
+from pipeline.checkpoint.places import Place, Places, header_mismatch
+from pipeline.checkpoint.safetensors_format import BLOCK, SUM_BYTES
 from pipeline.checkpoint.store import Source, Store, step_number
-from pipeline.contracts.engine import WEIGHT
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
-
-SUMS_IN_MEMORY = 64 << 20
-"""Bytes; the checksums of larger states are read where they are needed."""
 
 
 class _Chunk(NamedTuple):
@@ -42,8 +31,9 @@ class _Chunk(NamedTuple):
 
 
 class CheckpointReader(StateSource):
-    """One committed checkpoint. Raises Damaged, naming file and tensor, for whatever is not as it
-    was written; CheckpointError when it cannot be read for another reason, or is none of ours."""
+    """One committed checkpoint. Raises Damaged, naming file and tensor, for bytes that differ from
+    those that were written; CheckpointError when it cannot be read for another reason, or is no
+    checkpoint of this program."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.name = name
@@ -51,7 +41,8 @@ class CheckpointReader(StateSource):
         self.where = store.locate(name)
         where = store.locate(name, FILE)
         with _explained(where):
-            if store.size(name, FILE) is None and store.size(name, FIRST_SUMS) is None:
+            # every checkpoint in a folder has the first rank's sums: it may have lost its manifest
+            if store.size(name, FILE) is None and store.size(name, sums_name(0)) is None:
                 raise CheckpointError(f"{self.where}: no checkpoint: it holds no {FILE}")
             data = store.get(name, FILE)
         self.manifest = Manifest.load(data, where)
@@ -61,149 +52,114 @@ class CheckpointReader(StateSource):
         self.world_size = self.manifest.world_size
         self.writer = self.manifest.writer
         self.progress = self.manifest.progress
-        self.state = self.manifest.state
-        self.tensors: Mapping[str, TensorEntry] = {t.key: t for t in self.manifest.tensors}
+        self.state = dataclasses.replace(self.manifest.state, shapes=self.manifest.shapes())
+        self.tensors = {entry.key: entry for entry in self.manifest.tensors}
         self.bytes_read = 0
         self._places = Places(self.manifest, where)
-        self._sources: dict[int, Source] = {}
-        self._sums: dict[int, memoryview] = {}
-        self._sum_sources: dict[int, Source] = {}
-        total = sum(entry.numel * entry.itemsize for entry in self.manifest.tensors)
-        self._sums_fit = (
-            safetensors_format.count(total) * safetensors_format.SUM_BYTES <= SUMS_IN_MEMORY
-        )
-        self._buffer = page_aligned(min(safetensors_format.CHUNK, self._places.longest))
+        self._sources: dict[str, Source] = {}
+        self._sums: dict[int, memoryview] = {}  # a 2048th of the parts that are read
+        longest = max((entry.nbytes for entry in self.manifest.tensors), default=0)
+        self._buffer = page_aligned(min(safetensors_format.CHUNK, longest))
 
     def close(self) -> None:
-        for source in (*self._sources.values(), *self._sum_sources.values()):
+        for source in self._sources.values():
             source.close()
         self._sources.clear()
-        self._sum_sources.clear()
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        for piece, low, high in self._stored(key, start, stop):
-            yield from self._read_piece(key, piece, low, high)
+        return self._read(key, start, stop)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        size = self.entry(key).itemsize
-        for piece, low, high in self._stored(key, start, start + len(out) // size):
-            self._fill(key, piece, low, out[(low - start) * size : (high - start) * size])
+        for _ in self._read(key, start, start + len(out) // self.entry(key).itemsize, out):
+            pass
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
         return b"".join(bytes(data) for _, data in self.read(key, 0, self.entry(key).numel))
 
     def require_files(self) -> None:
-        """Every file is there and has its size."""
+        """Raise Damaged unless every file is there and has its size."""
         for file in self.manifest.files:
             self._require_size(file.name, file.size)
         for number, part in enumerate(self.manifest.parts):
-            self._require_size(part.sums, self._places.sums(number) * safetensors_format.SUM_BYTES)
+            self._require_size(part.sums, self._places.sums(number) * SUM_BYTES)
 
     def require_headers(self) -> None:
-        """Every file is there and begins as it should."""
+        """Raise Damaged unless every file is there and has its header."""
         self.require_files()
         for number in range(len(self.manifest.files)):
-            self._source(number)
+            self._data_source(number)
 
     def verify(self, advance: Callable[[int], object] = lambda count: None) -> None:
-        """Read everything; `advance` is told the bytes of tensors that were good."""
+        """Read everything; `advance` is called with numbers of bytes that were good."""
         self.require_headers()
         for key, entry in self.tensors.items():
             for _, data in self.read(key, 0, entry.numel):
                 advance(len(data))
 
-    def _stored(self, key: str, start: int, stop: int) -> Iterator[tuple[Place, int, int]]:
-        """Pieces that hold elements of [start, stop), and which of the tensor's elements."""
-        numel = self.entry(key).numel
+    def _read(
+        self, key: str, start: int, stop: int, out: memoryview | None = None
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Elements [start, stop), into `out` if it is given: whole blocks without a copy."""
+        numel, size = self.entry(key).numel, self.entry(key).itemsize
         if not 0 <= start <= stop <= numel:
             raise CheckpointError(
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
         for piece in self._places.find(key, start, stop):
-            yield piece, max(start, piece.start), min(stop, piece.stop)
-
-    def _read_piece(
-        self, key: str, piece: Place, low: int, high: int
-    ) -> Iterator[tuple[int, memoryview]]:
-        itemsize = self.tensors[key].itemsize
-        for chunk in _chunks(piece, low, high, itemsize):
-            data = self._buffer[: chunk.length]
-            self._read_blocks(key, piece, chunk.start, data)
-            element = piece.start + (chunk.start + chunk.first) // itemsize
-            yield element, data[chunk.first : chunk.last]
-
-    def _fill(self, key: str, piece: Place, low: int, out: memoryview) -> None:
-        """Read from element `low` of the tensor on; whole blocks go right to where they belong."""
-        itemsize, done = self.tensors[key].itemsize, 0
-        for chunk in _chunks(piece, low, low + len(out) // itemsize, itemsize):
-            target = out[done : done + chunk.last - chunk.first]
-            data = target if len(target) == chunk.length else self._buffer[: chunk.length]
-            self._read_blocks(key, piece, chunk.start, data)
-            if data is not target:
-                target[:] = data[chunk.first : chunk.last]
-            done += len(target)
+            for chunk in _chunks(piece, max(start, piece.start), min(stop, piece.stop), size):
+                first = piece.start + (chunk.start + chunk.first) // size
+                data = wanted = self._buffer[: chunk.length]
+                if out is not None:
+                    wanted = out[(first - start) * size :][: chunk.last - chunk.first]
+                    data = wanted if len(wanted) == chunk.length else data
+                self._read_blocks(key, piece, chunk.start, data)
+                if out is not None and data is not wanted:
+                    wanted[:] = data[chunk.first : chunk.last]
+                yield first, data[chunk.first : chunk.last]
 
     def _read_blocks(self, key: str, piece: Place, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
-        file = self.manifest.files[piece.file]
+        where = self._locate(self.manifest.files[piece.file], key)
         try:
-            source = self._source(piece.file, key)
-            with _explained(self._locate(file, key)):
+            source = self._data_source(piece.file, key)
+            with _explained(where):
                 count = source.read(piece.offset + begin, into)
             self.bytes_read += count
             if count < len(into):
-                raise Damaged(f"{self._locate(file, key)}: truncated")
-            first = piece.first_sum + begin // safetensors_format.BLOCK
-            expected = self._expected(piece.part, first, safetensors_format.count(len(into)))
+                raise Damaged(f"{where}: truncated")
+            first = piece.first_sum + begin // BLOCK
+            expected = self._sums_of(piece.part)[first:][: safetensors_format.count(len(into))]
             wrong = safetensors_format.first_wrong(into, expected)
             if wrong is not None:
-                at = piece.offset + begin + wrong * safetensors_format.BLOCK
-                raise Damaged(f"{self._locate(file, key)}: damaged near byte {at}")
+                raise Damaged(f"{where}: damaged near byte {piece.offset + begin + wrong * BLOCK}")
         except Damaged as error:
             error.key = key
             raise
 
-    def _source(self, number: int, key: str = "") -> Source:
-        if number not in self._sources:
-            file = self.manifest.files[number]
-            where = self._locate(file, key)
-            self._require_size(file.name, file.size, key)
-            with _explained(where):
-                source = self._store.open(self.name, file.name)
-                self._sources[number] = source
-                head = memoryview(bytearray(file.data_start))
-                count = source.read(0, head)
-            if count < len(head) or xxh3_64_intdigest(head) != file.header:
-                raise Damaged(f"{where}: its header is damaged")
-            self._require_agreement(bytes(head), number, where)
-        return self._sources[number]
-
-    def _require_agreement(self, head: bytes, number: int, where: str) -> None:
+    def _data_source(self, number: int, key: str = "") -> Source:
+        """An open data file, whose size and header are verified when it is opened."""
+        file = self.manifest.files[number]
+        if file.name in self._sources:
+            return self._sources[file.name]
+        where = self._locate(file, key)
+        self._require_size(file.name, file.size, key)
+        with _explained(where):
+            source = self._sources[file.name] = self._store.open(self.name, file.name)
+            head = memoryview(bytearray(file.data_start))
+            count = source.read(0, head)
+        if count < len(head) or xxh3_64_intdigest(head) != file.header:
+            raise Damaged(f"{where}: its header is damaged")
         try:
-            problem = contradiction(head, self._places.in_file(number))
+            problem = header_mismatch(bytes(head), self._places.in_file(number))
         except ValueError as error:
             raise Damaged(f"{where}: its header cannot be read: {error}") from error
         if problem:
             raise Damaged(f"{where}: {problem}")
-
-    def _expected(self, number: int, first: int, count: int) -> memoryview:
-        """Checksums of consecutive blocks of a part."""
-        if self._sums_fit:
-            return self._sums_of(number)[first : first + count]
-        # A wrong one would not agree with its block, so nothing goes unnoticed.
-        part = self.manifest.parts[number]
-        where = self._store.locate(self.name, part.sums)
-        data = memoryview(bytearray(count * safetensors_format.SUM_BYTES))
-        with _explained(where):
-            if number not in self._sum_sources:
-                self._sum_sources[number] = self._store.open(self.name, part.sums)
-            found = self._sum_sources[number].read(first * safetensors_format.SUM_BYTES, data)
-        if found < len(data):
-            raise Damaged(f"{where}: truncated")
-        return safetensors_format.unpack(bytes(data))
+        return source
 
     def _sums_of(self, number: int) -> memoryview:
+        """Checksums of a part."""
         if number not in self._sums:
             part = self.manifest.parts[number]
             where = self._store.locate(self.name, part.sums)
@@ -226,21 +182,18 @@ class CheckpointReader(StateSource):
             raise Damaged(f"{where}: has {found} bytes instead of {size}")
 
     def _locate(self, file: DataFile, key: str) -> str:
-        where = self._store.locate(self.name, file.name)
-        return f"{where} ({key})" if key else where
+        return self._store.locate(self.name, file.name) + (f" ({key})" if key else "")
 
 
 def _chunks(piece: Place, low: int, high: int, itemsize: int) -> Iterator[_Chunk]:
-    """The blocks that hold the tensor's elements [low, high), all of which the piece has. One of
-    which only a part is wanted is alone."""
+    """The blocks that hold the tensor's elements [low, high), all of which the piece has. A block
+    of which only a part is wanted is alone."""
     begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))
-    whole = end if end == size else end - end % safetensors_format.BLOCK
-    start = begin - begin % safetensors_format.BLOCK
+    whole = end if end == size else end - end % BLOCK
+    start = begin - begin % BLOCK
     while start < end:
-        in_parts = start < begin or start >= whole
-        length = (
-            safetensors_format.BLOCK if in_parts else min(safetensors_format.CHUNK, whole - start)
-        )
+        is_partial = start < begin or start >= whole
+        length = BLOCK if is_partial else min(safetensors_format.CHUNK, whole - start)
         length = min(length, size - start)
         yield _Chunk(start, length, max(begin - start, 0), min(end - start, length))
         start += length
@@ -248,7 +201,7 @@ def _chunks(piece: Place, low: int, high: int, itemsize: int) -> Iterator[_Chunk
 
 @contextlib.contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Errors of the system as ours: what is gone or unreadable is damage, the rest is not."""
+    """Raise errors of the system as ours: Damaged for a file that is gone or unreadable."""
     try:
         yield
     except FileNotFoundError as error:
@@ -256,41 +209,3 @@ def _explained(where: str) -> Iterator[None]:
     except OSError as error:
         text = f"{where}: cannot be read: {error.strerror or error}"
         raise (Damaged if error.errno == errno.EIO else CheckpointError)(text) from error
-
-
-def contradiction(head: bytes, pieces: Iterable[tuple[TensorEntry, Piece]]) -> str:
-    """What a file and its pieces in the manifest disagree about; empty if nothing.
-
-    `head` is what precedes the file's data. Raises ValueError when it is none.
-    """
-    entries = table(head)
-    named = set()
-    for tensor, piece in pieces:
-        name = _name(entries, tensor, piece)
-        if name is None or not _lies_in(entries[name], len(head), tensor, piece, name):
-            return f"{tensor.key} is not where the manifest says"
-        named.add(name)
-    unnamed = entries.keys() - named
-    return f"{min(unnamed)} is not in the manifest" if unnamed else ""
-
-
-def _name(entries: dict[str, Placed], tensor: TensorEntry, piece: Piece) -> str | None:
-    """The name under which the layouts put a piece."""
-    names = (_part(tensor, piece), tensor.key, tensor.key.removeprefix(f"{WEIGHT}/"))
-    return next((name for name in names if name in entries), None)
-
-
-def _lies_in(entry: Placed, data_start: int, tensor: TensorEntry, piece: Piece, name: str) -> bool:
-    begin, end = data_start + entry.begin, data_start + entry.end
-    size = (piece.stop - piece.start) * tensor.itemsize
-    if name == _part(tensor, piece):
-        return entry.dtype == tensor.dtype and piece.offset == begin and size == end - begin
-    return (
-        (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape)
-        and piece.offset == begin + piece.start * tensor.itemsize
-        and piece.offset + size <= end
-    )
-
-
-def _part(tensor: TensorEntry, piece: Piece) -> str:
-    return f"{tensor.key}@{piece.start}"

@@ -5,38 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.layout import dtype, random_key
-from pipeline.checkpoint.location import HINT
-from pipeline.checkpoint.manifest import Damaged, Manifest
+from pipeline.checkpoint.layout import DTYPES, random_key
+from pipeline.checkpoint.location import NOT_SHARED
+from pipeline.checkpoint.manifest import Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import Store
-from pipeline.contracts.engine import (
-    WEIGHT,
-    Engine,
-    EngineState,
-    Fragment,
-    LossScale,
-    ParameterGroup,
-)
+from pipeline.contracts.engine import Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError, ResumeRefused, in_words
 
-NONE_LEFT = "they were renamed, not deleted; to train from the start, start a new run"
 LISTED = 5
 """Names that a message lists at most."""
 
 
 class _Choice(NamedTuple):
-    """Which checkpoint to load (empty: none), what was damaged, why none may be."""
+    """The checkpoint to load (empty: none), and in words which one was damaged, and why none can be
+    loaded."""
 
     name: str
     damage: str
@@ -44,7 +37,7 @@ class _Choice(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """What a rank could not read: in words, and the tensor's key if it is known."""
+    """Damage that a rank met: in words, and the tensor's key if it is known."""
 
     rank: int
     text: str
@@ -52,7 +45,7 @@ class _Problem(NamedTuple):
 
 
 class Restoration:
-    """One attempt to continue from what a store holds."""
+    """One try to continue from the content of a store."""
 
     def __init__(
         self, ctx: Context, engine: Engine, store: Store, frozen_base: Set[str] = frozenset()
@@ -60,12 +53,12 @@ class Restoration:
         self._ctx = ctx
         self._engine = engine
         self._store = store
-        self._borrowed = frozen_base
+        self._frozen_base = frozen_base
         self.bytes_read = 0
-        """By this rank, of tensors."""
+        """Bytes of tensors that this rank read."""
 
     def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        """Load this checkpoint. Raises CheckpointError, and leaves it as it is, if that fails."""
+        """Load this checkpoint. Raises CheckpointError, and moves nothing, if that fails."""
         progress = self._load(name, validate)
         self._ctx.dist.barrier()
         self._engine.sync_compute_weights()
@@ -73,11 +66,11 @@ class Restoration:
         return progress
 
     def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
-        """The progress of the newest that could be loaded; None when there is none at all.
+        """Load the newest checkpoint that verifies; None when there is none at all.
 
-        `validate` may refuse a progress before anything is loaded. A damaged checkpoint is put
-        aside and the one before it taken, by all ranks. Raises CheckpointError when all that were
-        there are damaged, or when one is of another model.
+        `validate` may refuse a progress before anything is loaded. A damaged checkpoint goes into
+        quarantine, and all ranks take the one before it. Raises CheckpointError when all are
+        damaged, or when one is of another model.
         """
         damage = ""
         while True:
@@ -98,13 +91,17 @@ class Restoration:
             damage = problems[0].text
             self._require_confirmed(choice.name, problems)
             if self._ctx.dist.is_main:
-                self._put_aside(choice.name, damage)
+                self._quarantine(choice.name, damage)
         if damage:
-            raise CheckpointError(f"no checkpoint can be used: {damage}", hint=NONE_LEFT)
+            raise CheckpointError(
+                f"no checkpoint can be used: {damage}",
+                hint="they were renamed, not deleted; to train from the start, start a new run",
+            )
         return None
 
     def _require_confirmed(self, name: str, problems: Sequence[_Problem]) -> None:
-        """Nothing is put aside for what rank 0 reads well: then a machine is bad, not the file."""
+        """Raise CheckpointError on every rank unless rank 0 cannot read the tensors either: else
+        the fault is that rank's machine, not the file."""
         confirmed = None
         if self._ctx.dist.is_main:
             confirmed = json.dumps(self._is_damaged(name, {found.key for found in problems}))
@@ -112,13 +109,12 @@ class Restoration:
             raise CheckpointError(
                 f"rank {problems[0].rank} cannot read what rank 0 reads well: {problems[0].text}",
                 hint="look at that rank's machine and its way to the disk; "
-                "the checkpoint was left as it is",
+                "the checkpoint was not changed",
             )
 
     def _is_damaged(self, name: str, keys: Set[str]) -> bool:
         try:
-            reader = CheckpointReader(self._store, name)
-            with contextlib.closing(reader):
+            with contextlib.closing(CheckpointReader(self._store, name)) as reader:
                 reader.require_headers()
                 for key in keys - {""}:
                     for _ in reader.read(key, 0, reader.tensors[key].numel):
@@ -144,150 +140,115 @@ class Restoration:
                     CheckpointReader(self._store, name).require_files()
                 except Damaged as error:
                     damage = str(error)
-                    self._put_aside(name, damage)
+                    self._quarantine(name, damage)
                 else:
                     return _Choice(name, damage, "")
-            # Damage that an earlier resume has told of is no reason to start from scratch either.
-            earlier = [f"{place}: damaged" for place in self._store.aside()]
+            # Damage that an earlier resume has found is no reason to start from scratch either.
+            earlier = [f"{place}: damaged" for place in self._store.quarantined()]
             return _Choice("", damage or "".join(earlier[-1:]), "")
         except (CheckpointError, OSError) as error:
             return _Choice("", damage, in_words(error))
 
-    def _put_aside(self, name: str, why: str) -> None:
+    def _quarantine(self, name: str, why: str) -> None:
         aside = self._store.quarantine(name)
         self._ctx.log.warning("%s; not used, kept as %s", why, aside)
 
     def _open(self, name: str) -> CheckpointReader:
-        """Rank 0 can read the manifest, so a rank that cannot is looking elsewhere."""
+        """Rank 0 can read the manifest, so a rank that cannot sees other files."""
         try:
             return CheckpointReader(self._store, name)
         except CheckpointError as error:
             if self._ctx.dist.is_main:
                 raise
             raise CheckpointError(
-                f"rank {self._ctx.dist.rank} does not see what rank 0 sees: {error}", hint=HINT
+                f"rank {self._ctx.dist.rank} does not see what rank 0 sees: {error}",
+                hint=NOT_SHARED,
             ) from error
 
     def _load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        reader = self._open(name)
-        try:
+        with contextlib.closing(self._open(name)) as reader:
             progress = saved_progress(reader)
             validate(progress)
-            live = own_state(self._engine, self._borrowed)
-            require_same_model(reader.manifest, live, reader.where)
-            for part in self._engine.restore(engine_state(reader.manifest)):
-                if part.name in self._borrowed:
+            live = without_frozen_base(self._engine, self._frozen_base)
+            require_same_model(reader.state, live, reader.where)
+            for part in self._engine.restore(reader.state):
+                if part.name in self._frozen_base:
                     continue
                 for kind, tensor in part.state.items():
                     self._fill(reader, part, kind, tensor)
             self._restore_random(reader, progress)
             self.bytes_read += reader.bytes_read
-        finally:
-            reader.close()
         return progress
 
     def _fill(self, reader: CheckpointReader, part: Fragment, kind: str, live: Tensor) -> None:
         key = f"{kind}/{part.name}"
-        shape = reader.entry(key).shape
-        if tuple(shape) != tuple(part.shape):
+        entry = reader.entry(key)
+        if entry.shape != tuple(part.shape):
             raise CheckpointError(
-                f"{reader.where}: {key} has shape {list(shape)}, here {list(part.shape)}"
+                f"{reader.where}: {key} has shape {list(entry.shape)}, here {list(part.shape)}"
             )
-        stored = dtype(reader.tensors[key].dtype)
-        trained = part.name in reader.manifest.state.updates
-        if trained and torch.promote_types(stored, live.dtype) != live.dtype:
-            self._require_accepted(reader, key, stored, live.dtype)
+        stored = DTYPES[entry.dtype]
+        trained = part.name in reader.state.updates
+        narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
+        if narrows and "precision" not in self._ctx.accept:
+            raise ResumeRefused(
+                f"{reader.where}: {key} is {dtype_name(stored)}, this recipe trains "
+                f"{dtype_name(live.dtype)}: loading it loses precision",
+                hint="keep master weights as they were, or pipe resume --accept precision",
+            )
         for first, data in reader.read(key, part.start, part.start + live.numel()):
             value = torch.frombuffer(data, dtype=stored)
             target = live[first - part.start : first - part.start + value.numel()]
-            # What is not trained and was stored rounded is here already, unrounded.
+            # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
 
-    def _require_accepted(
-        self, reader: CheckpointReader, key: str, stored: torch.dtype, live: torch.dtype
-    ) -> None:
-        if "precision" not in self._ctx.accept:
-            raise ResumeRefused(
-                f"{reader.where}: {key} is {dtype_name(stored)}, this recipe trains "
-                f"{dtype_name(live)}: loading it loses precision",
-                hint="keep master weights as they were, or pipe resume --accept precision",
-            )
-
     def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
-        """New streams where the saved ones have another number of owners, or were not saved."""
+        """Start new streams where the saved ones have another number of owners, or are missing."""
         dist = self._ctx.dist
         rng_state.derive(self._ctx.seed, progress.step, dist.rank, dist.world_size)
-        if reader.manifest.world_size == dist.world_size:
+        if reader.world_size == dist.world_size:
             keys = {name: random_key(dist.rank, name) for name in rng_state.NAMES}
             states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
             rng_state.apply(states, dist.device)
 
 
 def saved_progress(reader: CheckpointReader) -> Progress:
-    """How far the training had come."""
+    """Progress of the training that saved it. Raises CheckpointError for unknown fields."""
     try:
-        return Progress.from_record(reader.manifest.progress)
+        return Progress.from_record(reader.progress)
     except TypeError as error:
         raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
 
 
-def engine_state(manifest: Manifest) -> EngineState:
-    """What a manifest says of the engine."""
-    state = manifest.state
-    shapes = {
-        entry.key.partition("/")[2]: tuple(entry.shape)
-        for entry in manifest.tensors
-        if entry.key.startswith(f"{WEIGHT}/")
-    }
-    scale = state.loss_scale
-    return EngineState(
-        shapes=shapes,
-        aliases=state.aliases,
-        frozen=state.frozen,
-        groups=[ParameterGroup(settings=g.settings, parameters=g.parameters) for g in state.groups],
-        updates=state.updates,
-        moments=state.moments,
-        loss_scale=None
-        if scale is None
-        else LossScale(scale=scale.scale, good_steps=scale.good_steps),
-        averages=state.averages,
-    )
-
-
-def require_same_model(manifest: Manifest, live: EngineState, where: str) -> None:
-    """Raises ResumeRefused that lists what differs: tensors, shapes, what is trained, by which kind
-    of optimizer."""
-    saved = engine_state(manifest)
+def require_same_model(saved: EngineState, live: EngineState, where: str) -> None:
+    """Raise ResumeRefused, listing the differences, unless names, shapes, trained parameters and
+    kinds of optimizer state agree."""
     if live.updates and not saved.updates:
         raise ResumeRefused(
             f"{where} holds weights without an optimizer's state", hint="load them as a model"
         )
-    differences = [
-        *(
-            f"{name} is missing"
-            for name, shape in live.shapes.items()
-            if name not in saved.shapes and 0 not in shape
-        ),
-        *(f"{name} is not in this model" for name in saved.shapes if name not in live.shapes),
-        *(
-            f"{name} has shape {list(saved.shapes[name])}, here {list(shape)}"
-            for name, shape in live.shapes.items()
-            if name in saved.shapes and tuple(saved.shapes[name]) != tuple(shape)
-        ),
-        *(
-            f"{name} was {_trained(name in saved.updates)}, "
-            f"here it is {_trained(name in live.updates)}"
-            for name in live.shapes
-            if name in saved.shapes and (name in saved.updates) != (name in live.updates)
-        ),
-    ]
-    if set(saved.moments) != set(live.moments):
-        differences.append(
-            f"the optimizer kept {_list(saved.moments)}, this one keeps {_list(live.moments)}"
-        )
+    differences = list(_differences(saved, live))
     if differences:
         raise ResumeRefused(f"{where} is of another model or optimizer: {_list(differences)}")
+
+
+def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
+    """Differences in words; tensors without elements may be missing."""
+    missing = [name for name in live.shapes if name not in saved.shapes]
+    yield from (f"{name} is missing" for name in missing if 0 not in live.shapes[name])
+    yield from (f"{name} is not in this model" for name in saved.shapes if name not in live.shapes)
+    common = [name for name in live.shapes if name in saved.shapes]
+    for name in common:
+        before, now = (list(state.shapes[name]) for state in (saved, live))
+        if before != now:
+            yield f"{name} has shape {before}, here {now}"
+    for name in common:
+        was, here = (_trained(name in state.updates) for state in (saved, live))
+        if was != here:
+            yield f"{name} was {was}, here it is {here}"
+    if set(saved.moments) != set(live.moments):
+        yield f"the optimizer kept {_list(saved.moments)}, this one keeps {_list(live.moments)}"
 
 
 def _trained(yes: bool) -> str:
@@ -299,8 +260,8 @@ def _list(items: Sequence[str]) -> str:
     return ", ".join(items[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def own_state(engine: Engine, frozen_base: Set[str]) -> EngineState:
-    """The engine's state without the parameters that are `frozen_base` from the model's source."""
+def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
+    """Engine state without the frozen weights that the model source can supply again."""
     state = engine.state()
     return dataclasses.replace(
         state,

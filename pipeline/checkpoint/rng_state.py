@@ -23,13 +23,15 @@ _NUMPY = "<624Ii?d"
 
 
 def capture(device: torch.device) -> dict[str, bytes]:
-    """State of the generators of torch (of the CPU, and of `device`), Python and numpy."""
+    """States of the generators of torch (of the CPU, and of `device`), Python and numpy."""
     import torch
 
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": _python_state(),
-        "numpy": _numpy_state(),
+        "python": struct.pack(_PYTHON, *words, gauss is not None, gauss or 0.0),
+        "numpy": struct.pack(_NUMPY, *keys, position, bool(has_gauss), cached),
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
@@ -37,26 +39,29 @@ def capture(device: torch.device) -> dict[str, bytes]:
 
 
 def apply(states: Mapping[str, bytes], device: torch.device) -> None:
-    """Put this rank's generators where `capture` found them. What is missing stays as it is."""
+    """Bring this rank's generators to the captured states; those without one stay unchanged."""
     import torch
 
+    tensors = {
+        name: torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        for name, state in states.items()
+    }
     if "torch" in states:
-        torch.set_rng_state(_tensor(states["torch"]))
+        torch.set_rng_state(tensors["torch"])
     if "python" in states:
-        *words, some, gauss = struct.unpack(_PYTHON, states["python"])
-        random.setstate((3, tuple(words), gauss if some else None))
+        *words, has_gauss, gauss = struct.unpack(_PYTHON, states["python"])
+        random.setstate((3, tuple(words), gauss if has_gauss else None))
     if "numpy" in states:
-        *keys, position, some, gauss = struct.unpack(_NUMPY, states["numpy"])
-        np.random.set_state(("MT19937", np.array(keys, np.uint32), position, int(some), gauss))
+        *keys, position, has_gauss, gauss = struct.unpack(_NUMPY, states["numpy"])
+        np.random.set_state(("MT19937", np.array(keys, np.uint32), position, int(has_gauss), gauss))
     if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(_tensor(states["cuda"]), device)
+        torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
 def derive(seed: int, step: int, rank: int, world_size: int) -> None:
     """Start new streams, a pure function of the arguments."""
     text = f"{seed}/{step}/{rank}/{world_size}".encode()
-    number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
-    start(number)
+    start(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
 
 
 def start(number: int) -> None:
@@ -66,22 +71,3 @@ def start(number: int) -> None:
     torch.manual_seed(number % 2**63)
     random.seed(number)
     np.random.seed(number % 2**32)
-
-
-def _python_state() -> bytes:
-    version, words, gauss = random.getstate()
-    assert version == 3
-    return struct.pack(_PYTHON, *words, gauss is not None, gauss or 0.0)
-
-
-def _numpy_state() -> bytes:
-    state = np.random.get_state(legacy=False)
-    assert isinstance(state, dict)
-    keys, position = state["state"]["key"], state["state"]["pos"]
-    return struct.pack(_NUMPY, *keys.tolist(), position, bool(state["has_gauss"]), state["gauss"])
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

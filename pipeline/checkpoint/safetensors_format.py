@@ -1,11 +1,9 @@
-"""The safetensors format, as far as writing one file as a stream needs it."""
+"""The safetensors format, and the checksums of the data in its files. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import struct
-import sys
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -38,7 +36,8 @@ class Placed(NamedTuple):
 
 
 def table(head: bytes) -> dict[str, Placed]:
-    """The tensors of a file, given what `header` returned; ValueError for anything else."""
+    """The tensors of a file by name, given what `header` returned. Raises ValueError for anything
+    else."""
     try:
         entries = json.loads(head[8:])
         entries.pop("__metadata__", None)
@@ -53,9 +52,9 @@ def table(head: bytes) -> dict[str, Placed]:
 def header(
     entries: Iterable[Entry], *, metadata: Mapping[str, str] | None = None, align: int = 8
 ) -> bytes:
-    """What precedes the tensors, which follow without gaps in the given order: the length of the
-    JSON as 8 bytes little-endian, and the JSON padded with spaces so that data begins at a multiple
-    of `align` (https://github.com/huggingface/safetensors)."""
+    """Bytes that precede the tensors, which follow without gaps in the given order: the length of
+    the JSON as 8 bytes little-endian, and the JSON padded with spaces so that data begins at a
+    multiple of `align` (https://github.com/huggingface/safetensors)."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for entry in entries:
@@ -74,7 +73,7 @@ BLOCK: Final = 16384
 """Bytes of a block. Blocks count from the start of their piece; the last may be short."""
 
 CHUNK: Final = 256 * BLOCK
-"""Bytes that are read, written or verified at a time; all the memory that one of these needs."""
+"""Bytes that are read, written or verified at a time."""
 
 SUM_BYTES = 8
 
@@ -90,12 +89,9 @@ def sums(data: memoryview) -> list[int]:
 
 
 def first_wrong(data: memoryview, expected: Sequence[int]) -> int | None:
-    """Index of the first block of `data` whose checksum is another; None if all agree."""
-    found = sums(data)
-    if found == list(expected):
-        return None
-    return next(at for at, (one, other) in enumerate(zip(found, expected, strict=True))
-                if one != other)  # fmt: skip
+    """Index of the first block of `data` whose checksum differs; None if all agree."""
+    pairs = enumerate(zip(sums(data), expected, strict=True))
+    return next((at for at, (found, wanted) in pairs if found != wanted), None)
 
 
 def pack(values: Sequence[int]) -> bytes:
@@ -104,11 +100,6 @@ def pack(values: Sequence[int]) -> bytes:
 
 
 def unpack(data: bytes) -> memoryview:
-    """The reverse of `pack`; a view, as there can be millions."""
-    return memoryview(array("Q", data) if sys.byteorder == "little" else _swapped(data))
-
-
-def _swapped(data: bytes) -> array[int]:
-    values = array("Q", data)
-    values.byteswap()
-    return values
+    """Checksums that `pack` stored: a view, as there can be millions. Tensors are read and written
+    in the machine's order of bytes too, which is little-endian wherever torch runs on GPUs."""
+    return memoryview(data).cast("Q")

@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: the port that a file system and an object store both fill.
+"""The interface of the places where checkpoints are kept: a file system or an object store.
 
-A store holds checkpoints under the names `step-NNNNNNNN`. One is written in an attempt, whose files
-nobody looks at, and appears whole when the attempt is committed.
+A store holds checkpoints under the names `step-NNNNNNNN`. One is written in a transaction, whose
+files nobody looks at, and appears whole when the transaction is committed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def step_name(step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """The reverse; None for any other name."""
+    """The reverse of `step_name`; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def steps_in_order(names: Iterable[str]) -> list[str]:
-    """Those of the names that a checkpoint can have, oldest first."""
+    """The names that a checkpoint can have, oldest first."""
     steps = ((step_number(name), name) for name in names)
     return [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
 
@@ -54,11 +54,11 @@ class Sink(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Returns when the file is durable."""
+        """Return when the file is durable."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Let go of it after a failure; raises nothing."""
+        """Release the file after a failure; raises nothing."""
 
 
 class Source(ABC):
@@ -66,18 +66,18 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, offset: int, into: memoryview) -> int:
-        """Fill `into` with the bytes from `offset` on; returns how many there were."""
+        """Fill `into` with the bytes from `offset` on; returns their number, less at the end."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release the file."""
 
 
 class Transaction(ABC):
-    """A checkpoint that is being written, by several processes that gave the same name and id."""
+    """A checkpoint that is being written, by all processes that gave the same name and identity."""
 
     prefix: str
-    """What stands before the names of this attempt's files in the manifest."""
+    """Beginning of the names of its files in the manifest."""
 
     @abstractmethod
     def create(self, file: str, size: int, *, shared: bool) -> Sink:
@@ -86,15 +86,15 @@ class Transaction(ABC):
 
     @abstractmethod
     def put(self, file: str, data: bytes) -> None:
-        """A small file, durable. Where a file cannot appear at once, `get` may see its begin."""
+        """Write a small file durably. Until it returns, `get` may see a part of it."""
 
     @abstractmethod
     def get(self, file: str) -> bytes | None:
-        """What another process has put; None as long as it has not."""
+        """A file that any of the processes has put; None until then."""
 
     @abstractmethod
     def discard(self, file: str) -> None:
-        """Remove a file of the attempt."""
+        """Remove a file."""
 
     @abstractmethod
     def commit(self, manifest: bytes) -> None:
@@ -102,14 +102,11 @@ class Transaction(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove the attempt's files, as far as that is possible; raises nothing."""
+        """Remove its files, as far as that is possible; raises nothing."""
 
 
 class Store(ABC):
     """Checkpoints at one place. Methods raise OSError."""
-
-    shared_files: bool
-    """Whether several processes can write into one file."""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -121,7 +118,7 @@ class Store(ABC):
 
     @abstractmethod
     def attempt(self, name: str, identity: str) -> Transaction:
-        """Begin to write checkpoint `name`, or take part in that."""
+        """Begin to write checkpoint `name`, or join the processes that do."""
 
     @abstractmethod
     def size(self, name: str, file: str) -> int | None:
@@ -133,8 +130,7 @@ class Store(ABC):
 
     @abstractmethod
     def replace(self, name: str, file: str, data: bytes) -> None:
-        """Put a small file in a checkpoint in place of the one that is there: at any time, after a
-        crash too, one or the other is there as a whole."""
+        """Replace a small file of a checkpoint; a crash leaves the old one or the new one whole."""
 
     @abstractmethod
     def open(self, name: str, file: str) -> Source:
@@ -142,11 +138,11 @@ class Store(ABC):
 
     @abstractmethod
     def quarantine(self, name: str) -> str:
-        """Take a damaged checkpoint out of `names` without deleting it; returns where it is."""
+        """Take a damaged checkpoint out of `names` without deleting it; returns its new place."""
 
     @abstractmethod
-    def aside(self) -> Sequence[str]:
-        """Where the damaged checkpoints are that were taken out."""
+    def quarantined(self) -> Sequence[str]:
+        """Places of the checkpoints in quarantine."""
 
     @abstractmethod
     def delete(self, name: str) -> None:

@@ -1,70 +1,91 @@
-"""The training process's way of handing its share of the state to its writer."""
+"""The training process's side of a save: a snapshot of its share of the state, and its writer."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import io
+import mmap
 import os
 import select
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.layout import WritePlan, dtype, random_key
-from pipeline.checkpoint.staging import Copy, SnapshotBuffer, Staging
+from pipeline.checkpoint.layout import DTYPES, WritePlan, random_key
+from pipeline.checkpoint.staging import Copy, Staging
 from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
 from pipeline.errors import CheckpointError
+from pipeline.utils.files import anonymous_file
 
 if TYPE_CHECKING:
     from pipeline.contracts.engine import Engine, Fragment
     from pipeline.distributed.process_group import DistContext
 
 
-class WriterProcess:
-    """Started once a run. Must be made by the main thread: it dies with the thread that made it."""
+class SnapshotBuffer:
+    """`size` bytes that a child process can map too (`descriptor`)."""
 
-    def __init__(self, setup: Setup, arena: SnapshotBuffer) -> None:
+    def __init__(self, size: int) -> None:
+        self.descriptor = anonymous_file("snapshot")
+        os.truncate(self.descriptor, max(size, 1))
+        # Linux takes the memory now, so that no page fault stops the training loop.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(self.descriptor, max(size, 1), flags=flags)
+        self.memory = memoryview(self._map)[:size]
+
+    def close(self) -> None:
+        """Release the memory, once no view of it is left."""
+        self.memory.release()
+        self._map.close()
+        os.close(self.descriptor)
+
+
+class WriterProcess:
+    """A rank's writer, started once a run. Must be made by the main thread: it dies with the
+    thread that made it."""
+
+    def __init__(self, setup: Setup, buffer: SnapshotBuffer) -> None:
         self._rank = setup.rank
-        # -P: what lies in the user's folder must not stand in for our modules
+        # -P: files in the user's folder must not stand in for our modules
         command = [sys.executable, "-P", "-m", "pipeline.checkpoint.writer_main"]
         self._process = subprocess.Popen(
-            [*command, str(arena.descriptor), _me()],
+            [*command, str(buffer.descriptor), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[arena.descriptor],
+            pass_fds=[buffer.descriptor],
         )
         self._send(setup.model_dump_json())
 
-    def begin(self, job: SaveRequest) -> None:
-        """Have a checkpoint written, whose first round is in the arena. A round must not change
-        before it is taken, the last two not before the outcome is there."""
-        self._send(job.model_dump_json())
+    def begin(self, request: SaveRequest) -> None:
+        """Start a save whose first round is in the buffer. A round must not change before it is
+        taken, the last two not before the result is there."""
+        self._send(request.model_dump_json())
 
     def go_on(self) -> None:
-        """The next round is in the arena."""
+        """Announce that the next round is in the buffer."""
         self._send("")
 
     def wait_taken(self) -> SaveResult | None:
-        """Wait until one more round is in the files; the outcome, if that has failed."""
+        """Wait until one more round is in the files; the result, if that has failed."""
         line = self._line()
         return SaveResult.model_validate_json(line) if line.strip() else None
 
     def poll(self) -> SaveResult | None:
-        """The outcome if it is there already. Raises CheckpointError when the writer is dead."""
+        """The result if it is there already. Raises CheckpointError when the writer is dead."""
         output = select.poll()  # select() refuses descriptors above 1023
         output.register(self._output, select.POLLIN | select.POLLHUP)
         return self.wait() if output.poll(0) else None
 
     def wait(self) -> SaveResult:
-        """The outcome. Raises CheckpointError when the writer is dead."""
+        """The result. Raises CheckpointError when the writer is dead."""
         return SaveResult.model_validate_json(self._line())
 
     def close(self) -> None:
@@ -73,7 +94,7 @@ class WriterProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+            with contextlib.suppress(BrokenPipeError):  # input that it did not read any more
                 pipe.close()
 
     def _line(self) -> bytes:
@@ -84,7 +105,8 @@ class WriterProcess:
 
     @property
     def _output(self) -> io.RawIOBase:
-        """Without a buffer: `poll` would overlook a line that was read together with another."""
+        """Standard output without a buffer: `poll` would overlook a line that was read together
+        with another."""
         assert isinstance(self._process.stdout, io.BufferedReader)
         raw: io.RawIOBase = self._process.stdout.raw
         return raw
@@ -106,60 +128,59 @@ class WriterProcess:
         )
 
 
-def _me() -> str:
-    return str(os.getpid())
-
-
 class Snapshot:
-    """Copies into an arena what an engine holds at one moment."""
+    """Copies an engine's state of one moment into a buffer, which it makes and closes."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging
     ) -> None:
         self._engine = engine
         self._dist = dist
-        self._staging = staging
-        self._dtypes = {entry.key: dtype(entry.dtype) for entry in plan.tensors}
-        self._whole = {
-            key: list(copies)
-            for key, copies in groupby(sorted(staging.whole), key=lambda copy: copy.key)
-        }
-        self.arena = SnapshotBuffer(staging.size)
+        self.staging = staging
+        self._dtypes = {entry.key: DTYPES[entry.dtype] for entry in plan.template.tensors}
+        self._whole: dict[str, list[Copy]] = defaultdict(list)
+        for copy in staging.whole:
+            self._whole[copy.key].append(copy)
+        self.buffer = SnapshotBuffer(staging.size)
         for place, head in staging.heads:
-            self.arena.memory[place : place + len(head)] = head
+            self.buffer.memory[place : place + len(head)] = head
 
-    def hand_over(self, writer: WriterProcess, job: SaveRequest) -> SaveResult | None:
-        """Have the writer carry out `job`. Returns when the state may change; with the outcome if
+    def hand_over(self, writer: WriterProcess, request: SaveRequest) -> SaveResult | None:
+        """Let the writer carry out `request`. Returns when the state may change; with the result if
         writing has failed by then."""
         with torch.no_grad():
             self._copy_whole()
             number = 0
             for copy, part, source in self._passing():
                 while number < copy.round:
-                    outcome = self._pass_on(writer, job, number)
-                    if outcome is not None:
-                        return outcome
+                    failed = self._pass_on(writer, request, number)
+                    if failed is not None:
+                        return failed
                     number += 1
                 self._copy(copy, part, source)
-        last = len(self._staging.rounds) - 1
+        last = len(self.staging.rounds) - 1
         assert number == last, "the last round passes nothing"
-        return self._pass_on(writer, job, number)
+        return self._pass_on(writer, request, number)
 
-    def _pass_on(self, writer: WriterProcess, job: SaveRequest, number: int) -> SaveResult | None:
-        """Tell the writer of a round; wait until there is room for the next."""
+    def close(self) -> None:
+        """Release the memory."""
+        self.buffer.close()
+
+    def _pass_on(
+        self, writer: WriterProcess, request: SaveRequest, number: int
+    ) -> SaveResult | None:
+        """Announce a round to the writer; wait until there is room for the next."""
         if number == 0:
-            writer.begin(job)
+            writer.begin(request)
         else:
             writer.go_on()
-        following = number + 1
-        wanted = 2 <= following < len(self._staging.rounds)
-        return writer.wait_taken() if wanted else None
+        needs_room = 2 <= number + 1 < len(self.staging.rounds)
+        return writer.wait_taken() if needs_room else None
 
     def _copy_whole(self) -> None:
         for name, state in rng_state.capture(self._dist.device).items():
-            key = random_key(self._dist.rank, name)
             source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            for copy in self._whole[key]:
+            for copy in self._whole[random_key(self._dist.rank, name)]:
                 self._target(copy).copy_(source[copy.start : copy.stop])
         if all(key.startswith("random/") for key in self._whole):
             return
@@ -169,9 +190,9 @@ class Snapshot:
                     self._copy(copy, part, tensor)
 
     def _passing(self) -> Iterator[tuple[Copy, Fragment, Tensor]]:
-        """Passing pieces, in order. An engine tells its fragments in an order of its own, so it is
-        asked as often as it takes; once, where all are of one dtype and optimizer group."""
-        left = self._staging.passing[::-1]
+        """Passing pieces, in order. An engine gives its fragments in an order of its own, so they
+        are walked as often as it takes; once, if all are of one dtype and optimizer group."""
+        left = self.staging.passing[::-1]
         while left:
             before = len(left)
             for part, kind, tensor in self._tensors():
@@ -188,22 +209,15 @@ class Snapshot:
                 yield part, kind, tensor
 
     def _copy(self, copy: Copy, part: Fragment, tensor: Tensor) -> None:
-        _copy(self._target(copy), tensor[copy.start - part.start : copy.stop - part.start])
+        """Copy into the buffer. In host memory the C library copies faster than torch."""
+        target = self._target(copy)
+        source = tensor[copy.start - part.start : copy.stop - part.start]
+        if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
+        else:
+            target.copy_(source)
 
     def _target(self, copy: Copy) -> Tensor:
-        kind = self._dtypes[copy.key]
-        size = (copy.stop - copy.start) * kind.itemsize
-        memory = self.arena.memory[copy.place : copy.place + size]
-        return torch.frombuffer(memory, dtype=kind)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.arena.close()
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Both flat and of one dtype. In host memory the C library copies faster than torch."""
-    if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
-    else:
-        target.copy_(source)
+        dtype = self._dtypes[copy.key]
+        size = (copy.stop - copy.start) * dtype.itemsize
+        return torch.frombuffer(self.buffer.memory[copy.place : copy.place + size], dtype=dtype)

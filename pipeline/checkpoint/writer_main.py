@@ -5,7 +5,7 @@ Standard input is one line of JSON with the Setup, then a line with a SaveReques
 checkpoint, whose first round is then in the buffer, and an empty line for each further round;
 standard output is one line of JSON for each checkpoint, a SaveResult, and before it an empty line
 for each round whose place in the buffer is wanted for another. The writer of rank 0 also waits for
-what the others report in the transaction, commits, and then deletes what need not be kept.
+the others' reports in the transaction, commits, and then purges what need not be kept.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import mmap
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.manifest import DataFile, Manifest, Part, TensorEntry
-from pipeline.checkpoint.retention import Retention, forget
-from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
+from pipeline.checkpoint.manifest import DataFile, Manifest, Part, Run, TensorEntry, sums_name
+from pipeline.checkpoint.retention import Retention, purge
+from pipeline.checkpoint.store import Sink, Transaction, open_store
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.process_tree import die_with
@@ -38,7 +37,7 @@ LONGEST_PAUSE = 0.2
 
 
 class NewFile(BaseModel):
-    """A file to write; its first writer also writes what precedes the data."""
+    """A file to write; its first writer also writes the header."""
 
     name: str
     size: int
@@ -46,8 +45,8 @@ class NewFile(BaseModel):
 
 
 class Write(NamedTuple):
-    """Bytes of the arena that go to a place of file number `file`. `piece` is false for what has no
-    block checksums (headers)."""
+    """Bytes of the snapshot buffer that go to a place of file number `file`. `piece` is false for
+    headers, which have no block checksums."""
 
     file: int
     offset: int
@@ -57,48 +56,66 @@ class Write(NamedTuple):
 
 
 class ManifestTemplate(BaseModel):
-    """What all manifests of a run have in common; checksums and names' prefix are still missing."""
+    """The part of the manifest that is the same at every save of a run."""
 
+    world_size: int
+    writer: Mapping[str, Any]
     tensors: Sequence[TensorEntry]
     runs: Sequence[Sequence[Run]]
     files: Sequence[DataFile]
-    sums: Sequence[str]
-    retention: Retention
+
+    def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
+        """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
+        files' names, and the digest of each writing rank's checksums."""
+        return Manifest(
+            **facts,
+            written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            world_size=self.world_size,
+            writer=self.writer,
+            tensors=self.tensors,
+            runs=self.runs,
+            files=[f.model_copy(update={"name": prefix + f.name}) for f in self.files],
+            parts=[
+                Part(sums=prefix + sums_name(rank), digest=digest)
+                for rank, digest in enumerate(digests)
+            ],
+        )
 
 
 class Setup(BaseModel):
-    """What one rank writes at every checkpoint."""
+    """Constants of one rank's writer."""
 
     store: str
     rank: int
-    size: int
-    """Bytes of the arena."""
+    world_size: int
+    buffer_size: int
+    """Bytes of the snapshot buffer."""
     files: Sequence[NewFile]
     rounds: Sequence[Sequence[Write]]
     """File by file, each from its start to its end."""
-    sums: str
-    skeleton: ManifestTemplate | None
+    template: ManifestTemplate | None
     """On rank 0."""
+    retention: Retention
 
 
 class SaveRequest(BaseModel):
-    """One checkpoint."""
+    """Order to write one checkpoint."""
 
     name: str
     identity: str
     facts: Mapping[str, Any] = {}
-    """On rank 0: the manifest's fields that differ from one checkpoint to the next."""
+    """On rank 0: `step`, `progress` and `state` of the manifest."""
 
 
 class Report(BaseModel):
-    """What a rank's writer tells that of rank 0, in the attempt."""
+    """Message of a rank's writer to that of rank 0, in the transaction."""
 
     digest: int = 0
     problem: str = ""
 
 
 class SaveResult(BaseModel):
-    """What a writer tells its rank."""
+    """Answer of a writer to its rank."""
 
     name: str
     problem: str = ""
@@ -116,175 +133,144 @@ def main(argv: Sequence[str]) -> None:
     # terminals and schedulers send these to all processes of a run; the rank decides what they mean
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
-    orders, told = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
-    setup = Setup.model_validate_json(orders.readline())
-    arena = memoryview(mmap.mmap(int(argv[0]), max(setup.size, 1), prot=mmap.PROT_READ))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
+    setup = Setup.model_validate_json(requests.readline())
+    buffer = memoryview(mmap.mmap(int(argv[0]), max(setup.buffer_size, 1), prot=mmap.PROT_READ))
 
-    def filled(number: int) -> None:
-        if number and not orders.readline():
-            raise CheckpointError("the process that trains has ended")
+    def writes() -> Iterator[Write]:
+        """Wait for each round; acknowledge it once the next write is asked for."""
+        for number, round_ in enumerate(setup.rounds):
+            if number and not requests.readline():
+                raise CheckpointError("the process that trains has ended")
+            yield from round_
+            if number + 2 < len(setup.rounds):
+                answers.write(b"\n")
+                answers.flush()
 
-    def taken(number: int) -> None:
-        if number + 2 < len(setup.rounds):
-            told.write(b"\n")
-            told.flush()
-
-    for line in orders:
-        if not line.strip():  # of a save that has failed
+    for line in requests:
+        if not line.strip():  # a round of a save that has failed
             continue
-        outcome = carry_out(setup, SaveRequest.model_validate_json(line), arena, filled, taken)
-        told.write(outcome.model_dump_json().encode() + b"\n")
-        told.flush()
+        result = carry_out(setup, SaveRequest.model_validate_json(line), buffer, writes())
+        answers.write(result.model_dump_json().encode() + b"\n")
+        answers.flush()
 
 
 def carry_out(
-    setup: Setup,
-    job: SaveRequest,
-    arena: memoryview,
-    filled: Callable[[int], None] = lambda number: None,
-    taken: Callable[[int], None] = lambda number: None,
+    setup: Setup, request: SaveRequest, buffer: memoryview, writes: Iterable[Write] | None = None
 ) -> SaveResult:
-    """Write, report, and on rank 0 commit. Whatever goes wrong is told, not raised. `filled`
-    returns when a round is in the arena; `taken` is told that it is in the files."""
+    """Write, report, and on rank 0 commit. Failures are in the result; nothing is raised. `writes`
+    are all rounds', and yield when their bytes are in the buffer."""
     began = time.perf_counter()
-    outcome = SaveResult(name=job.name)
-    attempt = None
+    result = SaveResult(name=request.name)
+    transaction = None
     try:
         store = open_store(setup.store)
-        attempt = store.attempt(job.name, job.identity)
-        writes = _in_turn(setup.rounds, filled, taken)
-        report = Report(digest=_write(setup, attempt, writes, arena))
-        if setup.skeleton is None:
-            _report(setup, attempt, report)
-            return outcome
-        digests = _collect(setup.skeleton, attempt, report)
-        attempt.commit(_manifest(setup.skeleton, job, attempt.prefix, digests).dump())
+        transaction = store.attempt(request.name, request.identity)
+        digest = _write(setup, transaction, writes or itertools.chain(*setup.rounds), buffer)
+        if setup.template is None:
+            _report(setup, transaction, Report(digest=digest))
+            return result
+        digests = [digest, *_collect(transaction, setup.world_size)]
+        manifest = setup.template.fill(request.facts, transaction.prefix, digests)
+        transaction.commit(manifest.dump())
     except Exception as error:
-        outcome.problem = _problem(setup, error)
-        if attempt is not None:
-            _give_up(setup, attempt, outcome.problem)
-        return outcome
-    outcome.place = store.locate(job.name)
-    outcome.size = sum(file.size for file in setup.skeleton.files)
-    outcome.seconds = time.perf_counter() - began
-    outcome.warnings = _forget(store, setup.skeleton.retention)
-    return outcome
-
-
-def report_name(rank: int) -> str:
-    """The file by which a rank's writer reports."""
-    return f"rank-{rank:05d}.report"
-
-
-class _Failed(CheckpointError):
-    """Another rank's writer has failed."""
+        result.problem = _problem(setup, error)
+        if transaction is not None:
+            _give_up(setup, transaction, result.problem)
+        return result
+    result.place = store.locate(request.name)
+    result.size = sum(file.size for file in setup.template.files)
+    result.seconds = time.perf_counter() - began
+    result.warnings = purge(store, setup.retention)
+    return result
 
 
 def _problem(setup: Setup, error: Exception) -> str:
-    if setup.skeleton is None and isinstance(error, FileNotFoundError):
+    if setup.rank and isinstance(error, FileNotFoundError):
         return f"rank 0 gave up, or somebody removed the files: {error.filename} is gone"
     return in_words(error)
 
 
-def _give_up(setup: Setup, attempt: Transaction, problem: str) -> None:
-    """Rank 0 removes the attempt; another tells rank 0, whose disk may be another one."""
-    if setup.skeleton is not None:
-        attempt.abandon()
+def _give_up(setup: Setup, transaction: Transaction, problem: str) -> None:
+    """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
+    another one."""
+    if setup.rank == 0:
+        transaction.abandon()
         return
     for file in setup.files:
         if not file.shared:
             with contextlib.suppress(OSError):
-                attempt.discard(file.name)  # on a full disk, room for the report
+                transaction.discard(file.name)  # on a full disk, room for the report
     with contextlib.suppress(OSError):  # this rank also ends the run by itself
-        _report(setup, attempt, Report(problem=problem))
+        _report(setup, transaction, Report(problem=problem))
 
 
-def _report(setup: Setup, attempt: Transaction, report: Report) -> None:
-    """Ends with a line break, which tells it from one that is only half there."""
-    attempt.put(report_name(setup.rank), report.model_dump_json().encode() + b"\n")
+def _report_name(rank: int) -> str:
+    return f"rank-{rank:05d}.report"
 
 
-def _reported(attempt: Transaction, rank: int) -> Report:
-    """What another rank has to say, as soon as it does."""
+def _report(setup: Setup, transaction: Transaction, report: Report) -> None:
+    """Report to rank 0; the line break at the end marks a report that is all there."""
+    transaction.put(_report_name(setup.rank), report.model_dump_json().encode() + b"\n")
+
+
+def _reported(transaction: Transaction, rank: int) -> Report:
+    """Another rank's report, as soon as it is there."""
     pause = 0.001
-    while not (data := attempt.get(report_name(rank)) or b"").endswith(b"\n"):
+    while not (data := transaction.get(_report_name(rank)) or b"").endswith(b"\n"):
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
     return Report.model_validate_json(data)
 
 
-def _forget(store: Store, retention: Retention) -> list[str]:
-    """Warnings: the checkpoint is there, whatever becomes of older ones."""
-    warnings = []
-    try:
-        for warning in forget(store, retention):
-            warnings.append(warning)
-    except Exception as error:
-        warnings.append(f"older checkpoints cannot be deleted: {in_words(error)}")
-    return warnings
-
-
-def _in_turn(
-    rounds: Sequence[Sequence[Write]], filled: Callable[[int], None], taken: Callable[[int], None]
-) -> Iterator[Write]:
-    """Every write, when there is something to write. One is done when the next is asked for."""
-    for number, writes in enumerate(rounds):
-        filled(number)
-        yield from writes
-        taken(number)
-
-
-def _write(setup: Setup, attempt: Transaction, writes: Iterator[Write], arena: memoryview) -> int:
-    """Write the arena to the files; the digest of the checksums."""
-    found: list[int] = []
-    for number, group in itertools.groupby(writes, key=lambda write: write.file):
-        file = setup.files[number]
-        with attempt.create(file.name, file.size, shared=file.shared) as sink:
-            for write in group:
-                found.extend(_copy(sink, write, arena))
-    data = safetensors_format.pack(found)
-    attempt.put(setup.sums, data)
-    return xxh3_64_intdigest(data)
-
-
-def _copy(sink: Sink, write: Write, arena: memoryview) -> Iterator[int]:
-    for start in range(0, write.size, safetensors_format.CHUNK):
-        size = min(safetensors_format.CHUNK, write.size - start)
-        data = arena[write.start + start : write.start + start + size]
-        if write.piece:
-            yield from safetensors_format.sums(data)
-        sink.write(write.offset + start, data)
-
-
-def _collect(skeleton: ManifestTemplate, attempt: Transaction, own: Report) -> list[int]:
-    """Every rank's digest, as soon as all have written. Raises _Failed when one could not."""
-    digests = [own.digest]
-    for rank in range(1, len(skeleton.sums)):
-        report = _reported(attempt, rank)
+def _collect(transaction: Transaction, world_size: int) -> list[int]:
+    """The other ranks' digests, as soon as all have written. Raises CheckpointError when one has
+    failed."""
+    digests = []
+    for rank in range(1, world_size):
+        report = _reported(transaction, rank)
         if report.problem:
-            raise _Failed(f"rank {rank}: {report.problem}")
+            raise CheckpointError(f"rank {rank}: {report.problem}")
         digests.append(report.digest)
-    for rank in range(1, len(skeleton.sums)):
-        attempt.discard(report_name(rank))
+    for rank in range(1, world_size):
+        transaction.discard(_report_name(rank))
     return digests
 
 
-def _manifest(
-    skeleton: ManifestTemplate, job: SaveRequest, prefix: str, digests: Sequence[int]
-) -> Manifest:
-    parts = [
-        Part(sums=prefix + sums, digest=digest)
-        for sums, digest in zip(skeleton.sums, digests, strict=True)
-    ]
-    files = [file.model_copy(update={"name": prefix + file.name}) for file in skeleton.files]
-    return Manifest(
-        **job.facts,
-        written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        tensors=skeleton.tensors,
-        runs=skeleton.runs,
-        files=files,
-        parts=parts,
-    )
+def _write(
+    setup: Setup, transaction: Transaction, writes: Iterable[Write], buffer: memoryview
+) -> int:
+    """Write the buffer to the files; returns the digest of the checksums."""
+    found: list[int] = []
+    for number, group in itertools.groupby(writes, key=lambda write: write.file):
+        file = setup.files[number]
+        with transaction.create(file.name, file.size, shared=file.shared) as sink:
+            for write in group:
+                sums = list(copy_chunks(sink, write.offset, _chunks(buffer, write)))
+                found += sums if write.piece else ()
+    return put_sums(transaction, setup.rank, found)
+
+
+def _chunks(buffer: memoryview, write: Write) -> Iterator[memoryview]:
+    end = write.start + write.size
+    for start in range(write.start, end, safetensors_format.CHUNK):
+        yield buffer[start : min(start + safetensors_format.CHUNK, end)]
+
+
+def copy_chunks(sink: Sink, offset: int, chunks: Iterable[memoryview]) -> Iterator[int]:
+    """Write chunks one behind the other, from byte `offset` on; yields the checksums of their
+    blocks. All chunks but the last are whole blocks."""
+    for data in chunks:
+        yield from safetensors_format.sums(data)
+        sink.write(offset, data)
+        offset += len(data)
+
+
+def put_sums(transaction: Transaction, rank: int, sums: Sequence[int]) -> int:
+    """Write the file of a rank's checksums; returns its digest."""
+    data = safetensors_format.pack(sums)
+    transaction.put(sums_name(rank), data)
+    return xxh3_64_intdigest(data)
 
 
 if __name__ == "__main__":

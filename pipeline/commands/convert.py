@@ -15,14 +15,14 @@ from pipeline.utils.terminal import bare
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
-    from pipeline.checkpoint.state_source import StateSource
+    from pipeline.checkpoint.formats import StateSource
 
 
 @click.command("convert")
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--to", "to", required=True, help="Format of DST: canonical, full, deepspeed, dcp.")
-@click.option("--from", "from_", help="Format of SRC, if it is not told by the files in it.")
+@click.option("--from", "from_", help="Format of SRC, if the files in it do not show it.")
 @click.option(
     "--samples",
     type=click.IntRange(min=0),
@@ -40,36 +40,35 @@ def convert(
     (torchtitan, accelerate), or transformers' Trainer. One process does it, with memory for a
     chunk or a tensor at a time. Pickles are never run: a file that would need it is refused.
     """
-    from pipeline.checkpoint.formats import Formats, Reading
-    from pipeline.checkpoint.state_source import Watched, WeightsOnly
+    from pipeline.checkpoint.formats import Formats, Reading, StateView
     from pipeline.errors import StageError, UsageError, system_errors_as
 
     for path in (src, dst):
         if ":/" in str(path):
             raise UsageError(f"{path}: only folders can be converted, no addresses")
     formats = Formats.installed()
-    writing = formats.load(to)
+    writing = formats.get(to)
     if not writing.writes:
         raise UsageError(f"{to} can be read, but not written")
-    reading = formats.load(from_) if from_ else formats.detect(src)
+    reading = formats.get(from_) if from_ else formats.detect(src)
     with system_errors_as(StageError):
         source = reading.open(src, Reading(samples=samples, weights_only=weights_only))
         with contextlib.closing(source):
             if weights_only:
-                source = WeightsOnly(source)
+                source = StateView(source, weights_only=True)
             target = writing.target(dst, source.step)
             if target.exists():
                 raise UsageError(f"{target} is there already", hint="give another folder")
             _announce(source, reading.name)
             with _progress(source) as advance:
-                notes = writing.write(Watched(source, advance), target)
+                notes = writing.write(StateView(source, advance), target)
     click.echo(f"wrote {target}")
     for note in notes:
         click.echo(f"note: {note}", err=True)
 
 
 def _announce(source: StateSource, name: str) -> None:
-    size = _size(source) / 1e6
+    size = source.nbytes / 1e6
     click.echo(
         f"{source.where}: {name}, step {source.step}, {len(source.tensors)} tensors, {size:.1f} MB"
     )
@@ -86,7 +85,7 @@ def _announce(source: StateSource, name: str) -> None:
 @contextlib.contextmanager
 def _progress(source: StateSource) -> Iterator[Callable[[int], None]]:
     """A bar of megabytes on a terminal; elsewhere nothing."""
-    total = _size(source)
+    total = source.nbytes
     done = 0
     bar: ProgressBar[int] = click.progressbar(
         length=total,
@@ -102,7 +101,3 @@ def _progress(source: StateSource) -> Iterator[Callable[[int], None]]:
             bar.update(count, count)
 
         yield advance
-
-
-def _size(source: StateSource) -> int:
-    return sum(entry.numel * entry.itemsize for entry in source.tensors.values())

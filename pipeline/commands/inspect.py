@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from pipeline.utils.terminal import bare
 from pipeline.utils.text import human
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.manifest import Manifest
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.store import Store
 
@@ -27,62 +30,112 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
 
     Without --verify, the manifest is checked, and that every file is there and has its size.
     """
-    from pipeline.checkpoint import summary
-    from pipeline.run import rundir
+    from pipeline.checkpoint import location
 
-    store, name = summary.find(checkpoint, rundir.RECIPE)
-    everything = [] if name else summary.overview(store)
-    aside = store.aside()
+    store, name = location.find(checkpoint)
+    everything = [] if name else [_summary(store, name) for name in store.names()]
+    aside = store.quarantined()
     if everything and not as_json:
         _show_all(everything, aside)
-    told, damage = _look(store, name or everything[-1]["name"], verify, quiet=as_json)
+    found, damage = _look(store, name or everything[-1]["name"], verify, quiet=as_json)
     if as_json:
         verified = False if damage else True if verify else None
-        facts = {"checkpoint": told, "verified": verified, "damage": damage}
+        facts = {"checkpoint": found, "verified": verified, "damage": damage}
         more = {"all": everything, "aside": list(aside)} if everything else {}
         click.echo(json.dumps(facts | more, indent=1))
     elif not damage:
-        click.echo(f"{'verified':<10}  {_verdict(verify)}")
+        verdict = "every byte is correct" if verify else "files and sizes only (--verify)"
+        click.echo(f"{'verified':<10}  {verdict}")
     if damage:
         click.echo(f"error: {damage}", err=True)
         sys.exit(1)
 
 
+def _summary(store: Store, name: str) -> dict[str, Any]:
+    """Facts of one of several checkpoints; `damage` as far as it shows without reading data."""
+    from pipeline.checkpoint.manifest import Damaged
+    from pipeline.checkpoint.reader import CheckpointReader
+    from pipeline.checkpoint.retention import heldout_loss
+    from pipeline.errors import CheckpointError
+
+    line: dict[str, Any] = {"name": name}
+    line |= dict.fromkeys(("written", "bytes", "eval_loss", "damage"))
+    try:
+        reader = CheckpointReader(store, name)
+        line["written"] = reader.manifest.written
+        line["bytes"] = sum(file.size for file in reader.manifest.files)
+        line["eval_loss"] = heldout_loss(reader.manifest)
+        reader.require_files()
+    except Damaged as error:
+        line["damage"] = str(error)
+    except CheckpointError as error:
+        line["damage"] = f"not readable: {error}"
+    return line
+
+
 def _look(
     store: Store, name: str, every_byte: bool, *, quiet: bool
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """What is in it, if that can be read; what is wrong with it, if anything."""
-    from pipeline.checkpoint import summary
+    """Facts of a checkpoint, if they can be read, and what is wrong with it, if anything."""
     from pipeline.checkpoint.manifest import Damaged
     from pipeline.checkpoint.reader import CheckpointReader
 
-    told = None
+    found = None
     try:
         with contextlib.closing(CheckpointReader(store, name)) as reader:
-            told = summary.describe(reader)
+            found = _facts(reader)
             if not quiet:
-                _show(told)
+                _show(found)
             if every_byte:
                 _read(reader)
             else:
                 reader.require_files()
     except Damaged as error:
-        return told, str(error)
-    return told, None
+        return found, str(error)
+    return found, None
+
+
+def _facts(reader: CheckpointReader) -> dict[str, Any]:
+    """The manifest's content, as JSON."""
+    manifest, state = reader.manifest, dataclasses.asdict(reader.manifest.state)
+    return {
+        "where": reader.where,
+        "step": manifest.step,
+        "written": manifest.written,
+        "world_size": manifest.world_size,
+        "writer": dict(manifest.writer),
+        "progress": dict(manifest.progress),
+        "tensors": _kinds(manifest),
+        **{k: state[k] for k in ("groups", "moments", "frozen", "aliases", "loss_scale")},
+        "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
+        "bytes": sum(file.size for file in manifest.files),
+    }
+
+
+def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
+    """Tensors by the first part of their keys, in the order of the manifest."""
+    found: dict[str, dict[str, Any]] = defaultdict(
+        lambda: {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []}
+    )
+    for tensor in manifest.tensors:
+        kind = found[tensor.key.partition("/")[0]]
+        kind["tensors"] += 1
+        kind["elements"] += tensor.numel
+        kind["bytes"] += tensor.nbytes
+        if tensor.dtype not in kind["dtypes"]:
+            kind["dtypes"].append(tensor.dtype)
+    return [{"kind": name, **facts} for name, facts in found.items()]
 
 
 def _read(reader: CheckpointReader) -> None:
-    from pipeline.checkpoint.summary import data_bytes
-
-    watched = sys.stderr.isatty()
+    """Verify every byte, with a progress bar on a terminal."""
     with click.progressbar(
-        length=data_bytes(reader), label="reading", file=bare(sys.stderr), hidden=not watched
+        length=reader.nbytes,
+        label="reading",
+        file=bare(sys.stderr),
+        hidden=not sys.stderr.isatty(),
     ) as bar:
         reader.verify(bar.update)
-
-
-def _verdict(every_byte: bool) -> str:
-    return "every byte is as it was written" if every_byte else "files and sizes only (--verify)"
 
 
 def _show_all(lines: Sequence[Mapping[str, Any]], aside: Sequence[str]) -> None:
@@ -99,46 +152,46 @@ def _show_all(lines: Sequence[Mapping[str, Any]], aside: Sequence[str]) -> None:
     click.echo()
 
 
-def _show(told: Mapping[str, Any]) -> None:
-    for name, text in _lines(told):
+def _show(found: Mapping[str, Any]) -> None:
+    for name, text in _lines(found):
         click.echo(f"{name:<10}  {text}")
 
 
-def _lines(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "checkpoint", told["where"]
-    yield "step", str(told["step"])
-    yield "written", told["written"]
-    yield "by", f"{told['world_size']} process{'' if told['world_size'] == 1 else 'es'}"
-    for name, facts in told["writer"].items():
+def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", found["where"]
+    yield "step", str(found["step"])
+    yield "written", found["written"]
+    yield "by", f"{found['world_size']} process{'' if found['world_size'] == 1 else 'es'}"
+    for name, facts in found["writer"].items():
         yield name, _pairs(facts) if isinstance(facts, Mapping) else str(facts)
     apart = ("metrics", "lineage", "origin", "step", "recent_losses", "best")
     progress = {
-        k: v for k, v in told["progress"].items() if k not in apart and v not in ([], {}, "")
+        k: v for k, v in found["progress"].items() if k not in apart and v not in ([], {}, "")
     }
     if progress:
         yield "position", _pairs(progress)
-    if told["progress"].get("metrics"):
-        yield "metrics", _pairs(told["progress"]["metrics"])
-    if told["progress"].get("best"):
-        yield "best so far", _pairs(told["progress"]["best"])
-    for kind in told["tensors"]:
+    if found["progress"].get("metrics"):
+        yield "metrics", _pairs(found["progress"]["metrics"])
+    if found["progress"].get("best"):
+        yield "best so far", _pairs(found["progress"]["best"])
+    for kind in found["tensors"]:
         yield (
             kind["kind"],
             f"{kind['tensors']} tensors  {kind['elements']:,} elements  "
             f"{human(kind['bytes'])}  {' '.join(kind['dtypes'])}",
         )
-    if told["frozen"]:
-        yield "frozen", f"{len(told['frozen'])} tensors"
-    for alias, name in told["aliases"].items():
+    if found["frozen"]:
+        yield "frozen", f"{len(found['frozen'])} tensors"
+    for alias, name in found["aliases"].items():
         yield "alias", f"{alias} is {name}"
-    for number, group in enumerate(told["groups"]):
+    for number, group in enumerate(found["groups"]):
         parameters = len(group["parameters"])
         yield f"group {number}", f"{parameters} tensors  {_pairs(group['settings'])}"
-    if told["loss_scale"] is not None:
-        yield "loss scale", _pairs(told["loss_scale"])
-    for file in told["files"]:
+    if found["loss_scale"] is not None:
+        yield "loss scale", _pairs(found["loss_scale"])
+    for file in found["files"]:
         yield "file", f"{file['name']}  {human(file['bytes'])}"
-    yield "in all", human(told["bytes"])
+    yield "in all", human(found["bytes"])
 
 
 def _pairs(facts: Mapping[str, Any]) -> str:

@@ -6,8 +6,10 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import pydantic.dataclasses
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +65,11 @@ class Fragment:
         return self.start + self.state[WEIGHT].numel()
 
 
-@dataclass(frozen=True, kw_only=True)
+_MANIFEST = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+"""Configuration of the dataclasses that are also JSON, in a checkpoint's manifest."""
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_MANIFEST)
 class ParameterGroup:
     """Hyperparameters of one optimizer group (base learning rate, not the scheduled one), and the
     names of its parameters."""
@@ -72,7 +78,7 @@ class ParameterGroup:
     parameters: Sequence[str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_MANIFEST)
 class LossScale:
     """Dynamic loss scaling: the scale, and the steps applied since it last changed."""
 
@@ -80,12 +86,18 @@ class LossScale:
     good_steps: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_MANIFEST)
 class EngineState:
-    """Training state that is no tensor; the same on every rank, under every strategy."""
+    """Training state that is no tensor; the same on every rank, under every strategy.
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Every parameter and stored buffer, tied ones once, with its full shape."""
+    A checkpoint's manifest holds it as JSON, without `shapes`: these are in its list of tensors.
+    """
+
+    shapes: Annotated[Mapping[str, tuple[int, ...]], pydantic.Field(exclude=True)] = field(
+        default_factory=dict
+    )
+    """Full shape of every parameter and stored buffer, tied ones once; empty in a state that a
+    `StateSource` has, whose `tensors` have the shapes."""
     aliases: Mapping[str, str]
     """Tied name -> the name that holds the tensor."""
     frozen: Sequence[str]
@@ -96,7 +108,7 @@ class EngineState:
     moments: Sequence[str]
     """Kinds of optimizer state that every trained parameter has."""
     loss_scale: LossScale | None
-    averages: Sequence[str] = ()
+    averages: Sequence[str] = field(default_factory=list)
     """Kinds of state that are averages of every trained parameter over the training."""
 
 

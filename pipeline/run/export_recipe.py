@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.checkpoint import location, summary
+from pipeline.checkpoint import location
 from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import step_number
 from pipeline.contracts.export import ExportedModel
@@ -79,11 +79,11 @@ def _run(folder: Path) -> Path | None:
 
 def _checkpoint(run: str, step: str | None) -> str:
     """Address of the run's checkpoint of a step, the best or the newest."""
-    store, newest = summary.find(run, rundir.RECIPE)
+    store, name = location.find(run)
     with system_errors_as(UsageError):
         names = store.names()
         if step is None:
-            return store.locate(newest or names[-1])
+            return store.locate(name or names[-1])
         if step == "best":
             for best in best_of(store, names, 1):
                 return store.locate(best)

@@ -1,4 +1,4 @@
-"""What the stages for canonical checkpoints have in common."""
+"""The settings that the stages for canonical checkpoints have in common."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.layout import FileLayout
-    from pipeline.checkpoint.manager import CheckpointManager
+    from pipeline.checkpoint.file_layout import FileLayout
     from pipeline.checkpoint.retention import Retention
 
 
@@ -36,8 +35,8 @@ class CheckpointSettings(ABC):
     """Keep for good the checkpoints whose step is a multiple of this."""
 
     keep_best: Annotated[int, Ge(0)] = 0
-    """Keep also so many with the lowest held-out loss. When this is not 0, a checkpoint is saved
-    after every evaluation that gives the lowest so far, also between those of `every`."""
+    """Number of checkpoints with the lowest held-out loss to keep as well. If it is not 0, one is
+    saved after every evaluation that gives the lowest so far, also between those of `every`."""
 
     asynchronous: bool = True
     """Write while training goes on, from a copy of the state that is on a GPU; of state in host
@@ -48,9 +47,13 @@ class CheckpointSettings(ABC):
     """A checkpoint (folder or address), or a run, whose newest it is, to start a new run from;
     ignored once the run has its own."""
 
+    folder: str | None = None
+    """Path, or for checkpoint.sharded an fsspec address (`s3://bucket/folder`), to which the run's
+    name is added: a run of the same name goes on from there. null: the run's own folder."""
+
     @property
     def retention(self) -> Retention:
-        """What is kept."""
+        """Rules of which checkpoints to keep."""
         from pipeline.checkpoint.retention import Retention
 
         return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)
@@ -59,12 +62,29 @@ class CheckpointSettings(ABC):
         yield from unknown_address("start_from", self.start_from)
 
     def for_benchmark(self, trial: Trial) -> Self:
-        """Saves at the end only, from a fresh start."""
-        return replace(self, every=None, keep=1, keep_every=None, keep_best=0, start_from=None)
+        """Save at the end only, into the run's folder, from a fresh start."""
+        once = replace(self, every=None, keep=1, keep_every=None, keep_best=0)
+        return replace(once, start_from=None, folder=None)
 
     @abstractmethod
+    def file_layout(self) -> FileLayout:
+        """The layout of files that the stage writes."""
+
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        """The stage itself."""
+        from pipeline.checkpoint import location
+        from pipeline.checkpoint.manager import CheckpointManager
+
+        return CheckpointManager.open(
+            ctx,
+            engine,
+            frozen_base=frozenset(model.frozen_base if model else ()),
+            address=location.address(ctx.run_dir, self.folder),
+            file_layout=self.file_layout(),
+            every=self.every,
+            retention=self.retention,
+            asynchronous=self.asynchronous,
+            start_from=self.start_from,
+        )
 
     def run_dry(
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
@@ -75,38 +95,14 @@ class CheckpointSettings(ABC):
         made = replace(self, start_from=None).run(ctx, engine, model)
         assert isinstance(made, CheckpointManager)
         if ctx.dist.is_main:
-            made.discard()  # what a dry run that failed has left
+            made.discard()  # those that a failed dry run has left
             ctx.on_exit(made.discard)
         ctx.dist.barrier()
         return made
 
-    def checkpoints(
-        self,
-        ctx: Context,
-        engine: Engine,
-        model: ModelSource | None,
-        *,
-        arrangement: FileLayout,
-        folder: str | None,
-    ) -> CheckpointManager:
-        """The artifact, in files of that arrangement, below `folder` (null: the run's own)."""
-        from pipeline.checkpoint.manager import CheckpointManager, address
-
-        return CheckpointManager(
-            ctx,
-            engine,
-            frozen_base=frozenset(model.frozen_base if model else ()),
-            address=address(ctx.run_dir, folder),
-            arrangement=arrangement,
-            every=self.every,
-            retention=self.retention,
-            asynchronous=self.asynchronous,
-            start_from=self.start_from,
-        )
-
 
 def unknown_address(key: str, address: str | None) -> Iterator[Problem]:
-    """The mistake, if nothing that is installed knows the address; imports no store's library."""
+    """The mistake, if no installed package knows the address; imports no store's library."""
     protocol, mark, _ = (address or "").partition("://")
     if not mark:
         return

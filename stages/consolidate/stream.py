@@ -17,17 +17,17 @@ from stages.average.ema import EmaAverage
 
 @dataclass(frozen=True, kw_only=True)
 class ConsolidateStream:
-    """Stream full tensors out of a checkpoint, whatever strategy, number of processes and format
-    it was saved with: canonical, full, DeepSpeed's, torch.distributed.checkpoint's.
+    """Stream full tensors out of a checkpoint of any strategy, number of processes and format:
+    canonical, full, DeepSpeed's, torch.distributed.checkpoint's.
 
     Any range of any tensor is put together from the parts that ranks saved, while it is read;
-    memory stays at a few MiB whatever the model's size. Masters are read where there are any. In
-    canonical checkpoints every byte is verified.
+    memory stays at a few MiB whatever the model's size. Master weights are read where there are
+    any. In canonical checkpoints every byte is verified.
     """
 
     weights: Literal["model", "ema"] = "model"
     """The trained weights, or their exponential moving average, where the training kept one (slot
-    `average.ema`). What is not trained is the same in both."""
+    `average.ema`). Frozen weights are the same in both."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         trains = any(True for _ in plan.giving(Engine))
@@ -49,11 +49,8 @@ class ConsolidateStream:
     def run(self, ctx: Context, trained: TrainedRun) -> Weights:
         from stages.consolidate.weights import open_weights
 
-        return open_weights(trained.checkpoint, verify=ctx.dist.is_main, average=self._average)
-
-    @property
-    def _average(self) -> str | None:
-        return None if self.weights == "model" else self.weights
+        average = None if self.weights == "model" else self.weights
+        return open_weights(trained.checkpoint, verify=ctx.dist.is_main, average=average)
 
     def run_dry(self, ctx: Context, trained: TrainedRun) -> Weights:
         return self.run(ctx, trained)

@@ -1,4 +1,4 @@
-"""The live side of consolidate.stream."""
+"""Weights that are read from a checkpoint, for consolidate.stream; imports torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.checkpoint.formats import Reading, open_state
-from pipeline.checkpoint.layout import as_bytes, dtype
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import Reading, StateSource, open_state
+from pipeline.checkpoint.layout import DTYPES, as_bytes
 from pipeline.contracts.engine import WEIGHT
 from pipeline.contracts.tensors import TensorSpec, Weights
 from pipeline.errors import CheckpointError
@@ -25,28 +24,27 @@ def open_weights(address: str, *, verify: bool = True, average: str | None = Non
     """The weights of the checkpoint at a path or address, or their average of that kind. Raises
     CheckpointError, and UsageError for a folder of no known format.
 
-    `verify` is for formats whose checksums are of whole files; one process of several is enough.
+    `verify` applies to formats with checksums of whole files; one process of several is enough.
     """
     source = open_state(address, Reading(weights_only=True, verify=verify))
-    stamps = [] if "://" in address else _stamps(Path(address))
     if average is not None and average not in source.state.averages:
         source.close()
         raise CheckpointError(
             f"{source.where} holds no {average} of the weights",
             hint="set weights: model in the consolidate slot",
         )
-    return CheckpointWeights(source, _digest(source, average or WEIGHT, *stamps), average)
+    return CheckpointWeights(source, _identity(source, address, average or WEIGHT), average)
 
 
 class CheckpointWeights(Weights):
-    """Parameters and stored buffers of a training state, tied names each listed; of what is
-    trained the `average`, if one is named."""
+    """Parameters and stored buffers of a training state, tied names each listed; trained ones are
+    read from the `average`, if one is named."""
 
     def __init__(self, source: StateSource, identity: str, average: str | None = None) -> None:
         self.identity = identity
         self._source = source
-        keys = (key.partition("/") for key in source.tensors)
-        own = {name: f"{WEIGHT}/{name}" for kind, _, name in keys if kind == WEIGHT}
+        keys = [key for key in source.tensors if key.startswith(f"{WEIGHT}/")]
+        own = {key.removeprefix(f"{WEIGHT}/"): key for key in keys}
         if average is not None:
             own |= {name: f"{average}/{name}" for name in source.state.updates if name in own}
         tied = {alias: own[name] for alias, name in source.state.aliases.items()}
@@ -57,7 +55,7 @@ class CheckpointWeights(Weights):
 
     def spec(self, name: str) -> TensorSpec:
         entry = self._source.tensors[self._key(name)]
-        return TensorSpec(tuple(entry.shape), dtype(entry.dtype))
+        return TensorSpec(tuple(entry.shape), DTYPES[entry.dtype])
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         stored = self.spec(name).dtype
@@ -82,13 +80,12 @@ class CheckpointWeights(Weights):
         return self._keys[name]
 
 
-def _digest(source: StateSource, *stamps: str) -> str:
-    facts = [source.where, source.step, source.world_size, dict(source.progress), *stamps]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _stamps(folder: Path) -> Iterator[str]:
-    for file in sorted(folder.rglob("*")):
+def _identity(source: StateSource, address: str, kind: str) -> str:
+    """Digest of the state's facts, and of its files' sizes and times if it is in a folder."""
+    facts = [source.where, source.step, source.world_size, dict(source.progress), kind]
+    files = [] if "://" in address else sorted(Path(address).rglob("*"))
+    for file in files:
         if file.is_file():
             found = file.stat()
-            yield f"{file.relative_to(folder)} {found.st_size} {found.st_mtime_ns}"
+            facts.append(f"{file.relative_to(address)} {found.st_size} {found.st_mtime_ns}")
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

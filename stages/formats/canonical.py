@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.layout import FileLayout
-    from pipeline.checkpoint.state_source import StateSource
+    from pipeline.checkpoint.formats import StateSource
 
 
 class Canonical(StateFormat):
-    """A manifest and, for each rank that wrote, a file of parts of tensors; every byte is
-    checksummed. Any number of ranks resumes from it."""
+    """A manifest and a file of parts of tensors for each rank that wrote; every byte checksummed.
+
+    Written by one process it has one such file, and any number of ranks resumes from it.
+    """
 
     name = "canonical"
 
@@ -23,13 +24,7 @@ class Canonical(StateFormat):
         return (folder / "manifest.json").is_file() and not _is_full(folder)
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
-        from pipeline.checkpoint.local_store import LocalStore
-        from pipeline.checkpoint.reader import CheckpointReader
-
-        folder = folder.resolve()
-        reader = CheckpointReader(LocalStore(folder.parent), folder.name)
-        reader.require_files()
-        return reader
+        return open_checkpoint(folder)
 
     def target(self, folder: Path, step: int) -> Path:
         from pipeline.checkpoint.offline_writer import step_target
@@ -37,9 +32,12 @@ class Canonical(StateFormat):
         return step_target(folder, step)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint.layout import ShardedLayout
+        from pipeline.checkpoint.file_layout import SHARDED
+        from pipeline.checkpoint.local_store import LocalStore
+        from pipeline.checkpoint.offline_writer import write_checkpoint
 
-        return _write(source, folder, ShardedLayout())
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, SHARDED)
+        return ()
 
 
 class Full(Canonical):
@@ -52,18 +50,24 @@ class Full(Canonical):
         return (folder / "manifest.json").is_file() and _is_full(folder)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint.full_layout import FullLayout
+        from pipeline.checkpoint.file_layout import FULL
+        from pipeline.checkpoint.local_store import LocalStore
+        from pipeline.checkpoint.offline_writer import write_checkpoint
 
-        return _write(source, folder, FullLayout())
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, FULL)
+        return ()
+
+
+def open_checkpoint(folder: Path) -> StateSource:
+    """A checkpoint in either layout; only the names of its files differ."""
+    from pipeline.checkpoint.local_store import LocalStore
+    from pipeline.checkpoint.reader import CheckpointReader
+
+    folder = folder.resolve()
+    reader = CheckpointReader(LocalStore(folder.parent), folder.name)
+    reader.require_files()
+    return reader
 
 
 def _is_full(folder: Path) -> bool:
     return (folder / "model.safetensors").is_file()
-
-
-def _write(source: StateSource, folder: Path, layout: FileLayout) -> Sequence[str]:
-    from pipeline.checkpoint.local_store import LocalStore
-    from pipeline.checkpoint.offline_writer import write_checkpoint
-
-    write_checkpoint(source, LocalStore(folder.parent), folder.name, layout)
-    return ()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.state_source import StateSource
+    from pipeline.checkpoint.formats import StateSource
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of accelerate's and the Trainer's sharded state."""

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import StateSource
 from pipeline.errors import CheckpointError
 from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
 

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, State
+from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.checkpoint.offline_writer import appearing
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.engine import WEIGHT, EngineState, ParameterGroup
 from pipeline.errors import CheckpointError
 from stages.formats.dcp_compat import (
     Item,
@@ -79,7 +77,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
         world_size=_world_size(items.values()),
         writer={"format": "dcp"},
         progress=fresh_progress(step, reading.samples),
-        state=State(
+        state=EngineState(
             aliases=aliases,
             frozen=[name for name in weights if name not in trained],
             groups=[] if reading.weights_only else list(_groups(optimizer)),
@@ -178,18 +176,18 @@ def _world_size(items: Iterable[Item]) -> int:
     return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
-def _groups(optimizer: Optimizer) -> Iterator[Group]:
+def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:
     """The numbered groups, or else parameters of equal hyperparameters as a group."""
     numbers = sorted(map(int, filter(str.isdecimal, optimizer.settings)))
     for number in numbers:
         values = _values(optimizer, str(number), "params")
-        yield Group(settings=settings(values), parameters=values["params"])
+        yield ParameterGroup(settings=settings(values), parameters=values["params"])
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name in () if numbers else optimizer.moments:
         own = settings(_values(optimizer, name))
         found.setdefault(str(own), (own, []))[1].append(name)
     for own, names in found.values():
-        yield Group(settings=own, parameters=names)
+        yield ParameterGroup(settings=own, parameters=names)
 
 
 def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:

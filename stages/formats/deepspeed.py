@@ -11,7 +11,7 @@ from pipeline.checkpoint.formats import Reading, StateFormat
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.state_source import StateSource
+    from pipeline.checkpoint.formats import StateSource
 
 POINTERS = ("latest", "latest_universal")
 """Files that name the sub-folder of the newest state."""

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
+from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.checkpoint.layout import random_key
-from pipeline.checkpoint.manifest import Group, Scale, State
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.engine import WEIGHT, EngineState, LossScale, ParameterGroup
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError
 from stages.formats import stored
@@ -133,7 +131,7 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
         progress=_own_progress(folder)
         or fresh_progress(step, reading.samples, int(model.get("skipped_steps") or 0)),
-        state=State(
+        state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=list(frozen),
             groups=list(_optimizer_groups(groups)),
@@ -296,11 +294,11 @@ def _require_optimizer(group: FlatGroup, folder: Path) -> None:
         raise CheckpointError(f"{folder}: ranks differ in the number of updates, or have none")
 
 
-def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[Group]:
+def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[ParameterGroup]:
     for _, parts in itertools.groupby(groups, key=lambda group: group.number):
         own = list(parts)
         names = [name for group in own for name in group.shapes]
-        yield Group(settings=settings(own[0].settings), parameters=names)
+        yield ParameterGroup(settings=settings(own[0].settings), parameters=names)
 
 
 def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:
@@ -324,13 +322,13 @@ def _frozen_shards(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
         yield name, joined(shape, [flattened(parts[rank])[:stop] for rank, _, stop in places])
 
 
-def loss_scale(saved: Saved) -> Scale | None:
+def loss_scale(saved: Saved) -> LossScale | None:
     """The state of dynamic loss scaling; None without it."""
     scaler = saved.get("loss_scaler")
     if not isinstance(scaler, Scaler) or not scaler.dynamic:
         return None
     good = scaler.cur_iter - scaler.last_overflow_iter - 1
-    return Scale(scale=float(scaler.cur_scale), good_steps=good % scaler.scale_window)
+    return LossScale(scale=float(scaler.cur_scale), good_steps=good % scaler.scale_window)
 
 
 def _own_progress(folder: Path) -> dict[str, Any] | None:

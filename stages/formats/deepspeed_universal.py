@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, Scale, State
+from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.checkpoint.offline_writer import appearing
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.engine import WEIGHT, EngineState, LossScale, ParameterGroup
 from pipeline.errors import CheckpointError
 from stages.formats.deepspeed_native import load, loss_scale
 from stages.formats.stored import (
@@ -59,7 +57,7 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
         world_size=int(model["dp_world_size"]),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
         progress=model.get("progress") or fresh_progress(step, reading.samples),
-        state=State(
+        state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=[name for name in others if name not in model["buffer_names"]],
             groups=list(_groups(model["param_shapes"], optimizer["param_groups"], folder)),
@@ -112,13 +110,13 @@ def _updates(zero: Path, shapes: Mapping[str, Shape], optimizer: Mapping[str, An
 
 def _groups(
     shapes: Sequence[Mapping[str, Shape]], groups: Sequence[Mapping[str, Any]], folder: Path
-) -> Iterator[Group]:
+) -> Iterator[ParameterGroup]:
     """Optimizer groups; each entry of `shapes` is one, or under stage 3 a sub-group of one."""
     if sorted(index for group in groups for index in group["params"]) != list(range(len(shapes))):
         raise CheckpointError(f"{folder}: optimizer groups and parameters do not belong together")
     for group in groups:
         names = [name for index in group["params"] for name in shapes[index]]
-        yield Group(settings=settings(group), parameters=names)
+        yield ParameterGroup(settings=settings(group), parameters=names)
 
 
 def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
@@ -184,7 +182,7 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
     return found
 
 
-def _scaler(scale: Scale) -> Any:
+def _scaler(scale: LossScale) -> Any:
     from pipeline.distributed.process_group import DistContext
     from stages.wrap.zero.compat import point_at_device
 

@@ -21,11 +21,11 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.layout import CODES, as_bytes, dtype
-from pipeline.checkpoint.manifest import State, TensorEntry
+from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.layout import CODES, DTYPES, as_bytes
+from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.safetensors_format import CHUNK
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
 PROGRESS = "progress.json"
@@ -213,7 +213,7 @@ class MappedSource(StateSource):
     world_size: int
     writer: Mapping[str, Any]
     progress: Mapping[str, Any]
-    state: State
+    state: EngineState
     stored: Mapping[str, Stored]
 
     def __post_init__(self) -> None:
@@ -242,7 +242,7 @@ def weights_of(source: StateSource) -> dict[str, TensorEntry]:
 def assembled(source: StateSource, key: str) -> Tensor:
     """The tensor `key` in memory, with its shape."""
     entry = source.entry(key)
-    flat = torch.empty(entry.numel, dtype=dtype(entry.dtype))
+    flat = torch.empty(entry.numel, dtype=DTYPES[entry.dtype])
     source.read_into(key, 0, as_bytes(flat))
     return flat.view(entry.shape)
 

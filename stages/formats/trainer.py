@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.formats import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.state_source import StateSource
+    from pipeline.checkpoint.formats import StateSource
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 STATE = "trainer_state.json"

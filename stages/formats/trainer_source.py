@@ -13,10 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, State
-from pipeline.checkpoint.state_source import StateSource
-from pipeline.contracts.engine import WEIGHT
+from pipeline.checkpoint.formats import Reading, StateSource
+from pipeline.contracts.engine import WEIGHT, EngineState, ParameterGroup
 from pipeline.errors import CheckpointError
 from stages.formats.stored import (
     MOMENTS,
@@ -63,10 +61,10 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
         model = _described(folder / "config.json")
     _require_same(folder, model, weights)
     stored = {f"{WEIGHT}/{name}": weights[name] for name in model.shapes}
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     updates: dict[str, int] = {}
     for settings_, states in () if reading.weights_only else _optimizer(folder, model):
-        groups.append(Group(settings=settings_, parameters=list(states)))
+        groups.append(ParameterGroup(settings=settings_, parameters=list(states)))
         for name, state in states.items():
             updates[name] = int(state["step"])
             stored |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
@@ -76,7 +74,7 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
         world_size=1,
         writer={"format": "trainer"},
         progress=fresh_progress(step, reading.samples),
-        state=State(
+        state=EngineState(
             aliases=model.aliases,
             frozen=[name for name in model.parameters if name not in updates],
             groups=groups,

@@ -66,7 +66,7 @@ def test_a_request_that_fails_hides_no_checkpoint(
     def timed_out(*_: object, **__: object) -> None:
         raise TimeoutError("the server did not answer")
 
-    monkeypatch.setattr(store._fs, "info", timed_out)
+    monkeypatch.setattr(store.requests.fs, "info", timed_out)
     with pytest.raises(OSError, match="did not answer"):
         store.names()
 
@@ -92,7 +92,7 @@ def test_what_a_dead_attempt_left_beside_a_good_one_is_removed(store: ObjectStor
 def test_damaged_checkpoints_stay_whatever_becomes_of_their_step(store: ObjectStore) -> None:
     for identity in ("first", "second"):
         write(tiny(store), 1, identity=identity)
-        assert store.quarantine(OLD) in store.aside()
+        assert store.quarantine(OLD) in store.quarantined()
     write(tiny(store), 1, identity="third")
     assert read_digests(store, OLD) == digests(1)
     store.delete(OLD)
@@ -100,20 +100,20 @@ def test_damaged_checkpoints_stay_whatever_becomes_of_their_step(store: ObjectSt
     assert store.names() == []
     kept = ["damaged-1-manifest.json", "damaged-2-manifest.json", "first", "second"]
     assert entries(store, OLD) == kept
-    assert store.aside() == [store.locate(OLD, name) for name in kept[:2]]
+    assert store.quarantined() == [store.locate(OLD, name) for name in kept[:2]]
 
 
 def test_a_commit_whose_answer_is_lost_is_taken_back(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = store._fs.pipe_file
+    put = store.requests.fs.pipe_file
 
     def lose(path: str, data: bytes) -> None:
         put(path, data)
         if path.endswith(FILE):
             raise RuntimeError("the connection is gone")
 
-    monkeypatch.setattr(type(store._fs), "pipe_file", staticmethod(lose))
+    monkeypatch.setattr(type(store.requests.fs), "pipe_file", staticmethod(lose))
     outcome = write(tiny(store), 1)
     where = store.locate(OLD, FILE).removeprefix("file://")
     assert outcome.problem == f"RuntimeError: the connection is gone: {where}"
@@ -129,7 +129,7 @@ def test_what_a_server_says_is_never_damage(
     def fail(*_: object, **__: object) -> bytes:
         raise OSError(5, "an internal error of the server")
 
-    monkeypatch.setattr(type(store._fs), "cat_file", fail)
+    monkeypatch.setattr(type(store.requests.fs), "cat_file", fail)
     with pytest.raises(Exception, match="an internal error of the server") as told:
         read_digests(store, OLD)
     assert not isinstance(told.value, Damaged)
@@ -186,13 +186,13 @@ def test_the_whole_protocol_over_http(bucket: str) -> None:
     assert read_digests(store, NEW) == digests(2)
 
     aside = store.quarantine(NEW)
-    assert (store.names(), store.aside()) == ([OLD], [aside])
+    assert (store.names(), store.quarantined()) == ([OLD], [aside])
     assert write(tiny, 2, identity="d").problem == ""
     assert write(tiny, 3).problem == ""
     assert store.names() == [NEW, NEXT]
     assert read_digests(store, NEXT) == digests(3)
 
-    fs = store._fs  # type: ignore[attr-defined]
+    fs = store.requests.fs  # type: ignore[attr-defined]
     file = next(path for path in fs.find(f"checkpoints/runs/one/{NEXT}") if "rank-00001.sa" in path)
     fs.pipe_file(file, fs.cat_file(file)[:-1] + b"?")
     with pytest.raises(Damaged, match=r"random/00001/torch\): damaged near byte"):

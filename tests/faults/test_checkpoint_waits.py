@@ -27,7 +27,7 @@ NAMES = [f"step-{step:08d}" for step in (1, 2)]
 
 def stop_writer(checkpoints: CheckpointManager) -> None:
     """It goes on after SLOW seconds."""
-    pid = checkpoints._writer._process.pid
+    pid = checkpoints.writer._process.pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
 

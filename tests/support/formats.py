@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import StateSource
 from pipeline.contracts.engine import LossScale
 from pipeline.distributed.process_group import DistContext
 from tests.support.runs import context

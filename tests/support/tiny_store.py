@@ -10,8 +10,7 @@ import hashlib
 import random
 import threading
 
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.manifest import Run, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage
@@ -46,25 +45,26 @@ def setups(
     address: str, arrangement: str = "sharded", retention: Retention | None = None
 ) -> tuple[list[Setup], list[Staging]]:
     """For each rank its Setup, and what goes where in its arena."""
-    from pipeline.checkpoint.full_layout import FullLayout
-    from pipeline.checkpoint.layout import ShardedLayout, spans_of
+    from pipeline.checkpoint.file_layout import FULL, SHARDED
+    from pipeline.checkpoint.layout import spans_of
 
-    made = ShardedLayout() if arrangement == "sharded" else FullLayout()
+    made = SHARDED if arrangement == "sharded" else FULL
     runs = {tensor.key: own for tensor, own in zip(TENSORS, RUNS, strict=True)}
     ordered = made.in_order(TENSORS)
     own = [runs[tensor.key] for tensor in ordered]
     tensors = {tensor.key: tensor for tensor in ordered}
     layouts = [made.lay_out(rank, spans_of(rank, ordered, own), tensors) for rank in range(2)]
-    stagings = [stage(layout, tensors, lambda key: False) for layout in layouts]
+    stagings = [stage(layout, lambda key: False) for layout in layouts]
     files = [file for layout in layouts for file in layout.described]
-    sums = [f"rank-{rank:05d}.sums" for rank in range(2)]
-    skeleton = ManifestTemplate(
-        tensors=ordered, runs=own, files=files, sums=sums, retention=retention or Retention()
-    )
+    template = ManifestTemplate(
+        world_size=2, writer={"engine": {"strategy": "tiny"}, "packages": {"torch": "2.0"}},
+        tensors=ordered, runs=own, files=files,
+    )  # fmt: skip
     return [
         Setup(
-            store=address, rank=rank, size=staging.size, files=layout.files, rounds=staging.rounds,
-            sums=sums[rank], skeleton=None if rank else skeleton,
+            store=address, rank=rank, world_size=2, buffer_size=staging.size, files=layout.files,
+            rounds=staging.rounds, template=None if rank else template,
+            retention=retention or Retention(),
         )
         for rank, (layout, staging) in enumerate(zip(layouts, stagings, strict=True))
     ], stagings  # fmt: skip
@@ -80,7 +80,7 @@ class Tiny:
 
     def arena(self, rank: int, step: int) -> memoryview:
         """The memory that `rank` writes at `step`."""
-        memory = bytearray(self.setups[rank].size)
+        memory = bytearray(self.setups[rank].buffer_size)
         for place, head in self._stagings[rank].heads:
             memory[place : place + len(head)] = head
         sizes = {tensor.key: tensor.itemsize for tensor in TENSORS}
@@ -108,8 +108,6 @@ def job(step: int, identity: str, *, loss: float | None = None) -> SaveRequest:
     }
     facts = {
         "step": step,
-        "world_size": 2,
-        "writer": {"engine": {"strategy": "tiny"}, "packages": {"torch": "2.0"}},
         "progress": {"step": step, "metrics": {} if loss is None else {"eval_loss": loss}},
         "state": state,
     }

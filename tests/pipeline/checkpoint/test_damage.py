@@ -14,7 +14,8 @@ import pytest
 
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import FILE, Damaged
-from pipeline.checkpoint.reader import CheckpointReader, contradiction
+from pipeline.checkpoint.places import header_mismatch
+from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.errors import CheckpointError
 from tests.support.tier import times
 from tests.support.tiny_store import Tiny, digests, read_digests, write
@@ -234,15 +235,18 @@ EDITS: dict[str, tuple[Change, str]] = {
     ),
     "run shorter": (
         change_run("weight/b", 1, 4500),
-        "weight/b: elements 4500 to 4501 are missing|weight/b: cut for ranks",
+        "weight/b: elements 4500 to 4501 are missing|weight/b: divided among ranks",
     ),
-    "run longer than all": (change_run("weight/b", 2, 10**30), "weight/b: cut for ranks"),
+    "run longer than all": (change_run("weight/b", 2, 10**30), "weight/b: divided among ranks"),
     "run of nothing": (change_run("weight/b", 2, 0), "written by another version: runs"),
     "run of another rank": (change_run("weight/b", 3, 1), r"do not fill it|rank-0000[01]\.sums"),
-    "run of no rank": (change_run("weight/b", 3, 2), "weight/b: cut for ranks that there are not"),
-    "run of many ranks": (change_run("weight/b", 2, 1), "weight/b: cut for ranks"),
-    "run cut": (change_run("weight/b", 5, 2), "weight/b: cut for ranks"),
-    "no runs": (lambda m: m.update(runs=[]), "does not say who has which tensor"),
+    "run of no rank": (
+        change_run("weight/b", 3, 2),
+        "weight/b: divided among ranks that do not exist",
+    ),
+    "run of many ranks": (change_run("weight/b", 2, 1), "weight/b: divided among ranks"),
+    "run cut": (change_run("weight/b", 5, 2), "weight/b: divided among ranks"),
+    "no runs": (lambda m: m.update(runs=[]), "does not say which rank has which tensor"),
     "tensor in no file": (change_tensor("file", 9), "weight/a: lies in an unknown file"),
     "tensor in another file": (change_tensor("file", 1), "do not fill it"),
     "file larger": (change_file("size", 10**15), "do not fill it|instead of 1000000000000000"),
@@ -289,8 +293,8 @@ def test_a_tensor_that_only_the_file_knows(root: Path) -> None:
     file = reader.manifest.files[0]
     head = (root / NAME / file.name).read_bytes()[: file.data_start]
     known = reader._places.in_file(0)
-    assert contradiction(head, known) == ""
-    assert contradiction(head, known[1:]).endswith(" is not in the manifest")
+    assert header_mismatch(head, known) == ""
+    assert header_mismatch(head, known[1:]).endswith(" is not in the manifest")
 
 
 def test_what_is_asked_for_beyond_a_tensor(root: Path) -> None:

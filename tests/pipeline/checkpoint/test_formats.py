@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.formats import Formats, Reading, StateFormat
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import Formats, Reading, StateFormat, StateSource
 from pipeline.errors import PluginError, UsageError
 from pipeline.plan.registry import Entry
 
@@ -42,9 +41,9 @@ def formats() -> Formats:
 
 def test_by_name(formats: Formats) -> None:
     assert formats.names() == ["both", "one"]
-    assert formats.load("one").name == "one"
+    assert formats.get("one").name == "one"
     with pytest.raises(UsageError, match=r"no format `on` \(did you mean `one`\?\)"):
-        formats.load("on")
+        formats.get("on")
 
 
 def test_by_folder(formats: Formats, tmp_path: Path) -> None:
@@ -59,15 +58,15 @@ def test_by_folder(formats: Formats, tmp_path: Path) -> None:
 
 def test_faulty_packages() -> None:
     with pytest.raises(PluginError, match="`one` is registered by d 1 and e 1"):
-        Formats([entry("one", "One"), entry("one", "One", "e")])
+        Formats([entry("one", "One"), entry("one", "One", "e")]).get("one")
     with pytest.raises(PluginError, match="cannot be loaded: AttributeError"):
-        Formats([entry("one", "Nothing")]).load("one")
+        Formats([entry("one", "Nothing")]).get("one")
     with pytest.raises(PluginError, match="is no StateFormat"):
-        Formats([entry("one", "Path")]).load("one")
+        Formats([entry("one", "Path")]).get("one")
 
 
 def test_what_is_installed_here() -> None:
     formats = Formats.installed()
     own = {"canonical", "full", "deepspeed", "dcp", "trainer"}
     assert own <= set(formats.names())
-    assert {name for name in own if formats.load(name).writes} == own - {"trainer"}
+    assert {name for name in own if formats.get(name).writes} == own - {"trainer"}

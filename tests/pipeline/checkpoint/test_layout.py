@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.full_layout import FullLayout
-from pipeline.checkpoint.layout import (
-    LocalShard,
-    ShardedLayout,
-    divided,
-    message,
-    spans_of,
-    unpacked,
-)
+from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
+from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
+from pipeline.checkpoint.manifest import Run
 from pipeline.errors import StageError
 
 SHAPES = [(f"weight/{number}", (4096 + number, 8)) for number in range(12)]
@@ -30,9 +23,9 @@ def told(rank: int, ranks: int, dtype: str = "F32") -> bytes:
     return message(own, {"torch": 9})
 
 
-@pytest.mark.parametrize("arrangement", [ShardedLayout(), FullLayout()], ids=lambda one: one.name)
+@pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
 def test_tensors_are_described_in_as_many_words_for_more_ranks(
-    arrangement: ShardedLayout | FullLayout,
+    arrangement: FileLayout,
 ) -> None:
     described = {}
     for ranks in (4, 700):
@@ -50,6 +43,6 @@ def test_tensors_are_described_in_as_many_words_for_more_ranks(
 
 def test_ranks_that_do_not_fit_together() -> None:
     with pytest.raises(StageError, match="weight/0: ranks differ in its shape or dtype"):
-        divided([told(0, 2), told(1, 2, "BF16")], ShardedLayout())
+        divided([told(0, 2), told(1, 2, "BF16")], SHARDED)
     with pytest.raises(StageError, match="the ranks' parts of weight/0 do not make it up: ends at"):
-        divided([told(0, 3), told(1, 3)], ShardedLayout())
+        divided([told(0, 3), told(1, 3)], SHARDED)

@@ -1,17 +1,31 @@
-"""What a manifest says comes back as it was."""
+"""A manifest comes back unchanged, and its ranges have to be everything."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.manifest import Damaged, DataFile, Manifest, Part, TensorEntry
+from pipeline.checkpoint.manifest import (
+    CoverageError,
+    Damaged,
+    DataFile,
+    Manifest,
+    Part,
+    Run,
+    TensorEntry,
+    require_cover,
+)
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+from pipeline.checkpoint.writer_main import SaveRequest
+from pipeline.contracts.engine import EngineState, LossScale, ParameterGroup
+from tests.support.tiny_store import setups
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = st.one_of(st.integers(-(2**70), 2**70), st.floats())
@@ -92,6 +106,44 @@ def test_no_part_of_it_is_enough(manifest: Manifest, data: st.DataObject) -> Non
         Manifest.load(bytes_[:length], "here")
 
 
+GOLDEN = {
+    name: Path(__file__).with_name(f"golden_manifest_{name}.json") for name in ("sharded", "full")
+}
+STATE = EngineState(
+    shapes={"a": (3, 50), "b": (90, 100)},
+    aliases={"head": "a"},
+    frozen=("b",),
+    groups=[
+        ParameterGroup(settings={"lr": 0.1, "betas": (0.9, 0.99), "fused": None}, parameters=["a"]),
+        ParameterGroup(settings={"lr": 1e-5, "weight_decay": math.inf}, parameters=()),
+    ],
+    updates={"a": 7},
+    moments=["exp_avg", "exp_avg_sq"],
+    loss_scale=LossScale(scale=65536.0, good_steps=3),
+    averages=("ema",),
+)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_bytes_are_those_of_earlier_releases(name: str) -> None:
+    """From an engine's state through the message to the writer."""
+    template = setups("/nowhere", name)[0][0].template
+    assert template is not None
+    metrics = {"loss": 1.5, "eval_loss": math.nan}
+    progress = {"step": 7, "metrics": metrics, "best": {}}
+    request = SaveRequest(
+        name="step-00000007", identity="x", facts={"step": 7, "progress": progress, "state": STATE}
+    )
+    received = SaveRequest.model_validate_json(request.model_dump_json())
+    made = template.fill(received.facts, "x/", [1, 2**64 - 1])
+    dated = made.model_copy(update={"written": "2026-01-01T00:00:00+00:00"})
+    assert dated.dump() == GOLDEN[name].read_bytes()
+    again = Manifest.load(GOLDEN[name].read_bytes(), "here")
+    assert again.shapes() == STATE.shapes
+    restored = dataclasses.replace(again.state, shapes=again.shapes())
+    assert same(dataclasses.asdict(restored), dataclasses.asdict(STATE))
+
+
 def same(one: Any, other: Any) -> bool:
     """Equal, with lists for tuples, and not-a-number equal to itself."""
     if isinstance(one, dict):
@@ -101,3 +153,39 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, float) and math.isnan(one):
         return isinstance(other, float) and math.isnan(other)
     return type(one) is type(other) and bool(one == other)
+
+
+@st.composite
+def covers(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
+    edges = sorted({0, *draw(st.sets(st.integers(0, 60), max_size=8))})
+    ranges = list(itertools.pairwise(edges))
+    return draw(st.permutations(ranges)), edges[-1]
+
+
+@given(covers())
+def test_a_cover_is_accepted_and_without_any_range_it_is_not(
+    cover: tuple[list[tuple[int, int]], int],
+) -> None:
+    ranges, total = cover
+    require_cover(ranges, total)
+    for place in range(len(ranges)):
+        with pytest.raises(CoverageError):
+            require_cover(ranges[:place] + ranges[place + 1 :], total)
+        with pytest.raises(CoverageError, match="are there twice"):
+            require_cover([*ranges, ranges[place]], total)
+    with pytest.raises(CoverageError, match="ends at element"):
+        require_cover(ranges, total + 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.integers(0, 9))
+def test_whatever_is_accepted_has_each_element_once(
+    ranges: list[tuple[int, int]], total: int
+) -> None:
+    ranges = [(start, stop) for start, stop in ranges if start < stop]
+    elements = sorted(element for start, stop in ranges for element in range(start, stop))
+    try:
+        require_cover(ranges, total)
+    except CoverageError:
+        assert elements != list(range(total))
+    else:
+        assert elements == list(range(total))

@@ -12,20 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import Span
-from pipeline.checkpoint.full_layout import FullLayout
-from pipeline.checkpoint.layout import FileLayout, ShardedLayout
+from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout, Span
+from pipeline.checkpoint.formats import StateSource, StateView
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import Group, State, TensorEntry
-from pipeline.checkpoint.offline_writer import (
-    appearing,
-    regrouped,
-    step_target,
-    write_checkpoint,
-)
+from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.offline_writer import appearing, regrouped, step_target, write_checkpoint
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.staging import stage
-from pipeline.checkpoint.state_source import StateSource, Watched, WeightsOnly
+from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.errors import CheckpointError, UsageError
 
 STEP = "step-00000020"
@@ -44,8 +38,10 @@ class Made(StateSource):
     world_size = 4
     writer = {"format": "made"}
     progress = {"step": 20, "samples": 320}
-    state = State(
-        aliases={"head": "a"}, frozen=["b"], groups=[Group(settings={"lr": 0.1}, parameters=["a"])],
+    state = EngineState(
+        shapes={"a": (40_000, 3), "b": (5, 7), "scalar": ()},
+        aliases={"head": "a"}, frozen=["b"],
+        groups=[ParameterGroup(settings={"lr": 0.1}, parameters=["a"])],
         updates={"a": 20}, moments=["exp_avg"], loss_scale=None,
     )  # fmt: skip
 
@@ -72,7 +68,7 @@ def content(key: str, start: int, stop: int) -> bytes:
     return ((seed[turn:] + seed[:turn]) * ((stop - start) // len(seed) + 1))[: stop - start]
 
 
-@pytest.mark.parametrize("arrangement", [ShardedLayout(), FullLayout()], ids=lambda one: one.name)
+@pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
 def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLayout) -> None:
     """Odd numbers of items of all sizes, in files that follow each other."""
     kinds = {"weight/a": "BF16", "weight/b": "U8", "exp_avg/a": "F32", "random/0": "I64"}
@@ -81,7 +77,7 @@ def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLay
     )
     tensors = {entry.key: entry for entry in entries}
     layout = arrangement.lay_out(0, [Span(key, 0, 7) for key in tensors], tensors)
-    staging = stage(layout, tensors, {"weight/b", "exp_avg/a"}.__contains__)
+    staging = stage(layout, {"weight/b", "exp_avg/a"}.__contains__)
     copies = [(tensors[copy.key].itemsize, copy) for copy in (*staging.whole, *staging.passing)]
     assert len(copies) == 4
     assert [copy.place % itemsize for itemsize, copy in copies] == [0] * 4
@@ -90,7 +86,7 @@ def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLay
     assert taken[-1][1] <= staging.size
 
 
-@pytest.mark.parametrize("arrangement", [ShardedLayout(), FullLayout()], ids=lambda one: one.name)
+@pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
 def test_everything_is_written(arrangement: FileLayout, tmp_path: Path) -> None:
     source = Made()
     write_checkpoint(source, LocalStore(tmp_path), STEP, arrangement)
@@ -104,7 +100,7 @@ def test_everything_is_written(arrangement: FileLayout, tmp_path: Path) -> None:
     assert LocalStore(tmp_path).names() == [STEP]
 
 
-@pytest.mark.parametrize("arrangement", [ShardedLayout(), FullLayout()], ids=lambda one: one.name)
+@pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
 def test_a_failure_leaves_nothing(arrangement: FileLayout, tmp_path: Path) -> None:
     source = Made()
     source.missing = 1
@@ -118,7 +114,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
     for elements in (1 << 22, 1 << 24):
         source = Made({"weight/a": ("F32", (elements,))})
         tracemalloc.start()
-        write_checkpoint(source, LocalStore(tmp_path / str(elements)), STEP, ShardedLayout())
+        write_checkpoint(source, LocalStore(tmp_path / str(elements)), STEP, SHARDED)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     # 64 MiB pass through; the checksums of 16 KiB blocks are what grows.
@@ -128,7 +124,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
 
 def test_views() -> None:
     counts: list[int] = []
-    view = WeightsOnly(Watched(Made(), counts.append))
+    view = StateView(StateView(Made(), counts.append), weights_only=True)
     assert set(view.tensors) == {key for key in SHAPES if key.startswith("weight/")}
     assert (view.state.updates, view.state.moments, view.state.frozen) == ({}, [], ["a", "b"])
     assert view.state.aliases == {"head": "a"}

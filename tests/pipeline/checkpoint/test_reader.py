@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import reader, safetensors_format
-from pipeline.checkpoint.division import Run, Span, require_cover
-from pipeline.checkpoint.layout import ShardedLayout, spans_of
+from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint.file_layout import SHARDED, Span
+from pipeline.checkpoint.layout import spans_of
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
+from pipeline.checkpoint.manifest import Manifest, Part, Run, TensorEntry, require_cover
 from pipeline.checkpoint.reader import CheckpointReader
 from tests.support.tier import examples
 from tests.support.tiny_store import job
@@ -50,7 +50,7 @@ def content(tensor: TensorEntry) -> bytes:
 
 def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
     """A checkpoint by hand, without the writer."""
-    ordered = ShardedLayout().in_order(tensors)
+    ordered = SHARDED.in_order(tensors)
     table = {tensor.key: tensor for tensor in ordered}
     runs = [
         sorted(
@@ -64,10 +64,11 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
     attempt = LocalStore(root).attempt(NAME, "x")
     files, parts = [], []
     for rank in range(len(shares)):
-        layout = ShardedLayout().lay_out(rank, spans_of(rank, ordered, runs), table)
-        memory, sums = bytearray(layout.heads[0]), []
-        for span, _, offset in layout.pieces:
+        layout = SHARDED.lay_out(rank, spans_of(rank, ordered, runs), table)
+        memory, sums = bytearray(layout.items[0].head), []
+        for _, offset, _, span, _ in layout.items[1:]:
             assert offset == len(memory)
+            assert span is not None
             size = table[span.key].itemsize
             data = content(table[span.key])[span.start * size : span.stop * size]
             memory += data
@@ -79,7 +80,14 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
         parts.append(Part(sums=f"rank-{rank:05d}.sums", digest=digest))
     facts: dict[str, Any] = json.loads(json.dumps(dict(job(1, "x").facts)))
     manifest = Manifest(
-        **facts, written="2026-01-01", tensors=ordered, runs=runs, files=files, parts=parts
+        **facts,
+        written="2026-01-01",
+        world_size=2,
+        writer={},
+        tensors=ordered,
+        runs=runs,
+        files=files,
+        parts=parts,
     )
     attempt.commit(manifest.dump())
 
@@ -92,7 +100,6 @@ def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.
         patch.setattr(
             safetensors_format, "CHUNK", safetensors_format.BLOCK * data.draw(st.integers(1, 3))
         )
-        patch.setattr(reader, "SUMS_IN_MEMORY", data.draw(st.sampled_from([0, 1 << 26])))
         write(root, tensors, shares)
         opened = CheckpointReader(LocalStore(root), NAME)
         for _ in range(6):

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import CoverageError, Division, Pieces, Run, require_cover
-from pipeline.checkpoint.sharing import WHOLE, share_writing
+from pipeline.checkpoint.layout import WORTH_A_CUT, share_writing
+from pipeline.checkpoint.manifest import CoverageError, Run, require_cover
+from pipeline.checkpoint.places import Division, Pieces
 
-SIZES = st.one_of(st.integers(1, 50), st.integers(WHOLE - 2, 6 * WHOLE))
+SIZES = st.one_of(st.integers(1, 50), st.integers(WORTH_A_CUT - 2, 6 * WORTH_A_CUT))
 
 Held = list[list[tuple[int, int, int]]]
 """Of each rank: tensor, start, stop."""
@@ -80,7 +81,7 @@ def test_a_tensor_on_a_mesh_is_one_run(case: tuple[Held, list[int]]) -> None:
     loads = [
         int((mine.stop - mine.start).sum()) for mine in map(Division(runs).of, range(len(held)))
     ]
-    assert max(loads) - min(loads) <= 5 * WHOLE * len(numels) + max(numels)
+    assert max(loads) - min(loads) <= 5 * WORTH_A_CUT * len(numels) + max(numels)
 
 
 @given(irregular())
@@ -92,7 +93,7 @@ def test_the_work_is_balanced(case: tuple[Held, list[int]]) -> None:
     loads = [
         int((mine.stop - mine.start).sum()) for mine in map(Division(runs).of, range(len(held)))
     ]
-    assert max(loads) - min(loads) <= WHOLE * len(held) + len(everything) * len(held)
+    assert max(loads) - min(loads) <= WORTH_A_CUT * len(held) + len(everything) * len(held)
 
 
 @given(meshes(), st.data())

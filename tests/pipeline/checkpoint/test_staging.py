@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import Span
-from pipeline.checkpoint.layout import Layout, ShardedLayout
+from pipeline.checkpoint.file_layout import SHARDED, Layout, Span
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, stage
 
@@ -20,13 +19,13 @@ BLOCK = safetensors_format.BLOCK
 
 
 def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layout]:
-    entries = ShardedLayout().in_order(
+    entries = SHARDED.in_order(
         TensorEntry(key=f"weight/{number}", dtype=dtype, shape=(count,))
         for number, (dtype, count) in enumerate(sizes)
     )
     tensors = {entry.key: entry for entry in entries}
     spans = [Span(entry.key, 0, entry.numel) for entry in entries]
-    return tensors, ShardedLayout().lay_out(0, spans, tensors)
+    return tensors, SHARDED.lay_out(0, spans, tensors)
 
 
 @settings(max_examples=60)
@@ -38,7 +37,7 @@ def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layo
 def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> None:
     tensors, layout = laid_out(sizes)
     passes = {key for key in tensors if int(key.removeprefix("weight/")) not in whole}
-    made = stage(layout, tensors, passes.__contains__, passage * BLOCK)
+    made = stage(layout, passes.__contains__, passage * BLOCK)
     memory = bytearray(made.size)
     for place, head in made.heads:
         memory[place : place + len(head)] = head
@@ -57,10 +56,10 @@ def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> 
             file += data
             sums += safetensors_format.sums(memoryview(data)) if write.piece else []
     every = [content(tensors, key, 0, entry.numel) for key, entry in tensors.items()]
-    assert bytes(file) == layout.heads[0] + b"".join(every)
+    assert bytes(file) == layout.items[0].head + b"".join(every)
     assert sums == [one for data in every for one in safetensors_format.sums(memoryview(data))]
     fixed = sum(len(d) + 8 for k, d in zip(tensors, every, strict=True) if k not in passes)
-    assert made.size <= len(layout.heads[0]) + fixed + passage * BLOCK
+    assert made.size <= len(layout.items[0].head) + fixed + passage * BLOCK
 
 
 def content(tensors: dict[str, TensorEntry], key: str, start: int, stop: int) -> bytes:
@@ -75,8 +74,8 @@ def both_halves(made: Staging) -> Iterator[tuple[int, int]]:
 
 
 def test_a_round_is_filled_while_the_one_before_is_taken() -> None:
-    tensors, layout = laid_out([("F32", 3 * BLOCK), ("F32", 2 * BLOCK)])
-    made = stage(layout, tensors, lambda key: True, 4 * BLOCK)
+    _, layout = laid_out([("F32", 3 * BLOCK), ("F32", 2 * BLOCK)])
+    made = stage(layout, lambda key: True, 4 * BLOCK)
     halves = list(both_halves(made))
     assert len(halves) == 10
     for (low, high), (following, _) in itertools.pairwise(halves):
@@ -85,8 +84,8 @@ def test_a_round_is_filled_while_the_one_before_is_taken() -> None:
 
 @pytest.mark.parametrize("terabytes", [0.001, 0.1, 3])
 def test_memory_does_not_grow_with_what_passes(terabytes: float) -> None:
-    tensors, layout = laid_out([("F32", int(terabytes * 1e12) // 12)] * 3)
-    passing = stage(layout, tensors, lambda key: True)
-    assert passing.size <= PASSAGE + len(layout.heads[0])
-    whole = stage(layout, tensors, lambda key: False)
+    _, layout = laid_out([("F32", int(terabytes * 1e12) // 12)] * 3)
+    passing = stage(layout, lambda key: True)
+    assert passing.size <= PASSAGE + len(layout.items[0].head)
+    whole = stage(layout, lambda key: False)
     assert 0 <= whole.size - layout.files[0].size <= 8 * 3

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.staging import SnapshotBuffer
-from pipeline.checkpoint.writer_client import WriterProcess
+from pipeline.checkpoint.writer_client import SnapshotBuffer, WriterProcess
 from pipeline.checkpoint.writer_main import Write
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
@@ -32,7 +31,7 @@ def writers(tmp_path: Path) -> Iterator[list[WriterProcess]]:
     with ExitStack() as stack:
         made = []
         for rank, setup in enumerate(tiny.setups):
-            arena = SnapshotBuffer(setup.size)
+            arena = SnapshotBuffer(setup.buffer_size)
             stack.callback(arena.close)
             arena.memory[:] = tiny.arena(rank, 1)
             made.append(WriterProcess(setup, arena))
@@ -50,7 +49,7 @@ def test_neither_the_locale_nor_the_users_files_matter(
     with ExitStack() as stack:
         outcomes = []
         for rank, setup in reversed(list(enumerate(tiny.setups))):
-            arena = SnapshotBuffer(setup.size)
+            arena = SnapshotBuffer(setup.buffer_size)
             stack.callback(arena.close)
             arena.memory[:] = tiny.arena(rank, 1)
             writer = WriterProcess(setup, arena)
@@ -106,7 +105,7 @@ def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) 
     impossible = Write(file=99, offset=0, start=0, size=1, piece=False)
     rounds = [*setup.rounds, [impossible], []]
     with ExitStack() as stack:
-        arena = SnapshotBuffer(setup.size)
+        arena = SnapshotBuffer(setup.buffer_size)
         stack.callback(arena.close)
         writer = WriterProcess(setup.model_copy(update={"rounds": rounds}), arena)
         stack.callback(writer.close)
@@ -139,7 +138,7 @@ def test_a_process_with_many_open_files(tmp_path: Path) -> None:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(1100):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-        arena = SnapshotBuffer(tiny.setups[1].size)
+        arena = SnapshotBuffer(tiny.setups[1].buffer_size)
         stack.callback(arena.close)
         writer = WriterProcess(tiny.setups[1], arena)
         stack.callback(writer.close)

@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import Group, State
 from pipeline.cli import main
+from pipeline.contracts.engine import EngineState, ParameterGroup
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.stored import MappedSource, fresh_progress, whole
@@ -28,8 +28,9 @@ def source() -> MappedSource:
     kinds = {kind: torch.rand(500, 30) for kind in ("weight", "exp_avg", "exp_avg_sq")}
     return MappedSource(
         where="memory", step=4, world_size=2, writer={}, progress=fresh_progress(4, 8),
-        state=State(
-            aliases={"head": "w"}, frozen=[], groups=[Group(settings=SETTINGS, parameters=["w"])],
+        state=EngineState(
+            aliases={"head": "w"}, frozen=[],
+            groups=[ParameterGroup(settings=SETTINGS, parameters=["w"])],
             updates={"w": 4}, moments=["exp_avg", "exp_avg_sq"], loss_scale=None,
         ),
         stored={f"{kind}/w": whole(tensor) for kind, tensor in kinds.items()},

@@ -61,7 +61,7 @@ def test_a_checkpoint(run: Path) -> None:
         "file        rank-00000.safetensors  23.2 KB",
         "file        rank-00001.safetensors  39.8 KB",
         "in all      62.9 KB",
-        "verified    every byte is as it was written",
+        "verified    every byte is correct",
     ]
 
 

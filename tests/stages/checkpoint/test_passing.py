@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.layout import WritePlan, dtype
+from pipeline.checkpoint.layout import DTYPES, WritePlan
 from pipeline.checkpoint.manager import CheckpointManager
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.staging import stage
@@ -31,7 +31,7 @@ def save(
     """What was saved, what should have been; the rank's share of it, and the memory it took. Kinds
     that are `on_device` are treated as if they were."""
     with pytest.MonkeyPatch.context() as patch:
-        small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
+        small = lambda layout, passes: stage(layout, passes, SMALL)  # noqa: E731
         patch.setattr("pipeline.checkpoint.manager.stage", small)
         if on_device:
             patch.setattr(
@@ -46,12 +46,12 @@ def save(
         expected = digest(engine, dist)
         train(engine, 2, 3)  # while it is still being written
         place = kept.finish()
-        size, rounds = kept.snapshot_bytes, len(kept._staging.rounds)
-        share = kept._plan.layout.files[0].size
+        size, rounds = kept.snapshot.staging.size, len(kept.snapshot.staging.rounds)
+        share = kept.plan.layout.files[0].size
         kept.close()
     reader = CheckpointReader(*locate(place))
     found = {
-        key: hashed(torch.frombuffer(bytearray(reader.read_bytes(key)), dtype=dtype(entry.dtype)))
+        key: hashed(torch.frombuffer(bytearray(reader.read_bytes(key)), dtype=DTYPES[entry.dtype]))
         for key, entry in reader.tensors.items()
         if not key.startswith("random/")
     }
@@ -89,7 +89,7 @@ def test_memory_and_content(tmp_path: Path) -> None:
 
 def save_on_a_full_disk(dist: DistContext, folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        small = lambda layout, tensors, passes: stage(layout, tensors, passes, SMALL)  # noqa: E731
+        small = lambda layout, passes: stage(layout, passes, SMALL)  # noqa: E731
         patch.setattr("pipeline.checkpoint.manager.stage", small)
         ctx = context(dist, folder)
         engine = make_engine(ctx, Setting(wrap="ddp"))

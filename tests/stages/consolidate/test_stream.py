@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint.formats import Formats
 from pipeline.checkpoint.layout import CODES
-from pipeline.checkpoint.manifest import State
-from pipeline.contracts.engine import WEIGHT
+from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.weights import open_weights
@@ -55,7 +54,7 @@ def source(stored: Mapping[str, Stored]) -> MappedSource:
     names = list(stored)
     return MappedSource(
         where="memory", step=3, world_size=2, writer={}, progress=fresh_progress(3, 6),
-        state=State(
+        state=EngineState(
             aliases={"other": names[0]}, frozen=names, groups=[], updates={}, moments=[],
             loss_scale=None,
         ),
@@ -92,7 +91,7 @@ def test_every_format(form: str, tensors: Mapping[str, torch.Tensor], edges: lis
     if not kept:
         return
     with tempfile.TemporaryDirectory() as folder:
-        writing = Formats.installed().load(form)
+        writing = Formats.installed().get(form)
         target = writing.target(Path(folder) / "state", 3)
         writing.write(source({name: cut(one, edges) for name, one in kept.items()}), target)
         weights = open_weights(str(target))
@@ -153,7 +152,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         open_weights(str(tmp_path))
     with pytest.raises(UsageError, match="no such folder"):
         open_weights(str(tmp_path / "nothing"))
-    writing = Formats.installed().load("canonical")
+    writing = Formats.installed().get("canonical")
     target = writing.target(tmp_path, 3)
     writing.write(source({"a": cut(torch.ones(9), [])}), target)
     weights = open_weights(str(target))
@@ -163,7 +162,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_has_another_identity(tmp_path: Path) -> None:
-    writing = Formats.installed().load("canonical")
+    writing = Formats.installed().get("canonical")
     made = []
     for number in (1, 2):
         target = writing.target(tmp_path / str(number), 3)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.manifest import State, TensorEntry
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import Reading, StateSource
+from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.contracts.engine import EngineState
 from pipeline.errors import CheckpointError
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
@@ -239,7 +239,7 @@ class Claimed(StateSource):
             for name in names
         }
         nothing = {"aliases": {}, "frozen": [], "groups": [], "updates": {}, "moments": []}
-        self.state = State(**nothing | {"loss_scale": None} | state)
+        self.state = EngineState(**nothing | {"loss_scale": None} | state)
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         yield start, memoryview(bytes(4 * (stop - start)))

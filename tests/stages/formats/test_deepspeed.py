@@ -13,8 +13,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError

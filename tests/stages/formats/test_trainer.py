@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.formats import Reading
-from pipeline.checkpoint.state_source import StateSource
+from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.errors import CheckpointError
 from stages.formats.canonical import Canonical
 from stages.formats.stored import assembled
