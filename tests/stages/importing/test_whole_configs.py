@@ -17,7 +17,7 @@ from pipeline.cli import main
 from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
-from tests.stages.importing.support import from_files, refused
+from tests.stages.importing.support import from_files, left_out
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
@@ -143,7 +143,7 @@ def test_a_whole_configuration_is_imported_and_right(
     name: str, files: Path, jobs: dict[str, Any]
 ) -> None:
     recipe, adapted, _ = jobs[name]
-    assert set(refused(from_files(files, *CASES[name].files))) == {*CASES[name].refused}
+    assert set(left_out(from_files(files, *CASES[name].files))) == {*CASES[name].refused}
     checked = CliRunner().invoke(main, ["check", recipe, *adapted])
     assert checked.exit_code == 0, checked.output
 
