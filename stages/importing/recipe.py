@@ -14,9 +14,9 @@ from stages.importing.report import Draft, Report
 from stages.importing.training import checkpoint, optimizer, train
 
 UNUSED = (
-    "adapter", "classes", "dataset", "ddp.", "eval_", "fsdp.", "global_batch", "output_name",
-    "parallel.", "policy", "publish", "quantization", "revision", "save_", "schedule_steps",
-    "unit_size", "warmup_", "zero.",
+    "adapter", "classes", "dataset", "ddp.", "eval_", "fsdp.", "global_batch", "loss.",
+    "output_name", "parallel.", "policy", "publish", "quantization", "revision", "save_",
+    "schedule_steps", "unit_size", "warmup_", "zero.",
 )  # fmt: skip
 """Beginnings of the names of facts that may stay unused: they have no effect without others."""
 
@@ -119,12 +119,17 @@ def _data(draft: Draft, request: Request) -> None:
         draft.lacks("data.files", "text files, or use: data.chat for conversations")
     if draft.slots["data"]["use"] == "data.text":
         report.ignore("data.packing", why="data.text fills every sample")
+        masks = [fact for fact in LOSS if report.value(fact)]
+        report.refuse(*masks, why="data.text trains on every token", hint="use data.chat")
     else:
         _loss(draft, files)
     if report.given("data.heldout_files"):
         report.ignore("data.heldout_fraction", why="there are files to evaluate on")
     draft.copy("data.heldout_files")
     draft.copy("data.heldout_fraction")
+
+
+LOSS = ("loss.completion", "loss.assistant")
 
 
 def _hub_sources(draft: Draft) -> None:
@@ -144,9 +149,8 @@ def _hub_sources(draft: Draft) -> None:
 def _loss(draft: Draft, files: list[str]) -> None:
     """Set which tokens are trained on; TRL's default depends on the form of the rows."""
     report = draft.report
-    both = ("loss.completion", "loss.assistant")
-    completion, assistant = map(report.value, both)
-    given = any(map(report.given, both))
+    completion, assistant = map(report.value, LOSS)
+    given = any(map(report.given, LOSS))
     pairs = {"prompt", "completion"} <= _first_row(files).keys() if files else None
     loss = trained_tokens(completion, assistant, pairs=pairs)
     if loss is None and given:
@@ -159,7 +163,7 @@ def _loss(draft: Draft, files: list[str]) -> None:
         draft.put("data.loss", "completion", note=note)
     else:
         note = "rows have no prompt, and TRL then trains on all of them" if completion else ""
-        draft.put("data.loss", loss, *both, note=note if loss == "all" else "")
+        draft.put("data.loss", loss, *LOSS, note=note if loss == "all" else "")
 
 
 def trained_tokens(

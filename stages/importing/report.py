@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.importing.translator import KeyOutcome
 from pipeline.recipe.nodes import KeyPath
-from pipeline.utils.text import closest
 from stages.importing.rules import RuleResult, Table, apply, is_off, refused, unset
 
 METHOD = re.compile(
@@ -155,8 +155,8 @@ def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
         return RuleResult(outcome="default", why="changes nothing that is trained")
     if name.startswith(DIFFERENT):
         return refused("changes the training, and no recipe expresses it")
-    similar = closest(key, table)
-    hint = f"did you mean `{similar}`?" if similar else ""
+    similar = difflib.get_close_matches(key, table, n=1, cutoff=0.8)
+    hint = f"did you mean `{similar[0]}`?" if similar else ""
     if METHOD.search(key):
         return refused("may change the training method", hint, blocks=True)
     return RuleResult(outcome="not translated", hint=hint)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stages.importing.account import FOREIGN
 
 from pipeline.errors import UsageError
 from pipeline.importing.translator import ConfigFile, choose
 from stages.importing.rules import Table
-from stages.importing.translator import TABLES, HuggingFace
-from tests.stages.importing.support import outcome, left_out, slot, translated
+from stages.importing.translator import OTHER_TOOLS, TABLES, HuggingFace
+from tests.stages.importing.support import left_out, outcome, slot, translated
 
 AXOLOTL = {
     "base_model": "org/model", "adapter": "lora", "lora_r": 8, "lora_alpha": 16,
@@ -63,7 +62,7 @@ def test_no_key_of_another_tool_is_one_that_is_read() -> None:
         return {*table}
 
     for table in TABLES.values():
-        assert not set().union(*FOREIGN.values()) & keys(table)
+        assert not set().union(*OTHER_TOOLS.values()) & keys(table)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +71,14 @@ def test_no_key_of_another_tool_is_one_that_is_read() -> None:
 def test_an_unknown_key_that_may_change_the_method_leaves_no_recipe(key: str) -> None:
     made = translated({"output_dir": "x", "learning_rate": 1e-4, "seed": 1, key: 4})
     assert made.recipe is None
-    assert left_out(made) == {key: "is no key that is known here"}
+    assert left_out(made) == {key: "may change the training method"}
     assert translated({"output_dir": "x", "seed": 1, "my_key": 4}).recipe is not None
 
 
 @pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"])
 def test_sizes_of_parallelism_count_whatever_the_type(kind: str) -> None:
     for key, why in (
-        ("sp_size", "a model is cut over data-parallel ranks only"),
+        ("sp_size", "is always 1 in a recipe"),
         ("dp_replicate_size", "accelerate takes it with FSDP alone"),
     ):
         block = {f"parallelism_config_{key}": 2}
@@ -154,7 +153,7 @@ def test_what_trl_s_own_config_leaves_out_is_trl_s_default() -> None:
 
 def test_rows_that_trl_splits_are_left_out() -> None:
     made = translated({"output_dir": "x", "packing": True, "packing_strategy": "bfd_split"})
-    assert left_out(made) == {"packing_strategy": "a row that is too long is cut, not split"}
+    assert left_out(made) == {"packing_strategy": "is always bfd in a recipe"}
 
 
 def test_products_in_8_bits_are_the_model_s() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from hypothesis import strategies as st
 
 from pipeline.importing.translator import ConfigFile, Request, Translation
 from stages.importing.rules import Table
+from stages.importing.trainer import DEFAULTS
 from stages.importing.translator import TABLES, HuggingFace
 from tests.stages.importing.support import (
-    outcome,
     from_files,
-    leaves,
     left_out,
+    outcome,
     slot,
     translated,
 )
@@ -194,7 +196,7 @@ def test_two_axes_of_data_parallelism() -> None:
 def test_what_no_recipe_does_without(content: dict[str, Any]) -> None:
     made = translated(content)
     assert made.recipe is None
-    assert [outcome for outcome in made.outcomes if outcome.blocks]
+    assert [each for each in made.outcomes if each.blocks]
 
 
 def test_a_block_that_is_not_read() -> None:
@@ -203,8 +205,7 @@ def test_a_block_that_is_not_read() -> None:
     )
     assert slot(made, "wrap") == {"use": "wrap.ddp"}
     assert left_out(made) == {}
-    why = "is not read: distributed_type is MULTI_GPU"
-    assert outcome(made, "fsdp_config.nonsense").why == why
+    assert outcome(made, "fsdp_config").why == "is not read: distributed_type is MULTI_GPU"
 
 
 def test_stage_0_is_no_sharding() -> None:
@@ -235,12 +236,40 @@ def test_further_keys_of_deepspeed_go_to_it() -> None:
     }  # fmt: skip
 
 
-def test_an_unknown_key_is_refused_with_what_it_may_mean() -> None:
-    made = translated({"output_dir": "x", "learning_rat": 1e-3, "per_device_train_batch_size": 1})
-    unknown = outcome(made, "learning_rat")
-    assert (unknown.outcome, unknown.hint) == ("refused", "did you mean `learning_rate`?")
-    inner = translated({"zero_optimization": {"stage": 2, "overlap_com": True}, "bf16": {}})
-    assert outcome(inner, "zero_optimization.overlap_com").hint == "did you mean `overlap_comm`?"
+def test_an_unknown_key_is_not_translated_and_reported_with_its_place() -> None:
+    inner = {"stage": 2, "overlap_com": True, "new_feature": {"level": 3}, "old_feature": None}
+    made = translated({"output_dir": "x", "learning_rat": 1e-3}, {"zero_optimization": inner})
+    assert made.recipe is not None
+    assert {
+        (each.file, each.key, each.value, each.hint) for each in made.outcomes if each.left_out
+    } == {
+        ("0.json", "learning_rat", 1e-3, "did you mean `learning_rate`?"),
+        ("1.json", "zero_optimization.overlap_com", True, "did you mean `overlap_comm`?"),
+        ("1.json", "zero_optimization.new_feature", {"level": 3}, ""),
+    }
+    assert {each.outcome for each in made.outcomes if each.left_out} == {"not translated"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"neftune_noise_alpha": 5}, {"label_smoothing_factor": 0.1}, {"optim_args": "a=1"},
+        {"dataloader_drop_last": True}, {"group_loss": 1, "router_aux_loss_coef": 0.1},
+        {"accelerator_config": {"split_batches": True}}, {"resume_from_checkpoint": "x"},
+        {"lr_scheduler_kwargs": {"num_cycles": 3}}, {"torch_dtype": "bfloat16"},
+    ],
+)  # fmt: skip
+def test_what_changes_the_numbers_is_refused(said: dict[str, Any]) -> None:
+    made = translated({"output_dir": "x", "seed": 1, **said})
+    assert "refused" in {each.outcome for each in made.outcomes}
+
+
+def test_the_defaults_are_those_of_transformers() -> None:
+    from transformers import TrainingArguments
+
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    assert {key: theirs[key] for key in DEFAULTS} == DEFAULTS
+    assert theirs["save_total_limit"] is None  # so all checkpoints are kept
 
 
 def test_a_model_and_data_of_the_scripts(tmp_path: Path) -> None:
@@ -287,9 +316,9 @@ def test_files_that_arguments_name(tmp_path: Path) -> None:
     assert slot(sharded, "wrap") == {"use": "wrap.fsdp", "sharding": "shard_grad_op"}
     off = named(tmp_path, fsdp_config="fsdp.json")
     assert slot(off, "wrap") == {"use": "wrap.ddp"}
-    assert outcome(off, "version").why == "is not read: fsdp is not set"
+    assert outcome(off, "fsdp_config").why == "is not read: fsdp is not set"
     old = named(tmp_path, fsdp="full_shard auto_wrap offload")
-    assert outcome(old, "fsdp").hint == "say it in fsdp_config, and fsdp: true"
+    assert outcome(old, "fsdp").hint == "set fsdp_config, and fsdp: true"
     missing = named(tmp_path, deepspeed="none.json")
     assert missing.recipe is None
     assert left_out(missing) == {"deepspeed": "there is no such file"}
@@ -319,20 +348,31 @@ def contents(table: Table) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=entries)
 
 
+def leaves(content: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the keys whose value is no block, or an empty one."""
+    found: list[str] = []
+    for key, value in content.items():
+        inner = isinstance(value, Mapping) and value
+        found += leaves(value, f"{prefix}{key}.") if inner else [f"{prefix}{key}"]
+    return found
+
+
 @pytest.mark.parametrize("kind", TABLES)
 @settings(
     max_examples=times(quick=60, full=600), phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 @given(data=st.data())
-def test_every_key_has_a_fate(kind: str, data: st.DataObject) -> None:
+def test_every_key_has_an_outcome(kind: str, data: st.DataObject) -> None:
     content = data.draw(contents(TABLES[kind]))
     translator = HuggingFace()
     assume(translator.kind(content) == kind)
     made = translator.translate([ConfigFile(path=Path("c.json"), content=content)], Request())
-    assert sorted(outcome.key for outcome in made.outcomes) == sorted(leaves(content))
+    for leaf in leaves(content):
+        keys = [each.key for each in made.outcomes if f"{leaf}.".startswith(f"{each.key}.")]
+        assert len(keys) == 1, (leaf, keys)
     for each in made.outcomes:
         assert bool(each.to) == (each.outcome == "translated")
-        assert each.to or each.why
+        assert each.to or each.why or each.outcome == "not translated"
     assert (made.recipe is None) == any(each.blocks for each in made.outcomes)
 
 
@@ -417,10 +457,10 @@ def test_rules_and_schedules(said: dict[str, Any], fields: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"optim": "adafactor"}, "'adafactor' is none of those that a recipe has"),
+        ({"optim": "adafactor"}, "'adafactor' is none of the values that a recipe has"),
         (
             {"lr_scheduler_type": "inverse_sqrt"},
-            "without warm-up it begins as behind 10,000 steps",
+            "without warm-up it starts as if 10,000 steps had passed",
         ),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "needs num_decay_steps"),
     ],
