@@ -11,14 +11,14 @@ from typing import Any
 from pipeline.importing.translator import KeyOutcome, Translation
 from pipeline.recipe.dump import inline, render
 
-WIDEST = 44
-"""Characters in the column of keys; longer texts push the next column to the right."""
+WIDTH = 44
+"""Most characters in the column of keys, and of a value in it."""
 
 
 def table(translation: Translation) -> Iterator[str]:
     """Yield a line for each key, for each missing recipe key, and a count of the outcomes."""
     outcomes = translation.outcomes
-    width = min(WIDEST, max((len(_key(each)) for each in outcomes), default=0))
+    width = min(WIDTH, max((len(_key(each)) for each in outcomes), default=0))
     file = None
     for each in outcomes:
         if each.file != file:
@@ -37,11 +37,8 @@ def table(translation: Translation) -> Iterator[str]:
 def as_json(translation: Translation) -> dict[str, Any]:
     """Return the content of the table, and the recipe."""
     names = [field.name for field in fields(KeyOutcome)]
-    return {
-        "recipe": translation.recipe,
-        "missing": dict(translation.missing),
-        "keys": [{name: getattr(each, name) for name in names} for each in translation.outcomes],
-    }
+    keys = [{name: getattr(each, name) for name in names} for each in translation.outcomes]
+    return {"recipe": translation.recipe, "missing": dict(translation.missing), "keys": keys}
 
 
 def recipe_text(translation: Translation) -> str:
@@ -52,7 +49,7 @@ def recipe_text(translation: Translation) -> str:
 
 def _key(outcome: KeyOutcome) -> str:
     value = "{...}" if isinstance(outcome.value, Mapping) else inline(outcome.value)
-    return f"{outcome.key}: {value if len(value) <= WIDEST else value[: WIDEST - 3] + '...'}"
+    return f"{outcome.key}: {value if len(value) <= WIDTH else value[: WIDTH - 3] + '...'}"
 
 
 def _explanation(outcome: KeyOutcome) -> str:

@@ -122,45 +122,39 @@ def _passed_on(key: str, default: Any = None) -> Rule:
     return sets(f"zero.extra.{key}", rules.as_written, off=(default,))
 
 
-def _fields(read: rules.Read, *names: str, block: str = "") -> dict[str, Rule]:
+def _fields(block: str, read: rules.Read, *names: str) -> dict[str, Rule]:
     """Return rules for keys that are called like fields of wrap.zero."""
     return {name: sets(f"zero.{block}{name}", read) for name in names}
 
 
 STAGE_3 = (
-    *("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"),
-    *("prefetch_bucket_size", "sub_group_size"),
-)
+    "max_live_parameters", "max_reuse_distance", "param_persistence_threshold",
+    "prefetch_bucket_size", "sub_group_size",
+)  # fmt: skip
 """Fields of wrap.zero that have an effect at stage 3 only."""
-_stage_3 = _fields(rules.whole, *STAGE_3)
+_stage_3 = _fields("", rules.whole, *STAGE_3)
 ZERO: Table = {
     "stage": sets("zero.stage", zero_stage),
     "offload_optimizer": {
         **offload("offload_optimizer"),
-        **_fields(
-            rules.truth,
-            "fast_init",
-            "pin_memory",
-            "pipeline_read",
-            "pipeline_write",
-            block="offload_optimizer.",
-        ),
-        **_fields(rules.whole, "buffer_count", block="offload_optimizer."),
-        **_fields(rules.number, "ratio", block="offload_optimizer."),
+        **_fields("offload_optimizer.", rules.truth, "fast_init", "pin_memory"),
+        **_fields("offload_optimizer.", rules.truth, "pipeline_read", "pipeline_write"),
+        **_fields("offload_optimizer.", rules.whole, "buffer_count"),
+        **_fields("offload_optimizer.", rules.number, "ratio"),
     },
     "offload_param": {
         **offload("offload_param"),
-        **_fields(rules.truth, "pin_memory", block="offload_param."),
-        **_fields(rules.whole, "buffer_count", "max_in_cpu", block="offload_param."),
-        **_fields(_count, "buffer_size", block="offload_param."),
+        **_fields("offload_param.", rules.truth, "pin_memory"),
+        **_fields("offload_param.", rules.whole, "buffer_count", "max_in_cpu"),
+        **_fields("offload_param.", _count, "buffer_size"),
     },
     "cpu_offload": when_on("zero.offload_optimizer.device", "cpu"),
     "cpu_offload_param": when_on("zero.offload_param.device", "cpu"),
-    **_fields(_count, "reduce_bucket_size", "allgather_bucket_size"),
-    **_fields(rules.truth, "overlap_comm", "contiguous_gradients", "round_robin_gradients"),
+    **_fields("", _count, "reduce_bucket_size", "allgather_bucket_size"),
+    **_fields("", rules.truth, "overlap_comm", "contiguous_gradients", "round_robin_gradients"),
     **_stage_3,
     **{f"stage3_{name}": rule for name, rule in _stage_3.items()},
-    **_fields(_count, "sub_group_size"),
+    **_fields("", _count, "sub_group_size"),
     "zero_hpz_partition_size": _passed_on("zero_optimization.zero_hpz_partition_size", 1),
     "reduce_scatter": _passed_on("zero_optimization.reduce_scatter", True),
     "allgather_partitions": _passed_on("zero_optimization.allgather_partitions", True),
@@ -221,12 +215,11 @@ SCHEDULES = {
     "warmupdecaylr": "linear",
     "warmupcosinelr": "cosine",
 }
-_from_0 = allowed(0)
 SCHEDULER: Table = {
     "type": sets("deepspeed.schedule", rules.choice(SCHEDULES, "use WarmupDecayLR")),
     "params": {
-        "warmup_min_lr": _from_0,
-        "warmup_min_ratio": _from_0,
+        "warmup_min_lr": allowed(0),
+        "warmup_min_ratio": allowed(0),
         "warmup_max_lr": sets("optimizer.lr", rules.number, 5e-5),
         "warmup_num_steps": sets("warmup_steps", rules.whole, 0),
         "warmup_type": allowed("linear", hint="set linear"),
@@ -236,8 +229,8 @@ SCHEDULER: Table = {
     },
 }
 AIO: Table = {
-    **_fields(rules.positive, "block_size", "queue_depth", "intra_op_parallelism", block="aio."),
-    **_fields(rules.truth, "single_submit", "overlap_events", "use_gds", block="aio."),
+    **_fields("aio.", rules.positive, "block_size", "queue_depth", "intra_op_parallelism"),
+    **_fields("aio.", rules.truth, "single_submit", "overlap_events", "use_gds"),
     "thread_count": sets("zero.aio.intra_op_parallelism", rules.positive),
 }
 
@@ -266,10 +259,7 @@ DEEPSPEED: Table = {
     "gradient_predivide_factor": _passed_on("gradient_predivide_factor", 1),
     **{
         key: when_on(f"zero.extra.{key}")
-        for key in (
-            *("comms_logger", "compile", "flops_profiler", "prescale_gradients"),
-            *("tensorboard", "wall_clock_breakdown", "wandb"),
-        )
+        for key in ("comms_logger", "flops_profiler", "prescale_gradients", "wall_clock_breakdown")
     },
 }
 

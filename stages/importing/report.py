@@ -112,7 +112,8 @@ class Report:
         entries = sorted(self.of(fact), key=lambda entry: entry.auto)
         if fact in self.defaults and (not entries or entries[0].auto):
             return self.defaults[fact][0]
-        return entries[0].content if entries else otherwise
+        content = entries[0].content if entries else None
+        return otherwise if content is None else content
 
     def ignore(self, *facts: str, why: str = "has no effect with the other settings") -> None:
         """Forget facts that do not apply here."""

@@ -172,14 +172,13 @@ _length = sets("data.sequence_length", rules.positive)
 _mixture = unsupported("mixtures have another form", "write data.sources, each with its weight")
 _tokenizer = sets("model.tokenizer", rules.text)
 _master = allowed("fp32", "float32", hint="set precision.master: bf16 for bf16 master weights")
-OLDER: Table = {
+SCRIPT: Table = {
+    # names of earlier versions of TrainingArguments
     "warmup_ratio": sets("warmup_ratio", rules.number),
     "evaluation_strategy": TRAINER["eval_strategy"],
     "per_gpu_train_batch_size": TRAINER["per_device_train_batch_size"],
     "no_cuda": TRAINER["use_cpu"],
-}
-"""Names of earlier versions."""
-SCRIPT: Table = {
+    # keys of the example scripts of transformers and TRL
     "model_name_or_path": sets("model", rules.text),
     "model_revision": sets("revision", rules.text),
     **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), _tokenizer),
@@ -220,7 +219,7 @@ SCRIPT: Table = {
     "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
     **dict.fromkeys(("hub_token", "token", "use_auth_token"), _secret),
 }
-"""Keys that the example scripts of transformers and TRL read from the same file."""
+"""Keys that may stand beside TrainingArguments in the same file."""
 
 SFT_KEYS = frozenset(
     {
@@ -235,4 +234,4 @@ SFT_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """Defaults of SFTConfig (TRL 1.16) that differ from those of TrainingArguments."""
 
-TRAINER_ALL: Table = {**TRAINER, **OLDER, **SCRIPT}
+TRAINER_ALL: Table = {**TRAINER, **SCRIPT}

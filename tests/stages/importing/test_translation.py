@@ -240,14 +240,13 @@ def test_an_unknown_key_is_not_translated_and_reported_with_its_place() -> None:
     inner = {"stage": 2, "overlap_com": True, "new_feature": {"level": 3}, "old_feature": None}
     made = translated({"output_dir": "x", "learning_rat": 1e-3}, {"zero_optimization": inner})
     assert made.recipe is not None
-    assert {
-        (each.file, each.key, each.value, each.hint) for each in made.outcomes if each.left_out
-    } == {
+    unknown = [each for each in made.outcomes if each.outcome == "not translated"]
+    assert [(each.file, each.key, each.value, each.hint) for each in unknown] == [
         ("0.json", "learning_rat", 1e-3, "did you mean `learning_rate`?"),
         ("1.json", "zero_optimization.overlap_com", True, "did you mean `overlap_comm`?"),
         ("1.json", "zero_optimization.new_feature", {"level": 3}, ""),
-    }
-    assert {each.outcome for each in made.outcomes if each.left_out} == {"not translated"}
+    ]
+    assert outcome(made, "zero_optimization.old_feature").outcome == "default"
 
 
 @pytest.mark.parametrize(
