@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipeline.importing.translator import Translation
 
 INCOMPLETE = 3
-"""Exit code: the recipe is there, but says less than the files did."""
+"""Exit code: the recipe is written, but lacks some settings of the files."""
 
 
 @click.command("import")
@@ -36,34 +36,32 @@ def import_(
     """Turn other tools' configuration into a recipe.
 
     FILEs are an accelerate config, a DeepSpeed JSON, transformers' TrainingArguments (YAML or
-    JSON), or several of them that belong together. What became of each of their keys is told on
-    stderr. Exit code 3 if one was refused; 2 if there is no recipe without it.
+    JSON), or several of them that belong together. stderr shows the outcome of every key. Exit code
+    3 if the recipe lacks a setting, 2 if no recipe is written.
     """
     from pipeline.errors import UsageError
+    from pipeline.importing import table
     from pipeline.importing.files import read_config
-    from pipeline.importing.table import as_json as told
-    from pipeline.importing.table import recipe_text, table
     from pipeline.importing.translator import Request, choose, installed_translators
 
     if output is not None and output.exists():
-        raise UsageError(f"{output} is there already", hint="give another file")
+        raise UsageError(f"{output} exists already", hint="choose another file")
     read = [read_config(file) for file in files]
     request = Request(model=model, data=data, procs=procs)
     translation = choose(read, installed_translators()).translate(read, request)
     if not as_json:
-        for line in table(translation):
+        for line in table.table(translation):
             click.echo(line, err=True)
     if translation.recipe is not None and output is not None:
-        output.write_text(recipe_text(translation), "utf-8")
+        output.write_text(table.recipe_text(translation), "utf-8")
     if as_json:
-        click.echo(json.dumps(told(translation), indent=1))
+        click.echo(json.dumps(table.as_json(translation), indent=1))
     elif translation.recipe is not None and output is None:
-        click.echo(recipe_text(translation), nl=False)
+        click.echo(table.recipe_text(translation), nl=False)
     sys.exit(_exit_code(translation))
 
 
 def _exit_code(translation: Translation) -> int:
     if translation.recipe is None:
         return 2
-    refused = any(fate.outcome == "refused" for fate in translation.fates)
-    return INCOMPLETE if refused else 0
+    return INCOMPLETE if any(each.left_out for each in translation.outcomes) else 0

@@ -1,28 +1,25 @@
-"""What a translator of another tool's configuration is, and which are installed."""
+"""The contract of a translator of other tools' configuration, and the installed ones."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pipeline.errors import PluginError, UsageError
-from pipeline.plan.registry import installed_entries
+from pipeline.errors import UsageError
+from pipeline.plan.registry import Plugins
 from pipeline.recipe.nodes import KeyPath
 
-GROUP = "pipe.imports"
-
-Outcome = Literal["translated", "default", "refused"]
-"""translated: the recipe says it. default: it is so without being said, or means nothing here.
-refused: the recipe does not do it."""
+Outcome = Literal["translated", "default", "not translated", "refused"]
+"""translated: the recipe holds the setting. default: it needs no place in the recipe.
+not translated: recipes have no place for it. refused: without it, the training would differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """One file: where it is and what it says."""
+    """A configuration file and its content."""
 
     path: Path
     content: Mapping[str, Any]
@@ -30,96 +27,100 @@ class ConfigFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the person says of what the files may not know."""
+    """The user's options, which supplement the files."""
 
     model: str | None = None
     data: Sequence[str] = ()
     procs: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class KeyOutcome:
-    """What became of one key of one file."""
+    """The outcome of one key of one file."""
 
-    file: str
-    key: str
-    """With those of the blocks around it, joined by dots."""
-    value: Any
+    file: str = ""
+    key: str = ""
+    """Dotted, with the keys of the blocks around it."""
+    value: Any = None
     outcome: Outcome
-    to: Mapping[str, Any] = field(default_factory=dict)
-    """Recipe key -> the value that it got."""
+    to: dict[str, Any] = field(default_factory=dict)
+    """Recipe key -> value that follows from this key."""
     why: str = ""
     hint: str = ""
-    """What to do about it."""
     blocks: bool = False
-    """Whether there is no recipe that does without it."""
+    """Whether no recipe is written because of it."""
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the recipe lacks the setting."""
+        return self.outcome in ("not translated", "refused")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """A recipe, and the account of how it came about."""
+    """A recipe, and the outcome of every key that it was made from."""
 
     recipe: Mapping[str, Any] | None
-    """None if a key was refused that no recipe does without."""
+    """None if an outcome blocks it."""
     notes: Mapping[KeyPath, str]
     """Path of a value in the recipe -> comment behind it."""
     missing: Mapping[str, str]
-    """Recipe keys that the person has to fill in -> what belongs there."""
-    fates: Sequence[KeyOutcome]
+    """Recipe keys that the user has to fill in -> description of the value."""
+    outcomes: Sequence[KeyOutcome]
     """One for every key of every file, in their order."""
 
 
 class Translator(ABC):
-    """Knows the configuration files of one family of tools, which together say one training.
-    Nothing in a file is ever executed or unpickled."""
+    """Translator of the configuration files of one family of tools, which together describe one
+    training. Nothing in a file is ever executed or unpickled."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        """What kind of file has such keys, for people; None if this translator knows it not."""
+        """Return the kind of file that has these keys, in words; None if it is not supported."""
 
-    def foreign(self, content: Mapping[str, Any]) -> str | None:
-        """Whose file it is, for one that is known to be none of this translator's."""
+    def other_tool(self, content: Mapping[str, Any]) -> str | None:
+        """Return the name of the unsupported tool whose file this is, if the keys show it."""
         return None
 
     @abstractmethod
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        """The recipe of all files together. Raises UsageError for files that do not belong
+        """Return the recipe of all files together. Raises UsageError for files that do not belong
         together."""
 
 
+class Translators(Plugins[type[Translator]]):
+    """Translator classes by name."""
+
+    group = "pipe.imports"
+    noun = "translator"
+
+    def fault(self, loaded: Any) -> str:
+        """The first thing that a class lacks to be a translator."""
+        derived = isinstance(loaded, type) and issubclass(loaded, Translator)
+        return "" if derived else "is not a Translator"
+
+
 def installed_translators() -> list[Translator]:
-    """What the installed packages register. Raises PluginError for one that cannot be loaded."""
-    return [_load(entry.name, entry.value, str(entry)) for entry in installed_entries(GROUP)]
+    """Return the installed packages' translators. Raises PluginError if one cannot be loaded."""
+    found = Translators.installed()
+    return [found.load(name)() for name in found.names()]
 
 
 def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Translator:
-    """The translator that knows all the files. Raises UsageError when there is none."""
+    """Return the translator that supports all the files. Raises UsageError if none does."""
     for translator in translators:
         if all(translator.kind(file.content) for file in files):
             return translator
     for file in files:
         if not any(translator.kind(file.content) for translator in translators):
-            told = (translator.foreign(file.content) for translator in translators)
-            tool = next((name for name in told if name is not None), None)
-            known = f"is a file of {tool}, which cannot be imported"
+            tools = (translator.other_tool(file.content) for translator in translators)
+            tool = next(filter(None, tools), None)
+            belongs = f"is a file of {tool}, which cannot be imported"
             unknown = "its keys are those of no configuration that can be imported"
             raise UsageError(
-                f"{file.path}: {known if tool else unknown}",
+                f"{file.path}: {belongs if tool else unknown}",
                 hint="an accelerate config, a DeepSpeed JSON, or transformers' TrainingArguments",
             )
     raise UsageError("these files belong to different tools", hint="import them one by one")
-
-
-def _load(name: str, value: str, owner: str) -> Translator:
-    try:
-        kind = importlib.metadata.EntryPoint(name, value, GROUP).load()
-    except Exception as error:
-        raise PluginError(
-            f"translator `{name}` of {owner} cannot be loaded: {type(error).__name__}: {error}",
-            hint="repair or uninstall that package",
-        ) from error
-    if not (isinstance(kind, type) and issubclass(kind, Translator)):
-        raise PluginError(f"translator `{name}` of {owner} ({value}) is no Translator")
-    return kind()

@@ -1,149 +1,132 @@
-"""Rules: what is to become of a key, given its value.
+"""Rules that translate one key of a configuration file, given its value.
 
-A table maps the keys of a file or block to rules, or to tables for blocks within. A rule looks at
-one value and gives a verdict. What a key says of the training is a *fact* (`lr`, `zero.stage`),
-which `compose.py` puts into the recipe once all files have been read.
+A table maps keys to rules, or to tables for nested blocks. A value that matters becomes a *fact*.
+A fact is named like the recipe key that takes it (`optimizer.lr`, `zero.stage` for `wrap.stage`),
+or has a short name where `recipe.py` and `training.py` work out what the recipe says.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
-from pipeline.importing.translator import Outcome
+from pipeline.importing.translator import KeyOutcome
 from pipeline.utils.text import closest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a rule says of a value."""
+@dataclass(kw_only=True)
+class RuleResult(KeyOutcome):
+    """The outcome of a key, and the fact that it gives."""
 
-    outcome: Outcome
     fact: str = ""
-    """With `translated`: what the value is a fact of."""
-    value: Any = None
-    why: str = ""
-    hint: str = ""
-    blocks: bool = False
+    """Name of the fact; empty unless the outcome is `translated`."""
+    content: Any = None
+    """Value of the fact."""
+    auto: bool = False
+    """Whether the value is `auto`. Another file then gives the fact, else `content` holds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Auto:
-    """The value `auto`: what another file says, else the default that transformers has."""
-
-    default: Any
-
-
-Rule: TypeAlias = Callable[[Any], Verdict]
+Rule: TypeAlias = Callable[[Any], RuleResult]
 Table: TypeAlias = Mapping[str, Union[Rule, "Table"]]
 Read: TypeAlias = Callable[[Any], Any]
 
-UNSET = "is not set"
-
 
 class WrongValueError(Exception):
-    """A value that its key cannot have, or that a recipe cannot say; `hint` is what to do."""
+    """A value that its key cannot have, or that no recipe expresses; `hint` says what to do."""
 
-    def __init__(self, message: str, hint: str = "", *, blocks: bool = False) -> None:
-        super().__init__(message)
-        self.hint = hint
-        self.blocks = blocks
+    def __init__(self, why: str, hint: str = "", *, blocks: bool = False) -> None:
+        super().__init__(why)
+        self.result = refused(why, hint, blocks=blocks)
 
 
-def judge(rule: Rule, value: Any) -> Verdict:
-    """The rule's verdict; a refusal for a value that the rule cannot understand."""
+def apply(rule: Rule, value: Any) -> RuleResult:
+    """Return the rule's result; `refused` for a value that the rule cannot read."""
     try:
         return rule(value)
     except WrongValueError as error:
-        return _refusal(str(error), error.hint, blocks=error.blocks)
+        return error.result
 
 
-def says(fact: str, read: Read, why: str = "") -> Rule:
-    """The value, as `read` understands it, is a fact. null says nothing."""
-
-    def rule(value: Any) -> Verdict:
-        if value is None:
-            return Verdict(outcome="default", why=UNSET)
-        return Verdict(outcome="translated", fact=fact, value=read(value), why=why)
-
-    return rule
+def unset() -> RuleResult:
+    """Return the result of a value that gives nothing."""
+    return RuleResult(outcome="default", why="is not set, or off")
 
 
-def unless(absent: tuple[Any, ...], rule: Rule, why: str = UNSET) -> Rule:
-    """`rule`, except for values that say nothing."""
-
-    def checked(value: Any) -> Verdict:
-        if _among(value, absent):
-            return Verdict(outcome="default", why=why)
-        return rule(value)
-
-    return checked
+def translated(fact: str, content: Any, *, auto: bool = False) -> RuleResult:
+    """Return a result that gives a fact."""
+    return RuleResult(outcome="translated", fact=fact, content=content, auto=auto)
 
 
-def auto(fact: str, default: Any, read: Read, why: str = "") -> Rule:
-    """As `says`, but the value may be `auto`."""
-    plain = says(fact, read, why)
+def refused(why: str, hint: str = "", *, blocks: bool = False) -> RuleResult:
+    """Return a refusal."""
+    return RuleResult(outcome="refused", why=why, hint=hint, blocks=blocks)
 
-    def rule(value: Any) -> Verdict:
-        if value == "auto":
-            return Verdict(outcome="translated", fact=fact, value=Auto(default=default), why=why)
-        return plain(value)
+
+def sets(fact: str, read: Read, auto: Any = None, *, off: tuple[Any, ...] = ()) -> Rule:
+    """Return a rule that gives the fact, read by `read`. Null and the values in `off` give none;
+    `auto` is the meaning of the value `auto` where no other file gives the fact."""
+
+    def rule(value: Any) -> RuleResult:
+        if value is None or _among(value, off):
+            return unset()
+        automatic = value == "auto"
+        return translated(fact, auto if automatic else read(value), auto=automatic)
 
     return rule
 
 
-def covered(why: str) -> Rule:
-    """Whatever the value: it is so anyway, or means nothing to a recipe."""
-    return lambda value: Verdict(outcome="default", why=why)
+def when_on(fact: str, then: Any = None) -> Rule:
+    """Return a rule for a switch. If it is on, the fact is `then`, or the value itself."""
+
+    def rule(value: Any) -> RuleResult:
+        on = not is_off(value)
+        if on and then is not None and not isinstance(value, Mapping):
+            on = truth(value)
+        return translated(fact, value if then is None else then) if on else unset()
+
+    return rule
 
 
-def only(*values: Any, why: str, otherwise: str, hint: str = "", blocks: bool = False) -> Rule:
-    """These values (and null) are what happens anyway; others are refused."""
+def allowed(*values: Any, hint: str = "", blocks: bool = False) -> Rule:
+    """Return a rule that accepts null, `auto` and `values`, and refuses every other value."""
 
-    def rule(value: Any) -> Verdict:
+    def rule(value: Any) -> RuleResult:
         if value is None or value == "auto" or _among(value, values):
-            return Verdict(outcome="default", why=why)
-        return _refusal(otherwise, hint, blocks=blocks)
+            return RuleResult(outcome="default", why="is so in every recipe")
+        return refused(f"is always {values[0]} in a recipe", hint, blocks=blocks)
 
     return rule
 
 
-def never(why: str, hint: str = "", *, blocks: bool = False) -> Rule:
-    """Refused, unless it is empty or switched off."""
-    off: tuple[Any, ...] = (False, "", {}, [], "no", "none")
-    return only(*off, why=f"{UNSET}, or off", otherwise=why, hint=hint, blocks=blocks)
+def unsupported(why: str, hint: str = "", *, blocks: bool = False) -> Rule:
+    """Return a rule that refuses every value but those that switch the setting off."""
+    return lambda value: unset() if is_off(value) else refused(why, hint, blocks=blocks)
 
 
-def switched(fact: str, why: str = "") -> Rule:
-    """A block of settings that goes into the recipe whole if it is on."""
-
-    def rule(value: Any) -> Verdict:
-        if not value or (isinstance(value, Mapping) and value.get("enabled") is False):
-            return Verdict(outcome="default", why="is off")
-        return Verdict(outcome="translated", fact=fact, value=value, why=why)
-
-    return rule
+def is_off(value: Any) -> bool:
+    """Return whether a value is empty, or switches its setting off."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return not value or str(value).lower() in ("no", "none", "false")
 
 
 def _among(value: Any, values: tuple[Any, ...]) -> bool:
-    """Equal to one of them; 0 and false are different values, upper and lower case are not."""
-    text = value.lower() if isinstance(value, str) else value
-    return any(type(text) is type(each) and text == each for each in values)
+    """Whether value equals one of them; 0 differs from false, upper case equals lower case."""
+    found = value.lower() if isinstance(value, str) else value
+    return any(isinstance(found, bool) == isinstance(v, bool) and found == v for v in values)
 
 
-def _refusal(why: str, hint: str, *, blocks: bool) -> Verdict:
-    return Verdict(outcome="refused", why=why, hint=hint, blocks=blocks)
-
-
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+def as_written(value: Any) -> Any:
+    """Return the value."""
+    return value
 
 
 def number(value: Any) -> float:
-    """A finite number, or text that is one."""
+    """Return a finite number, also one written as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise WrongValueError(f"must be a number, not {value!r}")
     try:
@@ -156,7 +139,7 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """A whole number, also one written as 2e8."""
+    """Return a whole number, also one written as 2e8."""
     found = number(value)
     if found != int(found):
         raise WrongValueError(f"must be a whole number, not {value!r}")
@@ -164,7 +147,7 @@ def whole(value: Any) -> int:
 
 
 def positive(value: Any) -> int:
-    """A whole number of at least 1."""
+    """Return a whole number of at least 1."""
     found = whole(value)
     if found < 1:
         raise WrongValueError(f"must be at least 1, not {value!r}")
@@ -172,68 +155,52 @@ def positive(value: Any) -> int:
 
 
 def truth(value: Any) -> bool:
-    """A boolean, or text that is one."""
-    if isinstance(value, bool):
-        return value
-    found = _WORDS.get(str(value).lower())
-    if found is None:
+    """Return a boolean, also one written as text or as 0 or 1."""
+    word = str(value).lower()
+    if word not in ("true", "yes", "1", "false", "no", "0"):
         raise WrongValueError(f"must be true or false, not {value!r}")
-    return found
+    return word in ("true", "yes", "1")
 
 
 def text(value: Any) -> str:
-    """Text that is not empty."""
+    """Return text that is not empty."""
     if not isinstance(value, str) or not value:
         raise WrongValueError(f"must be text, not {value!r}")
     return value
 
 
 def path(value: Any) -> str:
-    """A path; relative ones are relative to where the tools are started, which is here."""
+    """Return an absolute path. Relative ones start in the current folder, as in the tools."""
     found = text(value)
     return found if "://" in found else str(Path(found).expanduser().absolute())
 
 
-def pair(value: Any) -> list[float]:
-    """Two numbers."""
-    if not isinstance(value, list) or len(value) != 2:
-        raise WrongValueError(f"must be two numbers, not {value!r}")
-    return [number(each) for each in value]
-
-
 def names(value: Any) -> list[str]:
-    """A list of names, or text with commas between them."""
+    """Return a list of names, also one written as text with commas."""
     found = value.split(",") if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise WrongValueError(f"must be names, not {value!r}")
     return [each.strip() for each in found if each.strip()]
 
 
-def as_written(value: Any) -> Any:
-    """Whatever it is."""
-    return value
-
-
-def choice(known: Mapping[str, Any], hint: str = "", *, blocks: bool = False) -> Read:
-    """One of the known texts, in whatever case."""
+def choice(known: Collection[str], hint: str = "", *, blocks: bool = False) -> Read:
+    """Return a reader of the known texts, in upper or lower case. With a mapping, it returns their
+    values."""
 
     def read(value: Any) -> Any:
         key = str(value).lower()
         if key in known:
-            return known[key]
+            return known[key] if isinstance(known, Mapping) else key
         similar = closest(key, known)
         advice = hint or (f"did you mean `{similar}`?" if similar else "")
-        raise WrongValueError(
-            f"{value!r} is none of those that a recipe has: {', '.join(known)}",
-            advice,
-            blocks=blocks,
-        )
+        message = f"{value!r} is none of the values that a recipe has: {', '.join(known)}"
+        raise WrongValueError(message, advice, blocks=blocks)
 
     return read
 
 
 def recipe_name(value: Any) -> str:
-    """What a run can be called, made of any text."""
+    """Return a valid recipe name made of any text."""
     found = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text(value)).name).strip("-.")
     if not found:
         raise WrongValueError(f"no name can be made of {value!r}")

@@ -1,22 +1,20 @@
-"""The fields of transformers' TrainingArguments that say something of a training."""
+"""The fields of transformers' TrainingArguments, and the keys that scripts keep beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.accelerate import FSDP_PREFIXED, device
+from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, max_norm
 from stages.importing.rules import (
-    Rule,
+    RuleResult,
     Table,
-    Verdict,
     WrongValueError,
-    covered,
-    never,
-    only,
-    says,
-    switched,
-    unless,
+    allowed,
+    sets,
+    unsupported,
+    when_on,
 )
 
 SCHEDULES = {
@@ -29,35 +27,138 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
     "warmup_stable_decay": "wsd",
 }
-"""`flat` is constant from the first step on, whatever the warm-up says."""
-_EIGHT_BITS = {"use": "optimizer.adamw", "moments": "8bit"}
-_LION = {"use": "optimizer.lion"}
+"""`flat` is constant from the first step, even with warm-up steps."""
+_EIGHT_BITS = ("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 OPTIMIZERS: dict[str, dict[str, str]] = {
     "adamw_torch": {"use": "optimizer.adamw", "kernel": "foreach"},
     "adamw_torch_fused": {"use": "optimizer.adamw", "kernel": "fused"},
     "adamw_torch_4bit": {"use": "optimizer.adamw", "moments": "4bit"},
-    "adamw_torch_8bit": _EIGHT_BITS,
-    "adamw_8bit": _EIGHT_BITS,
-    "adamw_bnb_8bit": _EIGHT_BITS,
-    "paged_adamw_8bit": _EIGHT_BITS,
+    **{name: {"use": "optimizer.adamw", "moments": "8bit"} for name in _EIGHT_BITS},
     "paged_adamw_32bit": {"use": "optimizer.adamw"},
-    "lion_32bit": _LION,
-    "paged_lion_32bit": _LION,
+    "lion_32bit": {"use": "optimizer.lion"},
+    "paged_lion_32bit": {"use": "optimizer.lion"},
 }
 """Fields of the optimizer slot."""
-_PAGED = (
-    "is not paged: wrap.zero's offload_optimizer and wrap.fsdp's cpu_offload keep it on the host"
-)
-_OPTIMIZERS = "choose another optimizer stage (`pipe stages`)"
-_SCHEDULES = "use linear, cosine or constant_with_warmup"
-STEPS = {"no": "no", "steps": "steps", "epoch": "epoch"}
+_ORDERS = {"random": True, "sequential": False}
+DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
 
-DEFAULTS: dict[str, Any] = {
-    "per_device": 8,
-    "accumulation": 1,
-    "epochs": 3.0,
-    "lr": 5e-5,
-    "schedule": "linear",
+
+def _warmup(value: Any) -> RuleResult:
+    steps = rules.number(value)
+    if 0 < steps < 1:
+        return rules.translated("warmup_ratio", steps)
+    return sets("warmup_steps", rules.whole)(value)
+
+
+def _steps(value: Any) -> int:
+    if 0 < rules.number(value) < 1:
+        raise WrongValueError("is a fraction of the training", "give a number of steps")
+    return rules.positive(value)
+
+
+def _targets(value: Any) -> list[str] | str:
+    found = rules.names(value)
+    return "all-linear" if found == ["all-linear"] else found
+
+
+def _secret(value: Any) -> RuleResult:
+    if rules.is_off(value) or value == "<HUB_TOKEN>":  # written by to_json_string
+        return rules.unset()
+    return rules.refused("secrets do not belong in a recipe", "set HF_TOKEN")
+
+
+def _fsdp(value: Any) -> str:
+    """Read `fsdp: true`, or the older `full_shard auto_wrap`."""
+    words = value if isinstance(value, list) else str(value).lower().split()
+    if value is not True and {*words} - {"full_shard", "auto_wrap"}:
+        raise WrongValueError(f"{value!r} is an old form", "set fsdp_config, and fsdp: true")
+    return "wrap.fsdp"
+
+
+_CHOOSE = "choose another optimizer stage (`pipe stages`)"
+_recompute = when_on("model.activation_checkpointing", {})
+_steps_only = ("no", "steps")
+_final_lr = sets("final_lr", rules.number)
+
+TRAINER: Table = {
+    "output_dir": sets("output_name", rules.recipe_name),
+    "run_name": sets("name", rules.recipe_name),
+    "per_device_train_batch_size": sets("train.micro_batch_size", rules.positive),
+    "gradient_accumulation_steps": sets("accumulation", rules.positive),
+    "num_train_epochs": sets("train.epochs", rules.number),
+    "max_steps": sets("train.steps", rules.positive, off=(-1, 0)),
+    "learning_rate": sets("optimizer.lr", rules.number),
+    "lr_scheduler_type": sets("schedule", rules.choice(SCHEDULES, "use linear or cosine")),
+    "lr_scheduler_kwargs": {
+        "min_lr_rate": sets("optimizer.final_lr_ratio", rules.number),
+        "min_lr": _final_lr,
+        "lr_end": _final_lr,
+        "power": sets("optimizer.power", rules.number),
+        "num_decay_steps": sets("optimizer.decay_steps", rules.positive),
+        "decay_type": sets("optimizer.decay_shape", rules.choice(DECAYS)),
+        "warmup_type": allowed("linear"),
+        "min_lr_ratio": sets("wsd.final_lr_ratio", rules.number),
+        "num_cycles": allowed(0.5),
+    },
+    "warmup_steps": _warmup,
+    "adafactor": unsupported("is not available", _CHOOSE),
+    "optim": sets("optim", rules.choice(OPTIMIZERS, _CHOOSE)),
+    "weight_decay": sets("optimizer.weight_decay", rules.number),
+    "adam_beta1": sets("beta1", rules.number),
+    "adam_beta2": sets("beta2", rules.number),
+    "adam_epsilon": sets("optimizer.eps", rules.number),
+    "max_grad_norm": sets("optimizer.max_grad_norm", max_norm),
+    "average_tokens_across_devices": allowed(True),
+    "label_smoothing_factor": allowed(0),
+    "bf16": when_on("precision.compute", "bf16"),
+    "fp16": when_on("precision.compute", "fp16"),
+    "use_cpu": when_on("launch.device", "cpu"),
+    "seed": sets("seed", rules.whole),
+    "data_seed": sets("data_seed", rules.whole),
+    "activation_checkpointing": _recompute,
+    "gradient_checkpointing": _recompute,
+    "torch_compile": when_on("model.compile", {}),
+    "torch_compile_backend": sets("model.compile.backend", rules.text),
+    "torch_compile_mode": sets("model.compile.mode", rules.text),
+    "use_liger_kernel": when_on("model.kernels", "liger"),
+    "logging_steps": sets("train.log_every", _steps),
+    "eval_strategy": sets("eval_strategy", rules.choice(_steps_only, "set train.eval_every")),
+    "eval_steps": sets("eval_steps", _steps),
+    "save_strategy": sets("save_strategy", rules.choice(_steps_only, "set checkpoint.every")),
+    "save_steps": sets("save_steps", _steps),
+    "save_total_limit": sets("checkpoint.keep", rules.positive),
+    "load_best_model_at_end": when_on("checkpoint.keep_best", 1),
+    "metric_for_best_model": allowed("loss", "eval_loss"),
+    "greater_is_better": allowed(False),
+    "dataloader_num_workers": sets("train.workers", rules.whole),
+    "dataloader_drop_last": allowed(False),
+    "train_sampling_strategy": sets("train.shuffle", rules.choice(_ORDERS, "use random")),
+    "ddp_bucket_cap_mb": sets("ddp.bucket_cap_mb", rules.positive),
+    "ddp_find_unused_parameters": sets("ddp.find_unused_parameters", rules.truth),
+    "ddp_static_graph": sets("ddp.static_graph", rules.truth),
+    "fsdp": sets("strategy", _fsdp, off=(False, "", [])),
+    "fsdp_config": FSDP_PREFIXED,
+    "deepspeed": DEEPSPEED,
+    "accelerator_config": {
+        "split_batches": allowed(False),
+        "gradient_accumulation_kwargs": {"num_steps": sets("accumulation", rules.positive)},
+    },
+    "resume_from_checkpoint": unsupported(
+        "a new run starts from the model",
+        "pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW",
+    ),
+    "push_to_hub": when_on("publish", True),
+    "hub_model_id": sets("publish.repo", rules.text),
+    "hub_private_repo": sets("publish.private", rules.truth),
+    "hub_revision": sets("publish.revision", rules.text),
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
     "weight_decay": 0.0,
     "max_grad_norm": 1.0,
     "seed": 42,
@@ -65,139 +166,72 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
     "eval_strategy": "no",
 }
-"""Facts that hold where a file of TrainingArguments says nothing, and would not hold here."""
+"""Defaults of TrainingArguments that differ from the recipe's."""
 
-
-def _flag(fact: str, true: Any, why: str) -> Rule:
-    """A flag that says something only when it is set."""
-
-    def rule(value: Any) -> Verdict:
-        if value is None or not rules.truth(value):
-            return Verdict(outcome="default", why=why)
-        return Verdict(outcome="translated", fact=fact, value=true)
-
-    return rule
-
-
-def _warmup(value: Any) -> Verdict:
-    steps = rules.number(value)
-    if 0 < steps < 1:
-        return Verdict(outcome="translated", fact="warmup_ratio", value=steps)
-    return says("warmup_steps", rules.whole)(value)
-
-
-def _optim(value: Any) -> Verdict:
-    paged = str(value).lower().startswith("paged")
-    return says("optim", rules.choice(OPTIMIZERS, _OPTIMIZERS), _PAGED if paged else "")(value)
-
-
-def _every(fact: str) -> Rule:
-    def steps(value: Any) -> int:
-        found = rules.number(value)
-        if 0 < found < 1:
-            raise WrongValueError("a fraction of the training", "give a number of steps")
-        return rules.positive(value)
-
-    return says(fact, steps)
-
-
-def _fsdp(value: Any) -> str:
-    """`fsdp: true`, or the older `full_shard auto_wrap offload`."""
-    if value is True:
-        return "wrap.fsdp"
-    words = value if isinstance(value, list) else str(value).lower().split()
-    unknown = {*words} - {"full_shard", "auto_wrap"}
-    if unknown:
-        raise WrongValueError(
-            f"{value!r} is an old way to say it", "say it in fsdp_config, and fsdp: true"
-        )
-    return "wrap.fsdp"
-
-
-_recompute = switched("recompute")
-_of_recompute = covered("belongs to activation_checkpointing")
-
-TRAINER: Table = {
-    "output_dir": says("output_name", rules.recipe_name, "runs are made below runs/ (--runs)"),
-    "run_name": says("name", rules.recipe_name),
-    "per_device_train_batch_size": says("per_device", rules.positive),
-    "gradient_accumulation_steps": says("accumulation", rules.positive),
-    "num_train_epochs": says("epochs", rules.number),
-    "max_steps": unless((-1, 0), says("steps", rules.positive), "epochs count"),
-    "learning_rate": says("lr", rules.number),
-    "lr_scheduler_type": says("schedule", rules.choice(SCHEDULES, _SCHEDULES)),
-    "lr_scheduler_kwargs": {
-        "min_lr_rate": says("final_lr_ratio", rules.number),
-        "min_lr": says("final_lr", rules.number),
-        "lr_end": says("final_lr", rules.number),
-        "power": says("power", rules.number),
-        "num_decay_steps": says("decay_steps", rules.positive),
-        "num_stable_steps": never(
-            "the rate falls in the last steps of the training", "leave it out"
-        ),
-        "decay_type": says(
-            "decay_shape", rules.choice({"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"})
-        ),
-        "warmup_type": only("linear", why="is so", otherwise="warm-up is linear"),
-        "min_lr_ratio": says("wsd.final_lr_ratio", rules.number),
-        "num_cycles": only(0.5, why="is half a cosine", otherwise="a schedule is half a cosine"),
-    },
-    "warmup_steps": _warmup,
-    "optim": _optim,
-    "optim_args": never("the optimizer slot has its own fields"),
-    "optim_target_modules": never("one rule updates all parameters", _OPTIMIZERS),
-    "weight_decay": says("weight_decay", rules.number),
-    "adam_beta1": says("beta1", rules.number),
-    "adam_beta2": says("beta2", rules.number),
-    "adam_epsilon": says("eps", rules.number),
-    "max_grad_norm": says("max_grad_norm", rules.number),
-    "average_tokens_across_devices": only(
-        True, why="is always so", otherwise="the loss is always a mean over the tokens of all ranks"
+_length = sets("data.sequence_length", rules.positive)
+_mixture = unsupported("mixtures have another form", "write data.sources, each with its weight")
+_tokenizer = sets("model.tokenizer", rules.text)
+_master = allowed("fp32", "float32", hint="set precision.master: bf16 for bf16 master weights")
+SCRIPT: Table = {
+    # names of earlier versions of TrainingArguments
+    "warmup_ratio": sets("warmup_ratio", rules.number),
+    "evaluation_strategy": TRAINER["eval_strategy"],
+    "per_gpu_train_batch_size": TRAINER["per_device_train_batch_size"],
+    "no_cuda": TRAINER["use_cpu"],
+    # keys of the example scripts of transformers and TRL
+    "model_name_or_path": sets("model", rules.text),
+    "model_revision": sets("revision", rules.text),
+    **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), _tokenizer),
+    "attn_implementation": sets("model.attention", rules.text),
+    "trust_remote_code": sets("model.trust_remote_code", rules.truth),
+    **dict.fromkeys(("torch_dtype", "dtype"), _master),
+    "train_file": sets("data", rules.path),
+    "validation_file": sets("data.heldout_files", lambda value: [rules.path(value)]),
+    "validation_split_percentage": sets(
+        "data.heldout_fraction", lambda value: min(rules.number(value) / 100, 0.5)
     ),
-    "label_smoothing_factor": only(0, 0.0, why="is off", otherwise="labels are not smoothed"),
-    "bf16": _flag("compute", "bf16", "is off"),
-    "fp16": _flag("compute", "fp16", "is off"),
-    "use_cpu": says("device", device),
-    "seed": says("seed", rules.whole),
-    "data_seed": says("data_seed", rules.whole),
-    "activation_checkpointing": _recompute,
-    "activation_checkpointing_kwargs": _of_recompute,
-    "gradient_checkpointing": _recompute,
-    "gradient_checkpointing_kwargs": _of_recompute,
-    "logging_steps": _every("log_every"),
-    "eval_strategy": says("eval_strategy", rules.choice(STEPS)),
-    "eval_steps": _every("eval_steps"),
-    "save_strategy": says("save_strategy", rules.choice({**STEPS, "best": "best"})),
-    "save_steps": _every("save_steps"),
-    "save_total_limit": says("keep", rules.positive),
-    "load_best_model_at_end": _flag("keep_best", 1, "the newest weights are exported"),
-    "metric_for_best_model": only(
-        *("loss", "eval_loss"),
-        why="is the held-out loss",
-        otherwise="the best is the lowest eval_loss",
+    **dict.fromkeys(("block_size", "max_seq_length", "max_length", "model_max_length"), _length),
+    "dataset_name": sets("dataset", rules.text),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), sets("dataset.config", rules.text)),
+    "dataset_train_split": sets("dataset.split", rules.text),
+    "dataset_test_split": sets("dataset.heldout", rules.text),
+    **dict.fromkeys(("dataset_mixture", "dataset_mixer", "dataset_splits"), _mixture),
+    "dataset_text_field": allowed("text", hint="rename the column"),
+    "packing": when_on("data.packing", True),
+    "packing_strategy": allowed("bfd"),
+    "truncation_mode": allowed("keep_start"),
+    "assistant_only_loss": sets("loss.assistant", rules.truth),
+    "completion_only_loss": sets("loss.completion", rules.truth),
+    "loss_type": allowed("nll", "chunked_nll", blocks=True),
+    "use_peft": sets("adapter", rules.truth),
+    "lora_r": sets("adapter.rank", rules.positive),
+    "lora_alpha": sets("adapter.alpha", rules.number),
+    "lora_dropout": sets("adapter.dropout", rules.number),
+    "lora_target_modules": sets("adapter.targets", _targets),
+    "lora_modules_to_save": sets(
+        "adapter.train_also", lambda value: [f"*{name}.*" for name in rules.names(value)]
     ),
-    "greater_is_better": only(False, why="is so", otherwise="the best is the lowest eval_loss"),
-    "dataloader_num_workers": says("workers", rules.whole),
-    "dataloader_drop_last": only(
-        False, why="is off", otherwise="every sample is trained on", hint="leave it out"
-    ),
-    "train_sampling_strategy": says(
-        "shuffle", rules.choice({"random": True, "sequential": False}, "use random")
-    ),
-    "ddp_bucket_cap_mb": says("ddp.bucket_cap_mb", rules.positive),
-    "ddp_find_unused_parameters": says("ddp.find_unused_parameters", rules.truth),
-    "ddp_static_graph": says("ddp.static_graph", rules.truth),
-    "fsdp": unless((False, "", []), says("strategy", _fsdp)),
-    "fsdp_config": FSDP_PREFIXED,
-    "deepspeed": unless(("",), covered("is read as a file of its own")),
-    "parallelism_config": never(
-        "a model is cut over data-parallel ranks only", "use fsdp", blocks=True
-    ),
-    "push_to_hub": _flag("publish", True, "nothing is published"),
-    "hub_model_id": says("publish.repo", rules.text),
-    "hub_private_repo": says("publish.private", rules.truth),
-    "hub_revision": says("publish.revision", rules.text),
-    "hub_token": unless(
-        ("<hub_token>",), never("secrets do not belong into a recipe", "set HF_TOKEN")
-    ),
+    "lora_task_type": allowed("causal_lm", blocks=True),
+    "use_rslora": when_on("adapter.scaling", "rslora"),
+    "use_dora": when_on("adapter.dora", True),
+    "load_in_4bit": when_on("quantize", True),
+    "load_in_8bit": unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
+    "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
+    **dict.fromkeys(("hub_token", "token", "use_auth_token"), _secret),
 }
+"""Keys that may stand beside TrainingArguments in the same file."""
+
+SFT_KEYS = frozenset(
+    {
+        "activation_offloading", "assistant_only_loss", "chat_template_path",
+        "completion_only_loss", "dataset_text_field", "eval_packing", "packing",
+        "packing_strategy", "padding_free", "shuffle_dataset",
+    }
+)  # fmt: skip
+"""Keys that only TRL's SFTConfig has."""
+SFT_DEFAULTS: Mapping[str, Any] = {
+    "learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True, "logging_steps": 10,
+}  # fmt: skip
+"""Defaults of SFTConfig (TRL 1.16) that differ from those of TrainingArguments."""
+
+TRAINER_ALL: Table = {**TRAINER, **SCRIPT}

@@ -1,37 +1,53 @@
-"""accelerate's, DeepSpeed's and transformers' files, which together say one training."""
+"""accelerate's, DeepSpeed's and transformers' files, which together describe one training."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.importing.files import read_config
 from pipeline.importing.translator import ConfigFile, Request, Translation, Translator
-from stages.importing.accelerate import ACCELERATE_ALL, FSDP_PREFIXED
-from stages.importing.account import Account, tool
-from stages.importing.deepspeed import DEEPSPEED, assume_engine
-from stages.importing.recipe import compose, recipe
-from stages.importing.rules import Table, Verdict
-from stages.importing.trainer import DEFAULTS
-from stages.importing.trainer_other import SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
+from stages.importing.engines import ACCELERATE, DEEPSPEED, FSDP_PREFIXED, set_defaults
+from stages.importing.recipe import compose
+from stages.importing.report import DIFFERENT, HARMLESS, Report
+from stages.importing.rules import RuleResult, Table, refused
+from stages.importing.trainer import DEFAULTS, SFT_DEFAULTS, SFT_KEYS, TRAINER, TRAINER_ALL
 
+NAMED_FILE = "deepspeed_config_file"
 ACCELERATE_KIND = "accelerate config"
 DEEPSPEED_KIND = "DeepSpeed configuration"
 TRAINER_KIND = "transformers TrainingArguments"
 TABLES: Mapping[str, Table] = {
     TRAINER_KIND: TRAINER_ALL,
-    ACCELERATE_KIND: ACCELERATE_ALL,
+    ACCELERATE_KIND: ACCELERATE,
     DEEPSPEED_KIND: DEEPSPEED,
 }
-"""In the order in which files are read: `auto` looks back."""
+"""Kinds of files, in the order in which they are read."""
 
-BLOCKS = {
-    "deepspeed_config": "DEEPSPEED",
-    "fsdp_config": "FSDP",
+OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
+    "axolotl": (
+        *("base_model", "lora_target_linear", "num_epochs", "rl", "sample_packing"),
+        "sequence_len",
+    ),
+    "LLaMA-Factory": (
+        *("cutoff_len", "dataset_dir", "finetuning_type", "lora_rank", "lora_target"),
+        *("pref_beta", "pref_loss", "quantization_bit", "stage", "template"),
+    ),
+    "ms-swift": ("rlhf_type", "sft_type", "train_type", "tuner_backend", "tuner_type"),
+    "TRL for preference or reinforcement learning": (
+        *("beta", "center_rewards_coefficient", "cliprange", "cpo_alpha", "desirable_weight"),
+        *("f_divergence_type", "kl_coef", "label_smoothing", "lmbda", "loss_weights"),
+        *("max_completion_length", "max_prompt_length", "num_generations", "num_ppo_epochs"),
+        *("precompute_ref_log_probs", "reference_free", "rpo_alpha", "simpo_gamma", "use_vllm"),
+    ),
+    "Megatron": ("pipeline_model_parallel_size", "tensor_model_parallel_size"),
+    "Lightning": ("exp_manager", "seed_everything", "trainer"),
+    "peft (adapter_config.json)": ("base_model_name_or_path", "peft_type"),
+    "a model (config.json)": ("architectures", "vocab_size"),
 }
-"""accelerate's blocks -> the distributed_type that reads them. The others always count."""
+"""Tool -> keys that none of the files translated here has. One such key identifies the tool."""
 
 
 class HuggingFace(Translator):
@@ -40,132 +56,113 @@ class HuggingFace(Translator):
     name = "hugging_face"
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        if tool(content) is not None:
+        if self.other_tool(content) is not None:
             return None
         known = {kind: _known(content, table) for kind, table in TABLES.items()}
         best = max(known, key=lambda kind: known[kind])
-        return best if known[best] and 2 * known[best] >= len(content) else None
+        others = sum(key.startswith((*HARMLESS, *DIFFERENT)) for key in content)
+        return best if known[best] and 2 * (known[best] + others) >= len(content) else None
 
-    def foreign(self, content: Mapping[str, Any]) -> str | None:
-        return tool(content)
+    def other_tool(self, content: Mapping[str, Any]) -> str | None:
+        if any(isinstance(value, Mapping) and "_component_" in value for value in content.values()):
+            return "torchtune"
+        tools = (tool for tool, keys in OTHER_TOOLS.items() if not content.keys().isdisjoint(keys))
+        return next(tools, None)
 
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        account = Account()
-        reading = _Reading(account, files)
+        reader = _Reader(files)
         for kind in TABLES:
             for file in files:
                 if self.kind(file.content) == kind:
-                    reading.take(file, kind)
-        if DEEPSPEED_KIND in reading.kinds:
-            assume_engine(account, alone=TRAINER_KIND not in reading.kinds)
-        draft = compose(account, request, files[0].path.stem)
-        fates = account.fates()
-        blocked = any(fate.blocks for fate in fates)
+                    reader.read(file, kind)
+        if DEEPSPEED_KIND in reader.kinds:
+            set_defaults(reader.report, alone=TRAINER_KIND not in reader.kinds)
+        draft = compose(reader.report, request, files[0].path.stem)
+        outcomes = reader.report.outcomes()
+        blocked = any(outcome.blocks for outcome in outcomes)
         return Translation(
-            recipe=None if blocked else recipe(draft),
+            recipe=None if blocked else draft.recipe(),
             notes=draft.notes,
             missing={} if blocked else draft.missing,
-            fates=fates,
+            outcomes=outcomes,
         )
 
 
-class _Reading:
-    """Takes files, and those that they name, into the account."""
+class _Reader:
+    """Reads files, and the files that they name, into a report."""
 
-    def __init__(self, account: Account, files: Sequence[ConfigFile]) -> None:
-        self._account = account
-        self._others = {file.path.name: file for file in files}
+    def __init__(self, files: Sequence[ConfigFile]) -> None:
+        self.report = Report()
         self.kinds: set[str] = set()
+        self._given = {file.path.name for file in files}
 
-    def take(self, file: ConfigFile, kind: str) -> None:
-        """One file of a known kind."""
+    def read(self, file: ConfigFile, kind: str) -> None:
+        """Read one file of a known kind."""
         self.kinds.add(kind)
-        take: dict[str, Callable[[ConfigFile], None]] = {
-            ACCELERATE_KIND: self._accelerate,
-            TRAINER_KIND: self._trainer,
-            DEEPSPEED_KIND: lambda file: self._deepspeed(file.path.name, file.content),
-        }
-        take[kind](file)
-
-    def _deepspeed(self, name: str, content: Mapping[str, Any], prefix: str = "") -> None:
-        self.kinds.add(DEEPSPEED_KIND)
-        self._account.read(name, content, DEEPSPEED, prefix)
-
-    def _accelerate(self, file: ConfigFile) -> None:
-        kind = str(file.content.get("distributed_type", "NO")).upper()
-        for key, value in file.content.items():
-            reader = BLOCKS.get(key)
-            if isinstance(value, Mapping) and value and reader not in (None, kind):
-                why = f"is not read: distributed_type is {kind}"
-                self._account.dismiss_all(file.path.name, value, f"{key}.", why)
-            else:
-                self._account.read(file.path.name, {key: value}, ACCELERATE_ALL)
-        block = file.content.get("deepspeed_config")
-        named = block.get("deepspeed_config_file") if isinstance(block, Mapping) else None
-        if kind == "DEEPSPEED" and named not in (None, "none"):
-            self._named(file, "deepspeed_config.deepspeed_config_file", named)
-
-    def _trainer(self, file: ConfigFile) -> None:
         content = dict(file.content)
-        sharding = content.pop("fsdp_config", None)
-        self._account.read(file.path.name, content, TRAINER_ALL)
-        if isinstance(sharding, str):
-            read = Verdict(outcome="default", why="is read as a file of its own")
-            self._account.enter(file.path.name, "fsdp_config", sharding, read)
-            self._named(file, "fsdp_config", sharding, file.content.get("fsdp"))
-        elif isinstance(sharding, Mapping):
-            self._fsdp(file.path.name, sharding, "fsdp_config.", file.content.get("fsdp"))
-        engine = content.get("deepspeed")
-        if isinstance(engine, Mapping):
-            self._deepspeed(file.path.name, engine, "deepspeed.")
-        elif engine:
-            self._named(file, "deepspeed", engine)
+        if kind == ACCELERATE_KIND:
+            self._accelerate(file, content)
+        elif kind == TRAINER_KIND:
+            self._trainer(file, content)
+        self.report.read(file.path.name, content, TABLES[kind])
+
+    def _accelerate(self, file: ConfigFile, content: dict[str, Any]) -> None:
+        kind = str(content.get("distributed_type", "NO")).upper()
+        for key, strategy in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
+            if content.get(key) and kind != strategy:
+                self._skip(file, key, content.pop(key), f"distributed_type is {kind}")
+        block = content.get("deepspeed_config")
+        if isinstance(block, Mapping) and block.get(NAMED_FILE) not in (None, "", "none"):
+            rest = dict(content.pop("deepspeed_config"))
+            named = str(rest.pop(NAMED_FILE))
+            self._named(file, f"deepspeed_config.{NAMED_FILE}", named, DEEPSPEED)
+            content.update({"deepspeed_config": rest} if rest else {})
+
+    def _trainer(self, file: ConfigFile, content: dict[str, Any]) -> None:
         if SFT_KEYS & content.keys():
-            said = {key for key, value in content.items() if value is not None}
-            said |= {"bf16"} if content.get("fp16") else set()
-            for key, (fact, value) in SFT_DEFAULTS.items():
-                if key not in said:
-                    self._account.assume(fact, value, "TRL's default")
-        for fact, value in DEFAULTS.items():
-            self._account.assume(fact, value, "transformers' default")
-        self._account.assume("keep", None, "transformers keeps all")
+            given = {key for key, value in content.items() if value is not None}
+            given |= {"bf16"} if content.get("fp16") else set()
+            left = {key: value for key, value in SFT_DEFAULTS.items() if key not in given}
+            self._defaults(left, "TRL's default")
+        self._defaults(DEFAULTS, "transformers' default")
+        self.report.default("checkpoint.keep", None, "transformers keeps all")
+        if content.get("fsdp_config") and not content.get("fsdp"):
+            self._skip(file, "fsdp_config", content.pop("fsdp_config"), "fsdp is not set")
+        for key, table in (("fsdp_config", FSDP_PREFIXED), ("deepspeed", DEEPSPEED)):
+            if content.get(key) and isinstance(content[key], str):
+                self._named(file, key, content.pop(key), table)
+            elif content.get(key) and table is DEEPSPEED:
+                self.kinds.add(DEEPSPEED_KIND)
 
-    def _fsdp(self, name: str, content: Mapping[str, Any], prefix: str, wanted: Any) -> None:
-        if wanted:
-            self._account.read(name, content, FSDP_PREFIXED, prefix)
-        else:
-            self._account.dismiss_all(name, content, prefix, "is not read: fsdp is not set")
+    def _defaults(self, values: Mapping[str, Any], why: str) -> None:
+        for key, value in values.items():
+            rule = TRAINER[key]
+            assert callable(rule)
+            result = rule(value)
+            self.report.default(result.fact, result.content, why)
 
-    def _named(self, file: ConfigFile, key: str, name: Any, wanted: Any = True) -> None:
-        """A file that `key` names. One that was given itself is read anyway."""
-        if Path(str(name)).name in self._others:
-            return
-        found = next((path for path in _places(file, str(name)) if path.is_file()), None)
-        if found is None:
-            self._account.reconsider(
-                file.path.name,
-                key,
-                Verdict(
-                    outcome="refused",
-                    why="there is no such file",
-                    hint=f"name it too: pipe import {file.path} FILE",
-                    blocks=True,
-                ),
-            )
-        elif key == "fsdp_config":
-            self._fsdp(found.name, read_config(found).content, "", wanted)
-        else:
-            self._deepspeed(found.name, read_config(found).content)
+    def _skip(self, file: ConfigFile, key: str, value: Any, why: str) -> None:
+        result = RuleResult(outcome="default", why=f"is not read: {why}")
+        self.report.enter(file.path.name, key, value, result)
 
-
-def _places(file: ConfigFile, name: str) -> Sequence[Path]:
-    """Relative to here, as the tools have it, else to the file that names it."""
-    path = Path(name).expanduser()
-    return (path, file.path.parent / os.path.relpath(path))
+    def _named(self, file: ConfigFile, key: str, name: str, table: Table) -> None:
+        """Read the file that `key` names, unless it is one of those given."""
+        path = Path(name).expanduser()
+        # the tools look in the current folder
+        places = (path, file.path.parent / os.path.relpath(path))
+        found = next((place for place in places if place.is_file()), None)
+        result = RuleResult(outcome="default", why="is read as a file of its own")
+        if path.name not in self._given and found is None:
+            hint = f"name it too: pipe import {file.path} FILE"
+            result = refused("there is no such file", hint, blocks=True)
+        self.report.enter(file.path.name, key, name, result)
+        if path.name not in self._given and found is not None:
+            self.kinds |= {DEEPSPEED_KIND} if table is DEEPSPEED else set()
+            self.report.read(found.name, read_config(found).content, table)
 
 
 def _known(content: Mapping[str, Any], table: Table) -> int:
-    """How many keys could be of that table: blocks where it has blocks, values elsewhere."""
+    """Return how many keys the table could have: blocks where it has blocks, values elsewhere."""
     return sum(
         key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
         for key, value in content.items()

@@ -19,7 +19,6 @@ from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import Problem
 from pipeline.utils.text import closest
 from stages.importing.trainer import TRAINER
-from stages.importing.trainer_other import OTHER
 from stages.train.causal_lm import TrainCausalLm
 
 Count = Annotated[int, Gt(0)]
@@ -133,12 +132,11 @@ BATCHES = "the fields of this slot, the data slot and the loss decide it"
 
 def problems(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
     """Every problem of `stage`, keys relative to it."""
-    known = {*TRAINER, *OTHER}
     for name in stage.arguments:
         key = f"arguments.{name}"
         if name in FREE:
             continue
-        if name in known:
+        if name in TRAINER:
             yield Problem(key=key, message="is not free", hint=_owner(name))
         else:
             similar = closest(name, FREE)

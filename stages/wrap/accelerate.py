@@ -14,8 +14,8 @@ from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import PipeError, Problem
 from pipeline.importing.files import read_config
-from stages.importing.accelerate import ACCELERATE_ALL
-from stages.importing.account import Account
+from stages.importing.engines import ACCELERATE
+from stages.importing.report import Report
 from stages.wrap.accelerate_handed import HandedOn
 
 
@@ -92,16 +92,14 @@ def is_handed_on(content: Mapping[str, Any]) -> bool:
 
 
 def _refused(file: str, content: Mapping[str, Any]) -> Iterator[Problem]:
-    """What a recipe cannot have, it cannot have through accelerate either."""
+    """Yield a problem for every key that no recipe expresses."""
     unread = {"deepspeed_config"} | (set() if is_sharded(content) else SHARDING)
-    account = Account()
-    read = {key: value for key, value in content.items() if key not in unread}
-    account.read(file, read, ACCELERATE_ALL)
-    for entry in account.entries:
-        verdict = entry.verdict
-        if verdict.outcome == "refused":
-            message = f"{entry.key} in {file}: {verdict.why}"
-            yield Problem(key=KEY, message=message, hint=verdict.hint)
+    report = Report()
+    report.read(file, {k: v for k, v in content.items() if k not in unread}, ACCELERATE)
+    for entry in report.entries:
+        if entry.left_out:
+            message = f"{entry.key} in {file}: {entry.why or 'is not translated'}"
+            yield Problem(key=KEY, message=message, hint=entry.hint)
 
 
 def _strategy(content: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:

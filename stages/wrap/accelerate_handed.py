@@ -31,7 +31,7 @@ class HandedOn:
         self._key = key
         file = read_config(path)
         translation = choose([file], installed_translators()).translate([file], Request())
-        self._fates = translation.fates
+        self._outcomes = translation.outcomes
         self.stage: Any = None
         self._wrong: list[Problem] = []
         if translation.recipe is not None:
@@ -43,24 +43,25 @@ class HandedOn:
 
     def problems(self, plan: PlanView) -> Iterator[Problem]:
         """What the recipe cannot have, or says otherwise; all at `key`."""
-        for fate in self._fates:
-            if fate.outcome == "refused":
-                yield self._problem(f"{fate.key} in {fate.file}: {fate.why}", fate.hint)
+        for outcome in self._outcomes:
+            if outcome.left_out:
+                why = outcome.why or "is not translated"
+                yield self._problem(f"{outcome.key} in {outcome.file}: {why}", outcome.hint)
             else:
-                yield from self._contradictions(fate, plan)
+                yield from self._contradictions(outcome, plan)
         checked = self.stage.check(plan) if hasattr(self.stage, "check") else ()
         for problem in (*self._wrong, *checked):
             yield self._problem(f"as {self.use}, {problem.key}: {problem.message}", problem.hint)
 
-    def _contradictions(self, fate: KeyOutcome, plan: PlanView) -> Iterator[Problem]:
-        for name, value in fate.to.items() if fate.value != "auto" else ():
+    def _contradictions(self, outcome: KeyOutcome, plan: PlanView) -> Iterator[Problem]:
+        for name, value in outcome.to.items() if outcome.value != "auto" else ():
             slot, _, field = name.partition(".")
             for other in plan.giving(SHARED[slot]) if slot in SHARED else ():
                 own = getattr(other, field, value)
                 if not _same(own, value):
                     yield self._problem(
-                        f"{fate.key} in {fate.file} is {fate.value!r}, but the recipe's {slot} "
-                        f"has {field}: {own!r}",
+                        f"{outcome.key} in {outcome.file} is {outcome.value!r}, but the recipe's "
+                        f"{slot} has {field}: {own!r}",
                         "say the same in both",
                     )
 

@@ -45,14 +45,13 @@ def test_a_recipe_with_comments() -> None:
     assert f"use: model.hf # fill in `path`: {fill_in}" in lines
     assert said.stderr.splitlines() == [
         "args.json:",
-        '  output_dir: tiny                translated  name = "tiny"; '
-        "runs are made below runs/ (--runs)",
-        "  learning_rate: 0.001            translated  optimizer.lr = 0.001",
-        "  per_device_train_batch_size: 2  translated  train.global_batch_size = 4, "
+        '  output_dir: tiny                translated      name = "tiny"',
+        "  learning_rate: 0.001            translated      optimizer.lr = 0.001",
+        "  per_device_train_batch_size: 2  translated      train.global_batch_size = 4, "
         "train.micro_batch_size = 2",
         f"fill in model.path: {fill_in}",
         "fill in data.files: text files, or use: data.chat for conversations",
-        "3 keys: 3 translated, 0 by default, 0 refused",
+        "3 keys: 3 translated, 0 by default, 0 not translated, 0 refused",
     ]
 
 
@@ -66,15 +65,19 @@ def test_a_recipe_on_stdout_lacks_what_its_check_says() -> None:
     ]  # fmt: skip
 
 
-def test_something_refused_is_exit_code_3() -> None:
-    write("args.yaml", "output_dir: x\nreport_to: wandb\n")
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("report_to", "wandb", "  report_to: wandb  not translated"),
+        ("optim", "adafactor", "  optim: adafactor  refused         'adafactor' is none of the "),
+    ],
+)
+def test_a_setting_left_out_is_exit_code_3(key: str, value: str, line: str) -> None:
+    write("args.yaml", f"output_dir: x\n{key}: {value}\n")
     said = pipe("args.yaml", "-o", "r.yaml")
     assert said.exit_code == 3
     assert Path("r.yaml").is_file()
-    assert (
-        "  report_to: wandb  refused     metrics are written to metrics.jsonl alone "
-        "(read them from there)"
-    ) in said.stderr.splitlines()
+    assert [each for each in said.stderr.splitlines() if each.startswith(line)]
 
 
 def test_no_recipe_is_exit_code_2() -> None:
@@ -82,7 +85,7 @@ def test_no_recipe_is_exit_code_2() -> None:
     said = pipe("a.yaml", "-o", "r.yaml")
     assert said.exit_code == 2
     assert not Path("r.yaml").exists()
-    assert "1 keys: 0 translated, 0 by default, 1 refused" in said.stderr
+    assert "1 keys: 0 translated, 0 by default, 0 not translated, 1 refused" in said.stderr
 
 
 def test_json_for_programs() -> None:
@@ -95,7 +98,7 @@ def test_json_for_programs() -> None:
     assert told["missing"].keys() == {"model.path", "data.files"}
     assert told["keys"][3] == {
         "file": "args.json", "key": "neftune_noise_alpha", "value": 5, "outcome": "refused",
-        "to": {}, "why": "the recipe has no field for it", "hint": "leave it out",
+        "to": {}, "why": "changes the training, and no recipe expresses it", "hint": "",
         "blocks": False,
     }  # fmt: skip
 
@@ -125,7 +128,7 @@ def test_other_mistakes() -> None:
     write("r.yaml", "name: mine\n")
     said = pipe("args.json", "-o", "r.yaml")
     assert said.exit_code == 2
-    assert said.stderr == "error: r.yaml is there already (give another file)\n"
+    assert said.stderr == "error: r.yaml exists already (choose another file)\n"
     assert Path("r.yaml").read_text("utf-8") == "name: mine\n"
 
 

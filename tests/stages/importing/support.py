@@ -32,23 +32,12 @@ def slot(translation: Translation, name: str) -> dict[str, Any]:
     return {**translation.recipe["stages"][name]}
 
 
-def fate(translation: Translation, key: str) -> KeyOutcome:
-    """Of the one key of that name."""
-    (found,) = [fate for fate in translation.fates if fate.key == key]
+def outcome(translation: Translation, key: str) -> KeyOutcome:
+    """Return the outcome of the one key of that name."""
+    (found,) = [each for each in translation.outcomes if each.key == key]
     return found
 
 
-def refused(translation: Translation) -> dict[str, str]:
-    """Refused key -> why."""
-    return {fate.key: fate.why for fate in translation.fates if fate.outcome == "refused"}
-
-
-def leaves(content: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Keys with a value that is no block, or an empty one."""
-    found: list[str] = []
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            found += leaves(value, f"{prefix}{key}.")
-        else:
-            found.append(f"{prefix}{key}")
-    return found
+def left_out(translation: Translation) -> dict[str, str]:
+    """Return the reason for each key that the recipe lacks; empty for keys not translated."""
+    return {each.key: each.why for each in translation.outcomes if each.left_out}

@@ -10,10 +10,9 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.importing.translator import ConfigFile, choose
-from stages.importing.account import FOREIGN
 from stages.importing.rules import Table
-from stages.importing.translator import TABLES, HuggingFace
-from tests.stages.importing.support import fate, refused, slot, translated
+from stages.importing.translator import OTHER_TOOLS, TABLES, HuggingFace
+from tests.stages.importing.support import left_out, outcome, slot, translated
 
 AXOLOTL = {
     "base_model": "org/model", "adapter": "lora", "lora_r": 8, "lora_alpha": 16,
@@ -63,7 +62,7 @@ def test_no_key_of_another_tool_is_one_that_is_read() -> None:
         return {*table}
 
     for table in TABLES.values():
-        assert not set().union(*FOREIGN.values()) & keys(table)
+        assert not set().union(*OTHER_TOOLS.values()) & keys(table)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +71,14 @@ def test_no_key_of_another_tool_is_one_that_is_read() -> None:
 def test_an_unknown_key_that_may_change_the_method_leaves_no_recipe(key: str) -> None:
     made = translated({"output_dir": "x", "learning_rate": 1e-4, "seed": 1, key: 4})
     assert made.recipe is None
-    assert refused(made) == {key: "is no key that is known here"}
+    assert left_out(made) == {key: "may change the training method"}
     assert translated({"output_dir": "x", "seed": 1, "my_key": 4}).recipe is not None
 
 
 @pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"])
 def test_sizes_of_parallelism_count_whatever_the_type(kind: str) -> None:
     for key, why in (
-        ("sp_size", "a model is cut over data-parallel ranks only"),
+        ("sp_size", "is always 1 in a recipe"),
         ("dp_replicate_size", "accelerate takes it with FSDP alone"),
     ):
         block = {f"parallelism_config_{key}": 2}
@@ -88,7 +87,7 @@ def test_sizes_of_parallelism_count_whatever_the_type(kind: str) -> None:
             assert slot(made, "wrap")["sharding"] == "hybrid_shard"
         else:
             assert made.recipe is None
-            assert refused(made) == {f"parallelism_config.parallelism_config_{key}": why}
+            assert left_out(made) == {f"parallelism_config.parallelism_config_{key}": why}
 
 
 def test_megatron_is_refused_whatever_the_type() -> None:
@@ -108,16 +107,16 @@ def test_megatron_is_refused_whatever_the_type() -> None:
 )
 def test_tokens_that_are_trained_on(said: dict[str, Any], loss: str) -> None:
     made = translated({"output_dir": "x", "dataset_name": "owner/chats", **said})
-    assert not refused(made)
+    assert not left_out(made)
     assert slot(made, "data")["loss"] == loss
 
 
 def test_tokens_that_are_trained_on_are_asked_for_where_trl_looks_at_the_rows() -> None:
     said = {"output_dir": "x", "dataset_name": "owner/chats", "assistant_only_loss": False}
-    found = fate(translated(said), "assistant_only_loss")
+    found = outcome(translated(said), "assistant_only_loss")
     assert (found.outcome, found.hint) == ("refused", "set data.loss: all or completion")
     text = {**said, "assistant_only_loss": True, "block_size": 8}
-    assert "assistant_only_loss" in refused(translated(text))
+    assert "assistant_only_loss" in left_out(translated(text))
 
 
 def test_which_tokens_are_trained_on_is_asked_where_no_key_and_no_row_tells(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_which_tokens_are_trained_on_is_asked_where_no_key_and_no_row_tells(tmp_
     ):
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         made = translated({"output_dir": "x", "train_file": str(tmp_path / "rows.jsonl"), **said})
-        assert not refused(made)
+        assert not left_out(made)
         assert "data.loss" not in made.missing
         assert slot(made, "data")["loss"] == loss, (row, said)
 
@@ -139,7 +138,7 @@ def test_which_tokens_are_trained_on_is_asked_where_no_key_and_no_row_tells(tmp_
 def test_what_trl_s_own_config_leaves_out_is_trl_s_default() -> None:
     def parts(**said: Any) -> tuple[Any, ...]:
         made = translated({"output_dir": "x", **said})
-        assert not refused(made)
+        assert not left_out(made)
         precision, optimizer = slot(made, "precision"), slot(made, "optimizer")
         model, train = slot(made, "model"), slot(made, "train")
         return (precision["compute"], optimizer["lr"], train.get("log_every"),
@@ -152,23 +151,23 @@ def test_what_trl_s_own_config_leaves_out_is_trl_s_default() -> None:
     assert parts(packing=False, fp16=True)[0] == "fp16"
 
 
-def test_rows_that_trl_splits_are_refused() -> None:
+def test_rows_that_trl_splits_are_left_out() -> None:
     made = translated({"output_dir": "x", "packing": True, "packing_strategy": "bfd_split"})
-    assert refused(made) == {"packing_strategy": "a row that is too long is cut, not split"}
+    assert left_out(made) == {"packing_strategy": "is always bfd in a recipe"}
 
 
 def test_products_in_8_bits_are_the_model_s() -> None:
     made = translated({"distributed_type": "FSDP", "mixed_precision": "fp8"})
     assert made.recipe is None
-    assert "model.fp8" in fate(made, "mixed_precision").hint
+    assert "model.fp8" in outcome(made, "mixed_precision").hint
     beside = translated(
         {"distributed_type": "FSDP", "mixed_precision": "bf16", "fp8_config": {"backend": "AO"}}
     )
     assert beside.recipe is not None
-    assert fate(beside, "fp8_config").hint == "set model.fp8 in the recipe"
+    assert outcome(beside, "fp8_config").hint == "set model.fp8 in the recipe"
 
 
 def test_an_older_name_of_fsdp_s_prefetching_is_known() -> None:
     block = {"fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_version": 1}
     made = translated({"distributed_type": "FSDP", "fsdp_config": block})
-    assert not refused(made)
+    assert not left_out(made)

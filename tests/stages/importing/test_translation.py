@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from hypothesis import strategies as st
 
 from pipeline.importing.translator import ConfigFile, Request, Translation
 from stages.importing.rules import Table
+from stages.importing.trainer import DEFAULTS
 from stages.importing.translator import TABLES, HuggingFace
 from tests.stages.importing.support import (
-    fate,
     from_files,
-    leaves,
-    refused,
+    left_out,
+    outcome,
     slot,
     translated,
 )
@@ -36,7 +38,7 @@ def test_training_arguments_alone() -> None:
         },
         procs=4,
     )  # fmt: skip
-    assert refused(made) == {}
+    assert left_out(made) == {}
     assert made.recipe == {
         "name": "my-run",
         "seed": 3,
@@ -62,7 +64,7 @@ def test_training_arguments_alone() -> None:
         },
     }  # fmt: skip
     assert set(made.missing) == {"model.path", "data.files", "data.heldout_fraction"}
-    batch = fate(made, "gradient_accumulation_steps")
+    batch = outcome(made, "gradient_accumulation_steps")
     assert (batch.outcome, dict(batch.to)) == ("translated", {"train.global_batch_size": 32})
     assert made.notes["stages", "optimizer", "lr"] == "learning_rate in 0.json"
 
@@ -100,8 +102,8 @@ def test_auto_is_what_the_arguments_say(tmp_path: Path, configs: Path) -> None:
     assert slot(made, "train")["global_batch_size"] == 4
     assert (wrap["reduce_bucket_size"], wrap["prefetch_bucket_size"]) == (10_000, 9_000)
     assert wrap["param_persistence_threshold"] == 1000
-    assert fate(made, "optimizer.params.lr").why == "auto: as learning_rate in 0.json"
-    assert fate(made, "optimizer.params.eps").why == "auto: as transformers fills it in"
+    assert outcome(made, "optimizer.params.lr").why == "auto: as learning_rate in 0.json"
+    assert outcome(made, "optimizer.params.eps").why == "auto: as transformers fills it in"
     # the scheduler block wins, in transformers too; the arguments' own is by default linear
     assert optimizer["schedule"] == "constant"
 
@@ -111,9 +113,9 @@ def test_auto_without_arguments_is_their_default(configs: Path) -> None:
     optimizer = slot(made, "optimizer")
     assert (optimizer["lr"], optimizer["eps"], optimizer["max_grad_norm"]) == (5e-5, 1e-8, 1.0)
     assert slot(made, "train")["global_batch_size"] == 16
-    assert refused(made) == {}
+    assert left_out(made) == {}
     size = "zero_optimization.reduce_bucket_size"
-    assert fate(made, size).to == {"wrap.reduce_bucket_size": 300_000_000}
+    assert outcome(made, size).to == {"wrap.reduce_bucket_size": 300_000_000}
 
 
 def test_batch_sizes_tell_the_number_of_processes(configs: Path) -> None:
@@ -127,7 +129,7 @@ def test_batch_sizes_tell_the_number_of_processes(configs: Path) -> None:
 def test_batch_sizes_that_do_not_agree(configs: Path) -> None:
     made = from_files(configs, "engines/stage1_numbers.json", procs=3)
     assert made.recipe is None
-    assert refused(made) == {
+    assert left_out(made) == {
         "train_batch_size": "is not 6 a process x 4 micro-batches x 3 processes"
     }
 
@@ -138,7 +140,7 @@ def test_the_length_of_a_schedule_is_that_of_the_training(configs: Path) -> None
     assert slot(made, "optimizer")["schedule"] == "linear"
     both = from_files(configs, "engines/stage2_numbers.json", "trainer/script.yaml")
     assert both.recipe is None  # cosine, and another learning rate
-    assert refused(both)["optimizer.params.lr"] == (
+    assert left_out(both)["optimizer.params.lr"] == (
         "contradicts learning_rate: 0.0003 in script.yaml"
     )
 
@@ -165,7 +167,7 @@ def test_the_length_of_a_schedule_is_that_of_the_training(configs: Path) -> None
 )
 def test_fsdp(block: dict[str, Any], wrap: dict[str, Any]) -> None:
     made = translated({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": block})
-    assert refused(made) == {}
+    assert left_out(made) == {}
     assert slot(made, "wrap") == {"use": "wrap.fsdp", **wrap}
 
 
@@ -194,7 +196,7 @@ def test_two_axes_of_data_parallelism() -> None:
 def test_what_no_recipe_does_without(content: dict[str, Any]) -> None:
     made = translated(content)
     assert made.recipe is None
-    assert [fate for fate in made.fates if fate.blocks]
+    assert [each for each in made.outcomes if each.blocks]
 
 
 def test_a_block_that_is_not_read() -> None:
@@ -202,15 +204,14 @@ def test_a_block_that_is_not_read() -> None:
         {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_version": 2, "nonsense": 1}}
     )
     assert slot(made, "wrap") == {"use": "wrap.ddp"}
-    assert refused(made) == {}
-    why = "is not read: distributed_type is MULTI_GPU"
-    assert fate(made, "fsdp_config.nonsense").why == why
+    assert left_out(made) == {}
+    assert outcome(made, "fsdp_config").why == "is not read: distributed_type is MULTI_GPU"
 
 
 def test_stage_0_is_no_sharding() -> None:
     made = translated({"zero_optimization": {"stage": 0, "overlap_comm": True}, "bf16": {}})
     assert slot(made, "wrap") == {"use": "wrap.ddp"}
-    assert fate(made, "zero_optimization.overlap_comm").outcome == "default"
+    assert outcome(made, "zero_optimization.overlap_comm").outcome == "default"
 
 
 def test_further_keys_of_deepspeed_go_to_it() -> None:
@@ -235,12 +236,39 @@ def test_further_keys_of_deepspeed_go_to_it() -> None:
     }  # fmt: skip
 
 
-def test_an_unknown_key_is_refused_with_what_it_may_mean() -> None:
-    made = translated({"output_dir": "x", "learning_rat": 1e-3, "per_device_train_batch_size": 1})
-    unknown = fate(made, "learning_rat")
-    assert (unknown.outcome, unknown.hint) == ("refused", "did you mean `learning_rate`?")
-    inner = translated({"zero_optimization": {"stage": 2, "overlap_com": True}, "bf16": {}})
-    assert fate(inner, "zero_optimization.overlap_com").hint == "did you mean `overlap_comm`?"
+def test_an_unknown_key_is_not_translated_and_reported_with_its_place() -> None:
+    inner = {"stage": 2, "overlap_com": True, "new_feature": {"level": 3}, "old_feature": None}
+    made = translated({"output_dir": "x", "learning_rat": 1e-3}, {"zero_optimization": inner})
+    assert made.recipe is not None
+    unknown = [each for each in made.outcomes if each.outcome == "not translated"]
+    assert [(each.file, each.key, each.value, each.hint) for each in unknown] == [
+        ("0.json", "learning_rat", 1e-3, "did you mean `learning_rate`?"),
+        ("1.json", "zero_optimization.overlap_com", True, "did you mean `overlap_comm`?"),
+        ("1.json", "zero_optimization.new_feature", {"level": 3}, ""),
+    ]
+    assert outcome(made, "zero_optimization.old_feature").outcome == "default"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"neftune_noise_alpha": 5}, {"label_smoothing_factor": 0.1}, {"optim_args": "a=1"},
+        {"dataloader_drop_last": True}, {"group_loss": 1, "router_aux_loss_coef": 0.1},
+        {"accelerator_config": {"split_batches": True}}, {"resume_from_checkpoint": "x"},
+        {"lr_scheduler_kwargs": {"num_cycles": 3}}, {"torch_dtype": "bfloat16"},
+    ],
+)  # fmt: skip
+def test_what_changes_the_numbers_is_refused(said: dict[str, Any]) -> None:
+    made = translated({"output_dir": "x", "seed": 1, **said})
+    assert "refused" in {each.outcome for each in made.outcomes}
+
+
+def test_the_defaults_are_those_of_transformers() -> None:
+    from transformers import TrainingArguments
+
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    assert {key: theirs[key] for key in DEFAULTS} == DEFAULTS
+    assert theirs["save_total_limit"] is None  # so all checkpoints are kept
 
 
 def test_a_model_and_data_of_the_scripts(tmp_path: Path) -> None:
@@ -265,7 +293,7 @@ def test_files_to_evaluate_on_come_before_a_fraction(tmp_path: Path) -> None:
     content = {"validation_file": "/held.txt", "validation_split_percentage": 5, "output_dir": "x"}
     made = translated(content)
     assert slot(made, "data") == {"use": "data.text", "heldout_files": ["/held.txt"]}
-    assert fate(made, "validation_split_percentage").why == "there are files to evaluate on"
+    assert outcome(made, "validation_split_percentage").why == "there are files to evaluate on"
 
 
 def named(folder: Path, **arguments: Any) -> Translation:
@@ -280,26 +308,26 @@ def test_files_that_arguments_name(tmp_path: Path) -> None:
     (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false, "version": 2}')
     engine = named(tmp_path, deepspeed="ds.json")
     assert slot(engine, "wrap") == {"use": "wrap.zero", "stage": 1}
-    assert fate(engine, "zero_optimization.stage").file == "ds.json"
+    assert outcome(engine, "zero_optimization.stage").file == "ds.json"
     inline = named(tmp_path, deepspeed={"zero_optimization": {"stage": 1}})
-    assert fate(inline, "deepspeed.zero_optimization.stage").to == {"wrap.stage": 1}
+    assert outcome(inline, "deepspeed.zero_optimization.stage").to == {"wrap.stage": 1}
     sharded = named(tmp_path, fsdp=True, fsdp_config="fsdp.json")
     assert slot(sharded, "wrap") == {"use": "wrap.fsdp", "sharding": "shard_grad_op"}
     off = named(tmp_path, fsdp_config="fsdp.json")
     assert slot(off, "wrap") == {"use": "wrap.ddp"}
-    assert fate(off, "version").why == "is not read: fsdp is not set"
+    assert outcome(off, "fsdp_config").why == "is not read: fsdp is not set"
     old = named(tmp_path, fsdp="full_shard auto_wrap offload")
-    assert fate(old, "fsdp").hint == "say it in fsdp_config, and fsdp: true"
+    assert outcome(old, "fsdp").hint == "set fsdp_config, and fsdp: true"
     missing = named(tmp_path, deepspeed="none.json")
     assert missing.recipe is None
-    assert refused(missing) == {"deepspeed": "there is no such file"}
+    assert left_out(missing) == {"deepspeed": "there is no such file"}
 
 
 def test_publishing() -> None:
     made = translated({"output_dir": "x", "push_to_hub": True, "hub_model_id": "me/m"})
     assert slot(made, "publish") == {"use": "publish.hub", "repo": "me/m"}
     off = translated({"output_dir": "x", "hub_model_id": "me/m"})
-    assert fate(off, "hub_model_id").why == "push_to_hub is off"
+    assert outcome(off, "hub_model_id").why == "push_to_hub is off"
 
 
 VALUES = st.one_of(
@@ -319,21 +347,32 @@ def contents(table: Table) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=entries)
 
 
+def leaves(content: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the keys whose value is no block, or an empty one."""
+    found: list[str] = []
+    for key, value in content.items():
+        inner = isinstance(value, Mapping) and value
+        found += leaves(value, f"{prefix}{key}.") if inner else [f"{prefix}{key}"]
+    return found
+
+
 @pytest.mark.parametrize("kind", TABLES)
 @settings(
     max_examples=times(quick=60, full=600), phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 @given(data=st.data())
-def test_every_key_has_a_fate(kind: str, data: st.DataObject) -> None:
+def test_every_key_has_an_outcome(kind: str, data: st.DataObject) -> None:
     content = data.draw(contents(TABLES[kind]))
     translator = HuggingFace()
     assume(translator.kind(content) == kind)
     made = translator.translate([ConfigFile(path=Path("c.json"), content=content)], Request())
-    assert sorted(fate.key for fate in made.fates) == sorted(leaves(content))
-    for each in made.fates:
+    for leaf in leaves(content):
+        keys = [each.key for each in made.outcomes if f"{leaf}.".startswith(f"{each.key}.")]
+        assert len(keys) == 1, (leaf, keys)
+    for each in made.outcomes:
         assert bool(each.to) == (each.outcome == "translated")
-        assert each.to or each.why
-    assert (made.recipe is None) == any(each.blocks for each in made.fates)
+        assert each.to or each.why or each.outcome == "not translated"
+    assert (made.recipe is None) == any(each.blocks for each in made.outcomes)
 
 
 def test_what_saves_memory_and_time_is_translated() -> None:
@@ -343,7 +382,7 @@ def test_what_saves_memory_and_time_is_translated() -> None:
         "use_liger_kernel": True, "hub_token": "<HUB_TOKEN>", "report_to": [],
     }  # fmt: skip
     made = translated(arguments)
-    assert refused(made) == {}
+    assert left_out(made) == {}
     model = slot(made, "model")
     assert model["activation_checkpointing"] == {}
     assert model["compile"] == {"mode": "max-autotune"}
@@ -353,7 +392,7 @@ def test_what_saves_memory_and_time_is_translated() -> None:
         "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True},
     }  # fmt: skip
     assert slot(translated(sharding), "model")["activation_checkpointing"] == {}
-    assert "hub_token" in refused(translated({**arguments, "hub_token": "hf_secret"}))
+    assert "hub_token" in left_out(translated({**arguments, "hub_token": "hf_secret"}))
 
 
 @pytest.mark.parametrize(
@@ -407,7 +446,7 @@ def test_what_saves_memory_and_time_is_translated() -> None:
 )  # fmt: skip
 def test_rules_and_schedules(said: dict[str, Any], fields: dict[str, Any]) -> None:
     made = translated({"output_dir": "x", **said})
-    assert not refused(made)
+    assert not left_out(made)
     optimizer = slot(made, "optimizer")
     for name, value in fields.items():
         assert optimizer[name] == (pytest.approx(value) if isinstance(value, float) else value)
@@ -417,17 +456,17 @@ def test_rules_and_schedules(said: dict[str, Any], fields: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"optim": "adafactor"}, "'adafactor' is none of those that a recipe has"),
+        ({"optim": "adafactor"}, "'adafactor' is none of the values that a recipe has"),
         (
             {"lr_scheduler_type": "inverse_sqrt"},
-            "without warm-up it begins as behind 10,000 steps",
+            "without warm-up it starts as if 10,000 steps had passed",
         ),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "needs num_decay_steps"),
     ],
 )
 def test_rules_and_schedules_that_there_are_not(said: dict[str, Any], why: str) -> None:
     made = translated({"output_dir": "x", **said})
-    (found,) = refused(made).values()
+    (found,) = left_out(made).values()
     assert found.startswith(why)
     assert "schedule" not in slot(made, "optimizer") or "optim" in said
 
@@ -435,7 +474,7 @@ def test_rules_and_schedules_that_there_are_not(said: dict[str, Any], why: str) 
 def test_deepspeed_s_optimizer_wins() -> None:
     engine = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
     made = translated({"output_dir": "x", "optim": "lion_32bit"}, engine)
-    assert refused(made) == {"optim": "DeepSpeed's optimizer wins, as it does in transformers"}
+    assert left_out(made) == {"optim": "DeepSpeed's optimizer wins, as it does in transformers"}
     assert slot(made, "optimizer")["use"] == "optimizer.adamw"
 
 
@@ -470,7 +509,7 @@ SFT = {"output_dir": "x", "use_peft": True, "lora_target_modules": "all-linear"}
 )  # fmt: skip
 def test_adapters(said: dict[str, Any], fields: dict[str, Any]) -> None:
     made = translated({**SFT, **said})
-    assert not refused(made)
+    assert not left_out(made)
     assert slot(made, "adapter") == {"use": "adapter.lora", **fields}
     assert list(made.recipe["stages"])[:3] == ["model", "adapter", "precision"]  # type: ignore[index]
 
@@ -483,18 +522,18 @@ def test_layers_that_peft_would_have_chosen_have_to_be_said() -> None:
 def test_without_an_adapter() -> None:
     said = {"output_dir": "x", "lora_r": 8, "load_in_4bit": True}
     made = translated({**said, "use_peft": False})
-    assert refused(made) == {"load_in_4bit": "weights that are trained are not held in 4 bits"}
-    assert fate(made, "lora_r").outcome == "default"
+    assert left_out(made) == {"load_in_4bit": "weights that are trained are not held in 4 bits"}
+    assert outcome(made, "lora_r").outcome == "default"
     assert "adapter" not in made.recipe["stages"]  # type: ignore[index]
     open_question = translated(said)  # LoRA for whoever wrote it, nothing for TRL
     assert open_question.recipe is None
-    assert refused(open_question)["lora_r"] == "means LoRA, or nothing without use_peft"
+    assert left_out(open_question)["lora_r"] == "means LoRA, or nothing without use_peft"
 
 
 def test_data_sets_on_the_hub() -> None:
     rows = {"dataset_name": "owner/chats", "dataset_config": "en", "dataset_test_split": "test"}
     made = translated({"output_dir": "x", **rows})
-    assert not refused(made)
+    assert not left_out(made)
     source = {"dataset": "owner/chats", "config": "en", "allow_floating_revision": True}
     assert slot(made, "data") == {
         "use": "data.chat",
@@ -505,7 +544,7 @@ def test_data_sets_on_the_hub() -> None:
     assert slot(text, "data")["use"] == "data.text"
     local = translated({"output_dir": "x", **rows}, data=["a.txt"])
     assert "sources" not in slot(local, "data")
-    assert not refused(local)
+    assert not left_out(local)
 
 
 def test_what_deepspeed_does_unless_told() -> None:
@@ -534,10 +573,10 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 50, "max_step
 def test_a_schedule_that_cannot_be_had_is_not_written() -> None:
     said = {"num_decay_steps": 5, "min_lr_ratio": 0.1}
     made = translated({"output_dir": "x", **WSD, "lr_scheduler_kwargs": said})
-    assert list(refused(made).values()) == ["warm-up begins with rate 0"]
+    assert list(left_out(made).values()) == ["warm-up begins with rate 0"]
     assert "final_lr_ratio" not in slot(made, "optimizer")
     long = translated({"output_dir": "x", **WSD, "lr_scheduler_kwargs": {"num_decay_steps": 80}})
-    assert list(refused(long).values()) == [
+    assert list(left_out(long).values()) == [
         "is more than warm-up leaves, where transformers' rate jumps"
     ]
     assert "decay_steps" not in slot(long, "optimizer")

@@ -17,7 +17,7 @@ from pipeline.cli import main
 from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
-from tests.stages.importing.support import from_files, refused
+from tests.stages.importing.support import from_files, left_out
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
@@ -35,11 +35,11 @@ ADAPTED = (
 
 
 class Case(NamedTuple):
-    """Files, what else is adapted, and the keys that are refused."""
+    """Files, what else is adapted, and the keys that the recipe lacks."""
 
     files: tuple[str, ...]
     adapted: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 CHAT = (
@@ -120,7 +120,7 @@ def imported(case: Case, files: Path, model: Path, folder: Path) -> tuple[str, l
     text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
     arguments = ["import", *(str(files / file) for file in case.files), "-o", str(recipe)]
     said = CliRunner().invoke(main, [*arguments, "--model", str(model), "--data", str(text)])
-    assert said.exit_code == (3 if case.refused else 0), said.output
+    assert said.exit_code == (3 if case.left_out else 0), said.output
     adapted = [*ADAPTED, f"data.cache={folder}", *case.adapted]
     return str(recipe), adapted if case in EXPORTED else [*adapted, *TRAINED_ONLY], str(run)
 
@@ -143,7 +143,7 @@ def test_a_whole_configuration_is_imported_and_right(
     name: str, files: Path, jobs: dict[str, Any]
 ) -> None:
     recipe, adapted, _ = jobs[name]
-    assert set(refused(from_files(files, *CASES[name].files))) == {*CASES[name].refused}
+    assert set(left_out(from_files(files, *CASES[name].files))) == {*CASES[name].left_out}
     checked = CliRunner().invoke(main, ["check", recipe, *adapted])
     assert checked.exit_code == 0, checked.output
 

@@ -1,0 +1,287 @@
+"""The keys of `accelerate config` files and of DeepSpeed configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stages.importing import rules
+from stages.importing.report import Report
+from stages.importing.rules import Rule, Table, WrongValueError, allowed, sets, when_on
+
+SHARDINGS = {
+    **dict.fromkeys(("full_shard", "1", "true"), "full_shard"),
+    **dict.fromkeys(("shard_grad_op", "2", "false"), "shard_grad_op"),
+    **dict.fromkeys(("no_shard", "3"), "no_shard"),
+    **dict.fromkeys(("hybrid_shard", "4"), "hybrid_shard"),
+}
+"""Names and numbers of torch's ShardingStrategy, and FSDP2's `reshard_after_forward`."""
+UNITS = {"transformer_based_wrap": "block", "size_based_wrap": "size", "no_wrap": "none"}
+
+_sharding = sets("fsdp.sharding", rules.choice(SHARDINGS, "use FULL_SHARD or HYBRID_SHARD"))
+_classes = sets("classes", rules.names, off=("", []))
+_offload = sets("fsdp.cpu_offload", rules.truth)
+
+FSDP: Table = {
+    "version": allowed(2, 1, "1", "2"),
+    "sharding_strategy": _sharding,
+    "reshard_after_forward": _sharding,
+    "offload_params": _offload,
+    "cpu_offload": _offload,
+    "auto_wrap_policy": sets("policy", rules.choice(UNITS)),
+    "transformer_layer_cls_to_wrap": _classes,
+    "transformer_cls_names_to_wrap": _classes,
+    "min_num_params": sets("unit_size", rules.positive, off=(0,)),
+    "forward_prefetch": sets("fsdp.forward_prefetch", lambda value: int(rules.truth(value))),
+    "activation_checkpointing": when_on("model.activation_checkpointing", {}),
+}
+"""Keys without the prefix `fsdp_`."""
+FSDP_PREFIXED: Table = {**FSDP, **{f"fsdp_{key}": rule for key, rule in FSDP.items()}}
+"""Keys with and without the prefix; accelerate and transformers accept both."""
+
+OFFLOADS = ("none", "cpu", "nvme")
+
+
+def zero_stage(value: Any) -> int:
+    """Return DeepSpeed's ZeRO stage, 0 for none."""
+    found = rules.whole(value)
+    if found not in (0, 1, 2, 3):
+        raise WrongValueError(f"must be 0, 1, 2 or 3, not {value!r}", blocks=True)
+    return found
+
+
+def max_norm(value: Any) -> float | None:
+    """Return the norm to clip gradients to; 0 means no clipping."""
+    return rules.number(value) or None
+
+
+def offload(block: str, prefix: str = "") -> dict[str, Rule]:
+    """Return the rules for an offload block's device and path, whose keys begin with `prefix`."""
+    return {
+        f"{prefix}device": sets(f"zero.{block}.device", rules.choice(OFFLOADS)),
+        f"{prefix}nvme_path": sets(f"zero.{block}.path", rules.path, off=("none",)),
+    }
+
+
+DEEPSPEED_PLUGIN: Table = {
+    "deepspeed_config_file": rules.unsupported("must name a file"),
+    "zero_stage": sets("zero.stage", zero_stage),
+    "gradient_accumulation_steps": sets("accumulation", rules.positive, 1),
+    "gradient_clipping": sets("optimizer.max_grad_norm", max_norm, 1.0),
+    **offload("offload_optimizer", "offload_optimizer_"),
+    **offload("offload_param", "offload_param_"),
+}
+
+PARALLELISM: Table = {
+    "parallelism_config_dp_replicate_size": sets("parallel.replicate", rules.positive),
+    "parallelism_config_dp_shard_size": sets("parallel.shard", rules.positive),
+    **{f"parallelism_config_{axis}_size": allowed(1, blocks=True) for axis in ("tp", "cp", "sp")},
+}
+
+STRATEGIES = {
+    "no": "one",
+    "multi_gpu": "wrap.ddp",
+    "multi_cpu": "wrap.ddp",
+    "fsdp": "wrap.fsdp",
+    "deepspeed": "wrap.zero",
+}
+PRECISIONS = {"no": "fp32", "false": "fp32", "fp16": "fp16", "bf16": "bf16"}
+"""`false` is YAML 1.1's value of an unquoted no."""
+FP8 = "set model.fp8 in the recipe"
+_strategy = rules.choice(STRATEGIES, "use MULTI_GPU, FSDP or DEEPSPEED", blocks=True)
+_dtype = rules.choice(PRECISIONS, f"write bf16; products in fp8: {FP8}", blocks=True)
+
+ACCELERATE: Table = {
+    "compute_environment": allowed("local_machine", hint="use LOCAL_MACHINE", blocks=True),
+    "distributed_type": sets("distributed", _strategy),
+    "mixed_precision": sets("precision.compute", _dtype),
+    "fp16": when_on("precision.compute", "fp16"),
+    "use_cpu": when_on("launch.device", "cpu"),
+    "num_processes": sets("procs", rules.positive, off=(-1,)),
+    "fp8_config": rules.unsupported("fp8 products are a setting of the model slot", FP8),
+    "deepspeed_config": DEEPSPEED_PLUGIN,
+    "fsdp_config": FSDP_PREFIXED,
+    "parallelism_config": PARALLELISM,
+}
+
+HIDDEN: Mapping[str, Callable[[int], int]] = {
+    "zero.reduce_bucket_size": lambda hidden: hidden * hidden,
+    "zero.prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "zero.param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+"""Value of `auto` for a model's hidden size (transformers.integrations.deepspeed)."""
+
+
+def _count(value: Any) -> int:
+    # A bucket of one element is sent after every tensor, and so is a bucket of none.
+    return max(rules.whole(value), 1)
+
+
+def _passed_on(key: str, default: Any = None) -> Rule:
+    """Return the rule for a key that wrap.zero hands to DeepSpeed."""
+    return sets(f"zero.extra.{key}", rules.as_written, off=(default,))
+
+
+def _fields(block: str, read: rules.Read, *names: str) -> dict[str, Rule]:
+    """Return rules for keys that are called like fields of wrap.zero."""
+    return {name: sets(f"zero.{block}{name}", read) for name in names}
+
+
+STAGE_3 = (
+    "max_live_parameters", "max_reuse_distance", "param_persistence_threshold",
+    "prefetch_bucket_size", "sub_group_size",
+)  # fmt: skip
+"""Fields of wrap.zero that have an effect at stage 3 only."""
+_stage_3 = _fields("", rules.whole, *STAGE_3)
+ZERO: Table = {
+    "stage": sets("zero.stage", zero_stage),
+    "offload_optimizer": {
+        **offload("offload_optimizer"),
+        **_fields("offload_optimizer.", rules.truth, "fast_init", "pin_memory"),
+        **_fields("offload_optimizer.", rules.truth, "pipeline_read", "pipeline_write"),
+        **_fields("offload_optimizer.", rules.whole, "buffer_count"),
+        **_fields("offload_optimizer.", rules.number, "ratio"),
+    },
+    "offload_param": {
+        **offload("offload_param"),
+        **_fields("offload_param.", rules.truth, "pin_memory"),
+        **_fields("offload_param.", rules.whole, "buffer_count", "max_in_cpu"),
+        **_fields("offload_param.", _count, "buffer_size"),
+    },
+    "cpu_offload": when_on("zero.offload_optimizer.device", "cpu"),
+    "cpu_offload_param": when_on("zero.offload_param.device", "cpu"),
+    **_fields("", _count, "reduce_bucket_size", "allgather_bucket_size"),
+    **_fields("", rules.truth, "overlap_comm", "contiguous_gradients", "round_robin_gradients"),
+    **_stage_3,
+    **{f"stage3_{name}": rule for name, rule in _stage_3.items()},
+    **_fields("", _count, "sub_group_size"),
+    "zero_hpz_partition_size": _passed_on("zero_optimization.zero_hpz_partition_size", 1),
+    "reduce_scatter": _passed_on("zero_optimization.reduce_scatter", True),
+    "allgather_partitions": _passed_on("zero_optimization.allgather_partitions", True),
+    **{
+        key: _passed_on(f"zero_optimization.{key}")
+        for key in ("leaf_module", "zero_quantized_gradients", "zero_quantized_weights")
+    },
+}
+
+
+def _enabled(dtype: str) -> Rule:
+    automatic = sets("precision.compute", rules.truth, "fp32")
+    on = when_on("precision.compute", dtype)
+    return lambda value: automatic(value) if value == "auto" else on(value)
+
+
+def _scale(power: Any) -> float:
+    found = rules.whole(power)
+    if not 0 <= found <= 32:
+        raise WrongValueError(f"must be 0 to 32, a power of two, not {power!r}")
+    return float(2**found)
+
+
+FP16: Table = {
+    "enabled": _enabled("fp16"),
+    "loss_scale": allowed(0, hint="set loss_scale: 0"),
+    "initial_scale_power": sets("precision.initial_loss_scale", _scale),
+    "loss_scale_window": sets("precision.loss_scale_growth_interval", rules.positive),
+}
+BF16: Table = {
+    "enabled": _enabled("bf16"),
+    "bf16_master_weights_and_grads": when_on("precision.master", "bf16"),
+}
+
+
+def _betas(value: Any) -> list[float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise WrongValueError(f"must be two numbers, not {value!r}")
+    return [rules.number(each) for each in value]
+
+
+_CHOOSE = "choose another optimizer stage (`pipe stages`)"
+OPTIMIZER: Table = {
+    "type": sets("optimizer", rules.choice({"adam": "adamw", "adamw": "adamw"}, _CHOOSE)),
+    "params": {
+        "lr": sets("optimizer.lr", rules.number, 5e-5),
+        "betas": sets("betas", _betas, [0.9, 0.999]),
+        "eps": sets("optimizer.eps", rules.number, 1e-8),
+        "weight_decay": sets("optimizer.weight_decay", rules.number, 0.0),
+        "max_grad_norm": sets("optimizer.max_grad_norm", rules.number, off=(0,)),
+        "torch_adam": when_on("zero.optimizer_implementation", "torch"),
+        "adam_w_mode": allowed(True, hint=_CHOOSE),
+        "bias_correction": allowed(True, hint=_CHOOSE),
+    },
+}
+SCHEDULES = {
+    "warmuplr": "constant",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+}
+SCHEDULER: Table = {
+    "type": sets("deepspeed.schedule", rules.choice(SCHEDULES, "use WarmupDecayLR")),
+    "params": {
+        "warmup_min_lr": allowed(0),
+        "warmup_min_ratio": allowed(0),
+        "warmup_max_lr": sets("optimizer.lr", rules.number, 5e-5),
+        "warmup_num_steps": sets("warmup_steps", rules.whole, 0),
+        "warmup_type": allowed("linear", hint="set linear"),
+        "cos_min_ratio": sets("optimizer.final_lr_ratio", rules.number),
+        "total_num_steps": sets("schedule_steps", rules.positive),
+        "last_batch_iteration": allowed(-1),
+    },
+}
+AIO: Table = {
+    **_fields("aio.", rules.positive, "block_size", "queue_depth", "intra_op_parallelism"),
+    **_fields("aio.", rules.truth, "single_submit", "overlap_events", "use_gds"),
+    "thread_count": sets("zero.aio.intra_op_parallelism", rules.positive),
+}
+
+DTYPES = ("fp32", "fp16", "bf16")
+
+DEEPSPEED: Table = {
+    "train_batch_size": sets("global_batch", rules.positive),
+    "train_micro_batch_size_per_gpu": sets("train.micro_batch_size", rules.positive, 8),
+    "gradient_accumulation_steps": sets("accumulation", rules.positive, 1),
+    "gradient_clipping": sets("optimizer.max_grad_norm", max_norm, 1.0),
+    "optimizer": OPTIMIZER,
+    "scheduler": SCHEDULER,
+    "fp16": FP16,
+    "bf16": BF16,
+    "bfloat16": BF16,
+    "zero_optimization": ZERO,
+    "aio": AIO,
+    "communication_data_type": sets("precision.reduce", rules.choice(DTYPES)),
+    "data_types": {
+        "grad_accum_dtype": allowed("fp32"),
+        "buffer_dtype": sets("precision.buffer", rules.choice(DTYPES)),
+    },
+    "pipeline": rules.unsupported("is not available", blocks=True),
+    "gradient_allreduce_op": allowed("mean"),
+    "sequence_parallel_size": allowed(1, blocks=True),
+    "gradient_predivide_factor": _passed_on("gradient_predivide_factor", 1),
+    **{
+        key: when_on(f"zero.extra.{key}")
+        for key in ("comms_logger", "flops_profiler", "prescale_gradients", "wall_clock_breakdown")
+    },
+}
+
+
+def set_defaults(report: Report, *, alone: bool) -> None:
+    """Add DeepSpeed 0.19's defaults. `alone` means without TrainingArguments, which fill in some
+    of them otherwise."""
+    own = "DeepSpeed's default"
+    missing: dict[str, tuple[Any, str]] = {}
+    if alone:
+        missing["optimizer.max_grad_norm"] = None, own
+    if report.given("optimizer"):
+        missing["optimizer.decay_all"] = True, "DeepSpeed decays every parameter"
+        missing["optimizer.weight_decay"] = 0.0, own
+        if alone and not report.given("deepspeed.schedule"):
+            missing["schedule"] = "flat", "DeepSpeed's default is a constant rate"
+    if report.given("deepspeed.schedule"):
+        missing["warmup_steps"] = 1000, own
+        if report.value("deepspeed.schedule") == "cosine":
+            missing["optimizer.final_lr_ratio"] = 1e-4, own
+    if report.value("precision.compute") == "fp16":
+        missing["precision.loss_scale_growth_interval"] = 1000, own
+    for fact, (value, why) in missing.items():
+        if not report.given(fact):
+            report.default(fact, value, why)

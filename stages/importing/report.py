@@ -1,0 +1,231 @@
+"""The facts that the files give, the outcome of each key, and the recipe that is made of them."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.importing.translator import KeyOutcome
+from pipeline.recipe.nodes import KeyPath
+from stages.importing.rules import RuleResult, Table, apply, is_off, refused, unset
+
+METHOD = re.compile(
+    r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
+    r"|distill|parallel|megatron|(^|_)(tp|pp|cp|sp|ep)_size"
+)
+"""Names of keys that change the training method. A key of such a name without a rule blocks the
+recipe, since another training would start without it."""
+DIFFERENT = (
+    "amp", "amsgrad", "bf16_optimizer_states", "chat_template", "compression_training",
+    "config_name", "config_overrides", "curriculum_learning", "data_efficiency", "dataset_kwargs",
+    "eigenvalue", "elasticity", "eos_token", "fp16_master_weights", "fp16_optimizer_states",
+    "max_train_samples", "mixed_precision_policy", "model_init_kwargs",
+    "model_type", "neftune_noise_alpha", "num_stable_steps", "optim_", "param_dtype",
+    "progressive_layer_drop", "router_aux_loss_coef", "sparse_attention", "tf32", "torch_autocast",
+    "use_bnb_nested_quant", "zenflow",
+)  # fmt: skip
+"""Beginnings of keys that change the numbers of a training, and that no recipe expresses."""
+HARMLESS = (
+    "activation_checkpointing", "adjust_scheduler", "backward_prefetch", "batch_eval_metrics",
+    "bf16_full_eval", "bnb_4bit_", "cache_dir", "check_grad_overflow", "command_file", "commands",
+    "consecutive_", "cpu_ram_efficient_loading", "dataloader_", "dataset_num_proc", "ddp_",
+    "deepspeed_exclusion", "deepspeed_hostfile", "deepspeed_inclusion", "deepspeed_multinode",
+    "disable_tqdm", "dispatch_batches", "do_eval", "do_train", "downcast_bf16",
+    "elastic_checkpoint", "eval_", "even_batches", "fp16_backend", "fp16_full_eval",
+    "fp16_opt_level", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs",
+    "half_precision_backend", "hub_", "hysteresis", "include_", "label_names", "length_column_name",
+    "liger_kernel_config", "limit_all_gathers", "load_from_fp32_", "local_rank", "log_", "logging_",
+    "low_cpu_mem_usage", "machine_rank", "main_", "min_loss_scale", "num_machines",
+    "optim_state_dict", "overwrite_", "pad_", "padding_", "parallelism_config_cp_",
+    "parallelism_config_sp_", "past_index", "per_device_eval_", "per_gpu_eval_",
+    "prediction_loss_only", "preprocessing_", "project", "ray_scope", "rdzv_backend",
+    "remove_unused_columns", "restore_callback_", "same_network", "save_on_each_node",
+    "save_safetensors", "shuffle_dataset", "skip_memory_metrics", "stage3_gather_", "state_dict",
+    "steps_per_print", "sync_", "tpu_", "trackio_", "use_cache", "use_fast_tokenizer",
+    "use_orig_params", "use_seedable_sampler", "zero3_", "zero_allow_", "zero_force_",
+)  # fmt: skip
+"""Beginnings of keys that change nothing that is trained, unless a table has a rule for them."""
+
+
+class Report:
+    """Every key of every file, and the facts that they give."""
+
+    def __init__(self) -> None:
+        self.entries: list[RuleResult] = []
+        self.defaults: dict[str, tuple[Any, str]] = {}
+        """Fact -> value and reason, for facts that no key has to give."""
+        self._facts: dict[str, list[RuleResult]] = {}
+
+    def read(self, file: str, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
+        """Apply the table's rules to every key of a file or block."""
+        for key, value in content.items():
+            rule = table.get(key)
+            if rule is None:
+                result = _without_rule(key, value, table)
+            elif callable(rule):
+                result = apply(rule, value)
+            elif isinstance(value, Mapping) and value:
+                self.read(file, value, rule, f"{prefix}{key}.")
+                continue
+            else:
+                off = is_off(value) or value == "auto"
+                result = unset() if off else refused("must be a block of keys")
+            self.enter(file, f"{prefix}{key}", value, result)
+
+    def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
+        """Add a key. A fact that another key gives with another value is a contradiction."""
+        for other in self.of(entry.fact):
+            if not (other.auto or entry.auto) and other.content != entry.content:
+                why = f"contradicts {other.key}: {other.value!r} in {other.file}"
+                entry = refused(why, "use the same value in both", blocks=True)
+        entry.file, entry.key, entry.value = file, key, value
+        self.entries.append(entry)
+        if entry.fact:
+            self._facts.setdefault(entry.fact, []).append(entry)
+
+    def default(self, fact: str, value: Any, why: str) -> None:
+        """Set the value that holds where no key states one. The first default wins."""
+        self.defaults.setdefault(fact, (value, why))
+
+    def given(self, fact: str) -> bool:
+        """Return whether a key gives the fact."""
+        return fact in self._facts
+
+    def known(self, fact: str) -> bool:
+        """Return whether the fact has a value: stated, by default, or through `auto`."""
+        entries = self.of(fact)
+        return fact in self.defaults or any(not e.auto or e.content is not None for e in entries)
+
+    def facts(self, prefix: str = "") -> list[str]:
+        """Return the facts whose names begin with `prefix`, sorted."""
+        return sorted(f for f in {*self._facts, *self.defaults} if f.startswith(prefix))
+
+    def of(self, fact: str) -> list[RuleResult]:
+        """Return the keys that give the fact."""
+        return self._facts.get(fact, [])
+
+    def value(self, fact: str, otherwise: Any = None) -> Any:
+        """Return the stated value, else the default, else the meaning of `auto`."""
+        entries = sorted(self.of(fact), key=lambda entry: entry.auto)
+        if fact in self.defaults and (not entries or entries[0].auto):
+            return self.defaults[fact][0]
+        content = entries[0].content if entries else None
+        return otherwise if content is None else content
+
+    def ignore(self, *facts: str, why: str = "has no effect with the other settings") -> None:
+        """Forget facts that do not apply here."""
+        self._forget(facts, outcome="default", why=why)
+
+    def refuse(self, *facts: str, why: str, hint: str = "", blocks: bool = False) -> None:
+        """Forget facts that no recipe expresses."""
+        self._forget(facts, outcome="refused", why=why, hint=hint, blocks=blocks)
+
+    def _forget(self, facts: tuple[str, ...], **outcome: Any) -> None:
+        for fact in facts:
+            self.defaults.pop(fact, None)
+            for entry in self._facts.pop(fact, ()):
+                vars(entry).update(outcome, to={})
+
+    def ignore_unused(self, beginnings: tuple[str, ...]) -> None:
+        """Ignore facts with such names that the recipe does not hold."""
+        for fact in self.facts():
+            if fact.startswith(beginnings) and not any(entry.to for entry in self.of(fact)):
+                self.ignore(fact)
+
+    def outcomes(self) -> list[KeyOutcome]:
+        """Return the final outcome of every key, in the order in which they were read."""
+        for entry in self.entries:
+            if entry.outcome == "translated" and not entry.to:
+                entry.outcome = "not translated"
+            elif entry.auto and entry.to:
+                stated = [other for other in self.of(entry.fact) if not other.auto]
+                source = [f"{other.key} in {other.file}" for other in stated]
+                entry.why = f"auto: as {source[0] if source else 'transformers fills it in'}"
+        return [*self.entries]
+
+
+def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
+    """Return the result for a key that the table does not have."""
+    name = key.removeprefix("fsdp_")
+    if is_off(value):
+        return unset()
+    if name.startswith(HARMLESS):
+        return RuleResult(outcome="default", why="changes nothing that is trained")
+    if name.startswith(DIFFERENT):
+        return refused("changes the training, and no recipe expresses it")
+    similar = difflib.get_close_matches(key, table, n=1, cutoff=0.8)
+    hint = f"did you mean `{similar[0]}`?" if similar else ""
+    if METHOD.search(key):
+        return refused("may change the training method", hint, blocks=True)
+    return RuleResult(outcome="not translated", hint=hint)
+
+
+HEADER = ("name", "seed", "launch")
+
+
+class Draft:
+    """The recipe in the making. Keys are dotted; slots stand at the top, as in overrides."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.header: dict[str, Any] = {}
+        self.slots: dict[str, dict[str, Any]] = {}
+        self.notes: dict[KeyPath, str] = {}
+        self.missing: dict[str, str] = {}
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the recipe's values in their usual order."""
+        head = {key: self.header[key] for key in HEADER if key in self.header}
+        return {**head, "stages": self.slots}
+
+    def slot(self, name: str, use: str, *facts: str) -> None:
+        """Add a slot, which follows from `facts`."""
+        self.slots[name] = {}
+        self.put(f"{name}.use", use, *facts)
+
+    def put(self, key: str, value: Any, *facts: str, note: str = "") -> None:
+        """Set a value, which follows from `facts`, with a comment about its source."""
+        first, *inner = key.split(".")
+        in_slot = first in self.slots
+        block = self.slots if in_slot else self.header
+        for part in (first, *inner)[:-1]:
+            block = block.setdefault(part, {})
+        block[key.rpartition(".")[2]] = copy.deepcopy(value)
+        for fact in facts:
+            for entry in self.report.of(fact):
+                entry.to[key] = value
+        comment = note or self._source(facts)
+        if comment:
+            self.notes[("stages", first, *inner) if in_slot else (first, *inner)] = comment
+
+    def copy(self, fact: str, key: str = "") -> None:
+        """Set a fact's value at `key`, which is by default named like the fact, if it is known."""
+        if self.report.known(fact):
+            self.put(key or fact, self.report.value(fact), fact)
+
+    def copy_all(self) -> None:
+        """Copy the facts that are named like recipe keys, or like fields of the wrap stage."""
+        strategy = self.slots["wrap"]["use"].removeprefix("wrap.")
+        for fact in self.report.facts():
+            slot, dot, name = fact.partition(".")
+            if slot == strategy:
+                self.copy(fact, f"wrap.{name}")
+            elif (dot and slot in self.slots) or slot in HEADER[1:]:
+                self.copy(fact)
+
+    def lacks(self, key: str, what: str) -> None:
+        """Mark a field that the user has to fill in with `what`."""
+        slot, _, name = key.partition(".")
+        self.missing[key] = what
+        path: KeyPath = ("stages", slot, "use")
+        before = f"{self.notes[path]}; " if path in self.notes else ""
+        self.notes[path] = f"{before}fill in `{name}`: {what}"
+
+    def _source(self, facts: tuple[str, ...]) -> str:
+        entries = [entry for fact in facts for entry in self.report.of(fact)]
+        keys = dict.fromkeys(f"{entry.key} in {entry.file}" for entry in entries)
+        defaults = self.report.defaults
+        return ", ".join(keys) or next((defaults[f][1] for f in facts if f in defaults), "")
