@@ -35,7 +35,6 @@ _LION = {"use": "optimizer.lion"}
 OPTIMIZERS: dict[str, dict[str, str]] = {
     "adamw_torch": {"use": "optimizer.adamw", "kernel": "foreach"},
     "adamw_torch_fused": {"use": "optimizer.adamw", "kernel": "fused"},
-    "adamw_torch_4bit": {"use": "optimizer.adamw", "moments": "4bit"},
     "adamw_torch_8bit": _EIGHT_BITS,
     "adamw_8bit": _EIGHT_BITS,
     "adamw_bnb_8bit": _EIGHT_BITS,
