@@ -33,21 +33,15 @@ STRETCH = 1024
 """Positions of an order that are computed at once, at most an epoch."""
 
 
-def rank_share(count: int, shard: DataAxis) -> tuple[int, int]:
-    """Start and end of this rank's share of `count` samples; shares differ by at most one."""
-    base, extra = divmod(count, shard.count)
-    start = shard.index * base + min(shard.index, extra)
-    return start, start + base + (shard.index < extra)
-
-
 def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
     """Ranges of this rank's micro-batches within a batch of `count` samples. Every rank gets the
     same number of ranges, as collectives need; ranges may be empty."""
-    start, end = rank_share(count, shard)
-    largest = -(-count // shard.count)
-    pieces = -(-largest // micro_batch_size)
+    share, extra = divmod(count, shard.count)  # shares differ by at most one
+    start = shard.index * share + min(shard.index, extra)
+    end = start + share + (shard.index < extra)
+    pieces = -(-(share + bool(extra)) // micro_batch_size)
     edges = [min(start + piece * micro_batch_size, end) for piece in range(pieces + 1)]
-    return [(edges[piece], edges[piece + 1]) for piece in range(pieces)]
+    return list(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +92,9 @@ def _to(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 class BatchStats:
     """Statistics of micro-batches on this rank."""
 
-    tokens: int = 0
+    tokens: float = 0
     """Tokens without padding."""
-    squares: int = 0
+    squares: float = 0
     """Sum of the squared lengths of samples, to which the cost of attention is proportional."""
     seconds: float = 0.0
     """Time that training waited for them."""
@@ -109,14 +103,6 @@ class BatchStats:
         return BatchStats(
             self.tokens + other.tokens, self.squares + other.squares, self.seconds + other.seconds
         )
-
-
-class FedBatch(NamedTuple):
-    """A micro-batch, whether it is the last of its step, and its statistics."""
-
-    batch: MicroBatch
-    last: bool
-    stats: BatchStats
 
 
 class BatchSpec(NamedTuple):
@@ -178,8 +164,9 @@ class Feed:
             (index,) = self._order.indices(place, 1).tolist()
             yield self._data.train[index]
 
-    def microbatches(self, position: int) -> Iterator[FedBatch]:
-        """This rank's micro-batches of the step at `position`, in order."""
+    def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
+        """This rank's micro-batches of the step at `position`, each with whether it is the last,
+        and its statistics."""
         specs = self._specs(position)
         batches = self._prefetcher.take(specs, lambda: self._specs(position + self.count(position)))
         for number in range(len(specs)):
@@ -187,9 +174,7 @@ class Feed:
             batch, lengths = next(batches)
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
-            yield FedBatch(
-                batch, number == len(specs) - 1, BatchStats(sum(lengths), squares, seconds)
-            )
+            yield batch, number == len(specs) - 1, BatchStats(sum(lengths), squares, seconds)
 
     def close(self) -> None:
         """End the threads."""

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from stages.train.evaluation import mean_loss, perplexity, record_evaluation
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
+from stages.train.step import advance
 from stages.wrap.accelerate_compat import forget
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.load_weights import load_weights
@@ -75,7 +77,7 @@ def train(
         model=_model(model, precision, ctx),
         args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
-        loader=MicroBatches(feed, data, shard, accumulation, progress),
+        loader=MicroBatches(feed, data, shard, accumulation, progress, steps),
         plan=plan,
         frozen_base=frozenset(model.frozen_base),
     )
@@ -149,34 +151,36 @@ def _arguments(
     )
 
 
+@dataclass(eq=False)
 class MicroBatches:
     """This rank's micro-batches of all steps behind `progress`, as one epoch of the Trainer. Every
     step has `accumulation` of them; empty ones, which change no number, fill up short steps."""
 
-    def __init__(
-        self, feed: Feed, data: Data, shard: DataAxis, accumulation: int, progress: Progress
-    ) -> None:
-        self.dataset = data.train
-        self._feed = feed
-        self._pad_id = data.pad_id
-        self._count = shard.count
-        self._accumulation = accumulation
-        self._progress = progress
-        self._steps = feed.total_steps(progress)
+    feed: Feed
+    data: Data
+    shard: DataAxis
+    accumulation: int
+    progress: Progress
+    steps: int
+
+    @property
+    def dataset(self) -> Any:
+        """The training samples; accelerate asks for them."""
+        return self.data.train
 
     def __len__(self) -> int:
-        return self._steps * self._accumulation
+        return self.steps * self.accumulation
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        position = self._progress.samples
-        for _ in range(self._progress.step, self._steps):
-            scale = self._count / self._feed.targets(position)
-            batches = [fed.batch for fed in self._feed.microbatches(position)]
-            empty = collate([], self._pad_id, batches[0].input_ids.device)
-            for batch in [*batches, *[empty] * (self._accumulation - len(batches))]:
+        position = self.progress.samples
+        for _ in range(self.progress.step, self.steps):
+            scale = self.shard.count / self.feed.targets(position)
+            batches = [batch for batch, *_ in self.feed.microbatches(position)]
+            empty = collate([], self.data.pad_id, batches[0].input_ids.device)
+            for batch in [*batches, *[empty] * (self.accumulation - len(batches))]:
                 tensors = {key: value for key, value in vars(batch).items() if value is not None}
                 yield {**tensors, "scale": scale}
-            position += self._feed.count(position)
+            position += self.feed.count(position)
 
 
 class _RecipeTrainer(Trainer):  # type: ignore[misc]
@@ -205,8 +209,11 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
             super()._save(output_dir, state_dict)
         elif self.args.should_save:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            tensors = stored_tensors(self.model)
-            own = {name: one.detach() for name, one in tensors if name not in self._frozen_base}
+            own = {
+                name: tensor.detach()
+                for name, tensor in stored_tensors(self.model)
+                if name not in self._frozen_base
+            }
             save_file(own, Path(output_dir) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], None]:
@@ -220,8 +227,7 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = self._plan.build(self._plan.groups(named_parameters(self.model)))
-        made: torch.optim.Optimizer = self.optimizer
-        return made
+        return self.optimizer  # type: ignore[no-any-return]
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -239,51 +245,33 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """The sum over this micro-batch's target tokens, over the mean number of a rank's targets
         in the step: averaged over ranks, the mean over all target tokens of the step."""
-        batch = MicroBatch(
-            input_ids=inputs["input_ids"],
-            labels=inputs["labels"],
-            positions=inputs.get("positions"),
-        )
+        batch = MicroBatch(**{name: one for name, one in inputs.items() if name != "scale"})
         loss: Tensor = SummedLoss(model)(batch) * inputs["scale"]
         return loss
 
 
+@dataclass(eq=False)
 class _Recorder(TrainerCallback):  # type: ignore[misc]
     """Keeps the progress, evaluates, calls the step callbacks, and completes checkpoints."""
 
-    def __init__(
-        self,
-        config: HfTrainer,
-        ctx: Context,
-        data: Data,
-        feed: Feed,
-        progress: Progress,
-        trainer: Trainer,
-        callbacks: Callbacks,
-    ) -> None:
-        self._config = config
-        self._ctx = ctx
-        self._data = data
-        self._feed = feed
-        self._progress = progress
-        self._trainer = trainer
-        self._callbacks = callbacks
+    config: HfTrainer
+    ctx: Context
+    data: Data
+    feed: Feed
+    progress: Progress
+    trainer: Trainer
+    callbacks: Callbacks
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Advance the progress."""
-        progress = self._progress
-        progress.tokens += self._feed.targets(progress.samples)
-        progress.samples += self._feed.count(progress.samples)
-        progress.step = state.global_step
-        for name in ("eval_loss", "perplexity"):  # of the weights before this update
-            progress.metrics.pop(name, None)
+        advance(self.progress, self.feed)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
         """Record the step, and evaluate if it is due (collective). Raises StageError for a
         gradient that is not finite."""
         if "loss" not in logs:
             return
-        progress, norm, loss = self._progress, float(logs["grad_norm"]), float(logs["loss"])
+        progress, norm, loss = self.progress, float(logs["grad_norm"]), float(logs["loss"])
         if not math.isfinite(norm):
             raise StageError(
                 f"step {progress.step}: the gradient norm is {norm}",
@@ -294,32 +282,32 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
             "grad_norm": norm, "tokens": progress.tokens, "samples": progress.samples,
             "applied": True, "loss_scale": 1.0, "time": time.time(), "loss": loss,
         }  # fmt: skip
-        self._callbacks.on_step(progress.step, progress, record)
-        every = self._config.eval_every
+        self.callbacks.on_step(progress.step, progress, record)
+        every = self.config.eval_every
         due = progress.step == args.max_steps or (every is not None and progress.step % every == 0)
-        if due and self._data.heldout is not None:
+        if due and self.data.heldout is not None:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        model, dist, progress = self._trainer.model_wrapped, self._ctx.dist, self._progress
+        model, dist, progress = self.trainer.model_wrapped, self.ctx.dist, self.progress
         shard = DataAxis(index=dist.rank, count=dist.world_size)
-        size = self._config.microbatch_size(shard.count)
+        size = self.config.microbatch_size(shard.count)
         model.eval()
-        loss = mean_loss(SummedLoss(model), self._data, shard, dist.device, size)
+        loss = mean_loss(SummedLoss(model), self.data, shard, dist.device, size)
         model.train()
         record_evaluation(progress, loss, None)
         record = {"eval_loss": loss, "perplexity": perplexity(loss)}
-        self._callbacks.on_evaluation(progress.step, progress, record)
+        self.callbacks.on_evaluation(progress.step, progress, record)
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Mark the checkpoint as complete, then remove those that need not be kept."""
-        dist, root, keep = self._ctx.dist, _root(self._ctx), self._config.keep
-        self._progress.callbacks = self._callbacks.state()
+        dist, root, keep = self.ctx.dist, _root(self.ctx), self.config.keep
+        self.progress.callbacks = self.callbacks.state()
         dist.barrier()  # every rank has written its random state
         if dist.is_main:
             newest = root / f"checkpoint-{state.global_step}"
             sync_tree(newest)
-            write_json(newest / PROGRESS, vars(self._progress))
+            write_json(newest / PROGRESS, vars(self.progress))
             for old in [] if keep is None else complete_checkpoints(root)[:-keep]:
                 (old / PROGRESS).unlink()
                 shutil.rmtree(old)

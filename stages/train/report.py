@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -14,6 +15,7 @@ from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress, StepCallback
 from pipeline.hardware import host
+from stages.train.batches import BatchStats
 from stages.train.flops import Utilisation
 from stages.train.profiling import Profile
 from stages.train.step import StepResult
@@ -46,7 +48,7 @@ class StepMeter:
         now = time.perf_counter()
         seconds = now - self._since if profile is None else profile.seconds
         ranks = self._engine.shard.count
-        total = summed(result, ranks)
+        loss, total = _summed(result, ranks)
         record = {
             "grad_norm": result.report.grad_norm,
             "lr": result.lr,
@@ -58,11 +60,11 @@ class StepMeter:
             "step_seconds": seconds,
             "target_tokens_per_second": (progress.tokens - self._tokens) / seconds,
             "samples_per_second": (progress.samples - self._samples) / seconds,
-            "loss": total.loss,
+            "loss": loss,
             "tokens_per_second": total.tokens / seconds,
             "tokens_per_second_per_rank": total.tokens / seconds / ranks,
-            "data_wait_share": total.waited / seconds / ranks,
-            **peak_memory(self._engine.device, ranks),
+            "data_wait_share": total.seconds / seconds / ranks,
+            **_peak_memory(self._engine.device, ranks),
         }
         if self._utilisation is not None:
             record["mfu"] = self._utilisation.share(total.tokens, total.squares, seconds * ranks)
@@ -131,22 +133,19 @@ class Reporter(StepCallback):
     def _line(self, records: Sequence[Mapping[str, float]]) -> list[str]:
         """The last step's numbers, and mean speeds of all."""
         last = records[-1]
-        parts = [
-            f"step {self._last}/{self._total}",
-            f"loss {last['loss']:.4f}",
-            f"grad_norm {last['grad_norm']:.3f}",
-        ]
+        parts = [f"step {self._last}/{self._total}", f"loss {last['loss']:.4f}"]
+        parts.append(f"grad_norm {last['grad_norm']:.3f}")
         if math.isfinite(last.get("lr", math.nan)):
             parts.append(f"lr {last['lr']:.3g}")
         if "tokens_per_second" in last:
-            parts.append(f"{mean_of(records, 'tokens_per_second'):.0f} tokens/s")
+            parts.append(f"{_mean(records, 'tokens_per_second'):.0f} tokens/s")
         if "mfu" in last:
-            parts.append(f"mfu {mean_of(records, 'mfu'):.1%}")
+            parts.append(f"mfu {_mean(records, 'mfu'):.1%}")
         if "step_seconds" in last:
             seconds = sum(record["step_seconds"] for record in records) / len(records)
             minutes, left = divmod(round((self._total - self._last) * seconds), 60)
             parts.append(f"{seconds:.2f} s/step")
-            waited = mean_of(records, "data_wait_share") if "data_wait_share" in last else 0.0
+            waited = _mean(records, "data_wait_share") if "data_wait_share" in last else 0.0
             if waited >= SLOW_DATA:
                 parts.append(f"{waited:.0%} of it waiting for data")
             parts.append(f"eta {minutes}:{left:02d}")
@@ -159,34 +158,18 @@ def _json(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if name in odd else value for name, value in record.items()}
 
 
-class Sums(NamedTuple):
-    """Numbers of one step over all ranks."""
-
-    loss: float
-    """Mean over target tokens, in nats."""
-    tokens: float
-    """Tokens without padding."""
-    squares: float
-    """Sum of the squared lengths of samples."""
-    waited: float
-    """Seconds that ranks waited for data."""
-
-
-def summed(result: StepResult, ranks: int) -> Sums:
-    """Sum a step's numbers over all ranks (collective)."""
-    stats = result.stats
-    sums = torch.tensor(
-        [0.0, float(stats.tokens), float(stats.squares), stats.seconds],
-        dtype=torch.float64,
-        device=result.loss.device,
-    )
+def _summed(result: StepResult, ranks: int) -> tuple[float, BatchStats]:
+    """Mean loss in nats and batch statistics over all ranks (collective)."""
+    own = [0.0, *dataclasses.astuple(result.stats)]
+    sums = torch.tensor(own, dtype=torch.float64, device=result.loss.device)
     sums[0] = result.loss
     if ranks > 1:
         torch.distributed.all_reduce(sums)
-    return Sums(*sums.tolist())
+    loss, *stats = sums.tolist()
+    return loss, BatchStats(*stats)
 
 
-def peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
+def _peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
     """Peak bytes of the rank with most since the start (collective), if known: of torch's tensors
     on its GPU, and of host memory for the model and its training (`pipeline.hardware.host`)."""
     on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -197,7 +180,7 @@ def peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
     return {name: int(size) for name, size in zip(names, most.tolist(), strict=True) if size}
 
 
-def mean_of(records: Sequence[Mapping[str, float]], name: str) -> float:
+def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:
     """Mean of a number over the time of all records."""
     seconds = sum(record["step_seconds"] for record in records)
     return float(sum(record[name] * record["step_seconds"] for record in records) / seconds)

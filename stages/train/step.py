@@ -31,6 +31,16 @@ class StepResult:
     """Description of an anomaly, after which `progress` has not moved; empty if there is none."""
 
 
+def advance(progress: Progress, feed: Feed) -> None:
+    """Advance `progress` past the step at its position."""
+    position = progress.samples
+    progress.tokens += feed.targets(position)
+    progress.samples += feed.count(position)
+    progress.step += 1
+    for name in ("eval_loss", "perplexity"):  # of the weights before the update
+        progress.metrics.pop(name, None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
     """Accumulates gradients, clips and applies them, and advances the progress."""
@@ -55,12 +65,8 @@ class TrainStep:
         anomaly = monitor.anomaly(report)
         if not anomaly:
             monitor.record(progress, applied=report.applied)
-            progress.samples += feed.count(position)
-            progress.step += 1
-            progress.tokens += targets
             progress.skipped += not report.applied
-            for name in ("eval_loss", "perplexity"):  # of the weights before this update
-                progress.metrics.pop(name, None)
+            advance(progress, feed)
         lr = self.plan.hyperparameters.get("lr", math.nan) * scale
         return StepResult(loss=loss, report=report, lr=lr, stats=stats, anomaly=anomaly)
 

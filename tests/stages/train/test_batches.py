@@ -123,7 +123,7 @@ def test_last_flag_and_targets_of_a_step() -> None:
     for rank in range(2):
         feed = Feed(config, data, 0, DataAxis(index=rank, count=2), CPU)
         pieces = list(feed.microbatches(0))
-        assert [fed.last for fed in pieces] == [False, True]
+        assert [last for _, last, _ in pieces] == [False, True]
         counted += sum(int((piece.labels != -100).sum()) for piece, *_ in pieces)
     assert counted == feed.targets(0)
 
