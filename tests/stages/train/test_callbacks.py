@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline import testing
 from pipeline.checkpoint.manifest import FILE, Manifest
 from pipeline.contracts.signature import needs
+from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Callbacks, Progress, StepCallback
 from pipeline.distributed.process_group import DistContext
 from stages.train.causal_lm import TrainCausalLm
@@ -124,3 +126,22 @@ def test_without_a_callback_a_checkpoint_keeps_no_state(tmp_path: Path) -> None:
     case = Poisoned(setting=Setting(wrap="ddp"), batches=range(2), anomalies=Anomalies())
     run_ranks(train, 1, str(tmp_path), case)
     assert saved(tmp_path, 2) == {}
+
+
+def test_the_documented_callback_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text("utf-8")
+    code = page.partition("## Step callbacks")[2].partition("```python")[2].partition("```")[0]
+    found: dict[str, Any] = {
+        "Any": Any, "Callbacks": Callbacks, "Context": Context, "Mapping": Mapping, "Path": Path,
+        "Progress": Progress, "StepCallback": StepCallback, "dataclass": dataclass,
+    }  # fmt: skip
+    exec(compile("from __future__ import annotations\n" + code, "training.md", "exec"), found)
+    ctx, sink = testing.context(tmp_path), Sink()
+    callback = found["Losses"]().run(ctx, sink)
+    for step in (1, 2, 3):
+        callback.on_step(step, Progress(step=step, metrics={"loss": 2.0}), {"loss": 2.0})
+    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 2.0\n3 2.0\n"
+    assert len(sink.calls) == 3
+    resumed = found["Losses"]().run(ctx, None)
+    resumed.restore({name: {"lines": 2} for name in callback.state()})
+    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 2.0\n"
