@@ -68,7 +68,7 @@ class TrainCausalLm(BatchPlan):
         if self.early_stopping is not None and self.eval_every is None:
             yield Problem(
                 key="early_stopping",
-                message="stops by evaluations, and there is none before the end",
+                message="needs evaluations before the end",
                 hint="set eval_every",
             )
         if self.eval_every is None and any(kept):
@@ -95,8 +95,8 @@ class TrainCausalLm(BatchPlan):
         return [name for name, value in asked.items() if value]
 
     def for_benchmark(self, trial: Trial) -> TrainCausalLm:
-        """Of a trial's steps on its global batch, without any evaluation. The micro-batch stays, or
-        is what it would be on the trial's `procs`; accumulation follows from it."""
+        """Return this stage for a trial's steps and global batch, without evaluations. The
+        micro-batch is kept, or derived for the trial's `procs`; accumulation follows from it."""
         return replace(
             self,
             steps=trial.steps,

@@ -126,8 +126,8 @@ class Anomalies:
         if self.spike is not None and not limits:
             yield Problem(
                 key="spike",
-                message="nothing says what a spike is",
-                hint="give spike_factor or spike_deviations",
+                message="needs spike_factor or spike_deviations",
+                hint="give at least one of them",
             )
         if self.spike is None and limits:
             yield Problem(key=limits[0], message="needs spike", hint="set spike: skip")

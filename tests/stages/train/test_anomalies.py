@@ -277,7 +277,7 @@ def test_positions_left_out_are_told_once_in_order(spans: list[tuple[int, int]])
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
-        ({"spike": "skip"}, ["anomalies.spike: nothing says what a spike is"]),
+        ({"spike": "skip"}, ["anomalies.spike: needs spike_factor or spike_deviations"]),
         ({"spike_factor": 2.0}, ["anomalies.spike_factor: needs spike"]),
         ({"spike_deviations": 2.0}, ["anomalies.spike_deviations: needs spike"]),
         (

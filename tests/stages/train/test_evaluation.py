@@ -224,7 +224,7 @@ def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
         (
             {"early_stopping": {"patience": 2}},
             0,
-            ["early_stopping: stops by evaluations, and there is none before the end"],
+            ["early_stopping: needs evaluations before the end"],
         ),
         (
             {},
