@@ -22,11 +22,11 @@ from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.anomalies import AnomalyMonitor
+from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.feed import Feed
 from stages.train.loss import SummedLoss
-from stages.train.report import Reporter
-from stages.train.step import train_step
+from stages.train.report import Reporter, StepMeter
+from stages.train.step import TrainStep
 
 
 def run_context(job: Job, dist: DistContext, log: Any, on_exit: Any) -> Context:
@@ -61,24 +61,24 @@ class OurLoop:
         )  # fmt: skip
         blocks = TokenBlocks(map_tokens(job.folder), job.length)
         data = Data(train=blocks, heldout=None, pad_id=0, identity={})
-        self._feed = Feed(config, data, ctx.seed, self.engine.shard, self.engine.device)
-        self._progress = Progress()
-        self._loss = SummedLoss(self.engine.model)
-        self._watch = AnomalyMonitor(config.anomalies, self.engine.shard.count)
-        self._reporter = Reporter(
-            ctx,
-            self.engine,
-            log_every=config.log_every,
-            total_steps=self._feed.total_steps,
-            progress=self._progress,
+        engine, self._progress = self.engine, Progress()
+        feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
+        self._step = TrainStep(
+            engine=engine,
+            loss=SummedLoss(engine.model),
+            feed=feed,
+            plan=self._plan,
+            monitor=AnomalyMonitor(config.anomalies, engine.shard.count),
         )
+        self._meter = StepMeter(engine, self._progress)
+        self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
 
     def run(self, steps: int) -> float:
         """Train so many steps; the global loss of the last."""
+        progress, record = self._progress, {"loss": 0.0}
         for _ in range(steps):
-            done, anomaly = train_step(
-                self.engine, self._loss, self._feed, self._plan, self._progress, self._watch
-            )
-            assert not anomaly, anomaly
-            self._reporter.add(done)
-        return self._progress.metrics["loss"]
+            result = self._step(progress)
+            assert not result.anomaly, result.anomaly
+            record = self._meter.measure(result, progress)
+            self._reporter.on_step(progress.step, progress, record)
+        return record["loss"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from apart.child import Check, Job, Place, Work
 from torch import Tensor
 
-from stages.train.linear_loss import linear_loss
+from stages.train.loss import chunked_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states (tokens, width), weight (vocabulary, width), labels (tokens,) -> summed loss."""
@@ -26,7 +26,7 @@ def full(job: Job, place: Place) -> Work:
 
 def ours(job: Job, place: Place) -> Work:
     """`loss_chunk_size`."""
-    return _work(job, lambda h, w, y: linear_loss(h, w, None, y, job["chunk"]))
+    return _work(job, lambda h, w, y: chunked_cross_entropy(h, w, None, y, job["chunk"]))
 
 
 def torch_own(job: Job, place: Place) -> Work:

@@ -61,6 +61,8 @@ class Progress:
     """Anomalous steps since the last update."""
     rollbacks: int = 0
     """Number of times that training went back to a checkpoint."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """State of step callbacks: `Callbacks.state()`."""
     lineage: dict[str, Any] = field(default_factory=dict)
     """Identity of the model, tokenizer, data, seed, order and global batch, without which the
     position means nothing."""
@@ -90,6 +92,75 @@ class Progress:
             recent_losses=list(self.recent_losses),
             lineage=self.lineage,
         )
+
+
+class StepCallback(ABC):
+    """Code of a plugin that a train stage calls after every update, such as a metrics sink.
+
+    A stage in a slot before the train slot gives it. It is called on every rank, in the thread that
+    trains, and may use collectives. It does not change `progress`. An exception ends the run.
+    """
+
+    @abstractmethod
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        """Called after update number `step` (from 1), before the model is evaluated and before a
+        checkpoint of this step is saved; not for steps that were dropped as anomalous.
+
+        `record` has the numbers that `metrics.jsonl` has of the step (docs/training.md): `loss`
+        and speeds over all ranks, `time` and `step_seconds` of this rank; NaN if unknown.
+        """
+
+    def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        """Called after an evaluation of the weights of `step`, 0 before the first update, with the
+        held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON to keep in a checkpoint; that of rank 0 is kept. Called before every save."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Called on every rank with the state from the checkpoint of `step`, before the next step:
+        when a run resumes, and when it goes back to a checkpoint. Not called without a state."""
+
+
+class Callbacks(StepCallback):
+    """Several callbacks, called in the given order; None and nested Callbacks are resolved.
+
+    A stage that adds a callback to those of earlier slots takes `earlier: StepCallback | None` and
+    gives `Callbacks(earlier, its_own)`. States are kept by class name, numbered from the second
+    callback of a class on, so a resume with other callbacks gives each its own state.
+    """
+
+    def __init__(self, *callbacks: StepCallback | None) -> None:
+        self._callbacks: dict[str, StepCallback] = {}
+        for given in callbacks:
+            several = given._callbacks.values() if isinstance(given, Callbacks) else [given]
+            for callback in several:
+                if callback is not None:
+                    self._callbacks[self._free_name(type(callback))] = callback
+
+    def _free_name(self, kind: type) -> str:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        number = sum(other.partition("#")[0] == name for other in self._callbacks)
+        return f"{name}#{number + 1}" if number else name
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        for callback in self._callbacks.values():
+            callback.on_step(step, progress, record)
+
+    def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        for callback in self._callbacks.values():
+            callback.on_evaluation(step, progress, record)
+
+    def state(self) -> dict[str, Any]:
+        """Non-empty states by the names of callbacks."""
+        states = {name: dict(callback.state()) for name, callback in self._callbacks.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for name, callback in self._callbacks.items():
+            if name in state:
+                callback.restore(state[name])
 
 
 class Checkpoints(ABC):

@@ -32,7 +32,6 @@ _EIGHT_BITS = ("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_
 OPTIMIZERS: dict[str, dict[str, str]] = {
     "adamw_torch": {"use": "optimizer.adamw", "kernel": "foreach"},
     "adamw_torch_fused": {"use": "optimizer.adamw", "kernel": "fused"},
-    "adamw_torch_4bit": {"use": "optimizer.adamw", "moments": "4bit"},
     **{name: {"use": "optimizer.adamw", "moments": "8bit"} for name in _EIGHT_BITS},
     "paged_adamw_32bit": {"use": "optimizer.adamw"},
     "lion_32bit": {"use": "optimizer.lion"},

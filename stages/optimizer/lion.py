@@ -34,25 +34,21 @@ class Lion(OptimizerSettings):
         return "lion"
 
     def run(self, ctx: Context) -> OptimizerPlan:
-        hyperparameters = {
+        rule: dict[str, Any] = {
             "lr": self.lr,
             "betas": tuple(self.betas),
             "weight_decay": self.weight_decay,
         }
-        return OptimizerPlan(
+        return self.plan(
             algorithm=self.algorithm,
-            hyperparameters=hyperparameters,
-            groups=self.make_groups(),
+            hyperparameters=rule,
             moments=("exp_avg",),
             counts_updates=False,
-            build=functools.partial(_build, hyperparameters=hyperparameters),
-            lr_scale=self.lr_scale,
-            schedule_warnings=self.schedule_warnings,
-            max_grad_norm=self.max_grad_norm,
+            build=functools.partial(_build, **rule),
         )
 
 
-def _build(groups: list[dict[str, Any]], *, hyperparameters: dict[str, Any]) -> Optimizer:
-    from stages.optimizer.lion_rule import LionOptimizer
+def _build(groups: list[dict[str, Any]], **rule: Any) -> Optimizer:
+    from stages.optimizer.update_rules import LionOptimizer
 
-    return LionOptimizer(groups, **hyperparameters)
+    return LionOptimizer(groups, **rule)

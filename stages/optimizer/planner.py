@@ -1,4 +1,4 @@
-"""Planners of the stages that declare an optimizer."""
+"""Planners of the optimizer stages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.lion import Lion
 
 TORCH: dict[Kernel, int] = {"fused": 0, "foreach": 1, "single": 2}
-"""Copies of a parameter that torch's kernels take, foreach of all at once."""
+"""Temporary copies of a parameter in torch's kernels; foreach copies all at once."""
 LOW_BIT: dict[Moments, tuple[float, float, float]] = {
-    "master": (0, 0, 24), "fp32": (32, 0, 24), "bf16": (16, 0, 24), "fp8": (8 + 1 / 8, 0, 32),
-    "8bit": (8 + 1 / 8, 8, 49), "4bit": (4 + 1 / 4, 24.1, 49),
-}  # fmt: skip
-"""Bits of one moment, with the scale of its block (0: those of a weight); bytes for each element of
-a parameter that an update takes where torch's kernels do not do: compiled (buffers of the code that
-torch 2.13 makes of it for CPUs, which a test counts), and not compiled, as traced."""
+    "master": (0, 0, 24),
+    "fp32": (32, 0, 24),
+    "bf16": (16, 0, 24),
+    "8bit": (8 + 1 / 8, 8, 49),
+}
+"""Bits of one moment with its block's scale (0: those of a weight); temporary bytes of an update
+for each element of a parameter, where torch's kernels do not compute it: compiled (buffers of the
+code that torch 2.13 generates for CPUs, counted by a test), and not compiled, as traced."""
 ROUNDING = (4, 12)
-"""Bytes for each element that stochastic rounding takes besides, likewise."""
+"""Further temporary bytes for each element with stochastic rounding, likewise."""
 
 
 class AdamWPlanner(Planner[AdamW]):
@@ -50,7 +52,7 @@ class AdamWPlanner(Planner[AdamW]):
             what = "moments in blocks of 8 bits"
             yield Saving(order=NARROW_MOMENTS, what=what, fields={"moments": "8bit"})
         if not stage.stochastic_rounding:
-            # Moments that followed masters into bf16 would lose small changes of theirs.
+            # Moments in bf16, like the masters, would lose their own small changes.
             moments = "8bit" if stage.moments == "master" else stage.moments
             yield Saving(
                 order=NARROW_MASTERS,
@@ -68,8 +70,8 @@ class AdamWPlanner(Planner[AdamW]):
 
 
 def _taking(size: float, build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:
-    """An optimizer whose compiled updates, which cannot be watched, take so many bytes for each
-    element of a parameter, and change nothing."""
+    """An optimizer whose compiled updates, which a trace cannot see into, only allocate `size`
+    bytes for each element of a parameter."""
     import torch
 
     optimizer = build(groups)

@@ -1,54 +1,96 @@
-"""How AdamW's moments are kept: in a dtype, or in blocks of codes."""
+"""Storage of AdamW's moments: tensors of one dtype, or blocks of 8-bit codes.
+
+Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization: each block of values is divided
+by its largest magnitude, its scale, and rounded to the nearest values of a code book.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.contracts.optimizer import StateCodec
-from stages.optimizer.codes import AT_A_TIME, Book4, Book8, Code, Fp8
+from stages.optimizer import torchao_compat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BLOCK = 256
+"""Elements of a block, as in bitsandbytes and torchao."""
 SMALLEST = 4096
 """Elements; smaller parameters have no blocks, as in bitsandbytes and torchao."""
+LEAST_SCALE = 1e-12
+"""Lower bound of scales, as in torchao."""
+AT_A_TIME = 1 << 22
+"""Elements that are encoded exactly at a time: encoding needs about ten times their memory."""
 
 
-class Part(NamedTuple):
-    """Elements [start, stop) of a parameter, whose moments are kept alike, with their state."""
+class CodeBook:
+    """The 256 dynamic values of bitsandbytes and torchao in ascending order: from 0 to 1, or signed
+    from -0.993 to 1."""
 
-    start: int
-    stop: int
-    state: Mapping[str, Tensor]
+    def __init__(self, *, signed: bool) -> None:
+        quantizers = torchao_compat.quantizers()
+        self.values: tuple[float, ...] = tuple(quantizers.create_dynamic_map(signed))
+        self._nearest = quantizers.quantize_8bit_with_qmap
+
+    def table(self, device: torch.device) -> Tensor:
+        """The values as an fp32 tensor of shape (256,), which the other methods take."""
+        return torch.tensor(self.values, dtype=torch.float32, device=device)
+
+    def encode(self, blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 codes (blocks, BLOCK) and fp32 scales (blocks,) of fp32 values (blocks, BLOCK)."""
+        scales = blocks.abs().amax(-1).clip(LEAST_SCALE)
+        return self._encode_with(scales, blocks, table), scales
+
+    def decode(self, codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+        """fp32 values (blocks, BLOCK) of codes and scales."""
+        return table[codes.int()] * scales.view(-1, 1)
+
+    def encode_exactly(self, blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode values so that results of `decode` are decoded to the same bits again.
+
+        A largest value that is negative was decoded to 0.993 of its scale: for such blocks, scales
+        that are larger than the largest value are tried.
+        """
+        codes, scales = self.encode(blocks, table)
+        left = self._differs(blocks, codes, scales, table).nonzero().view(-1)
+        for candidates in self._larger_scales(blocks.abs().amax(-1)):
+            if not left.numel():
+                break
+            trial = self._encode_with(candidates[left], blocks[left], table)
+            wrong = self._differs(blocks[left], trial, candidates[left], table)
+            right = left[~wrong]
+            codes[right], scales[right] = trial[~wrong], candidates[right]
+            left = left[wrong]
+        return codes, scales
+
+    def _encode_with(self, scales: Tensor, blocks: Tensor, table: Tensor) -> Tensor:
+        codes: Tensor = self._nearest(blocks / scales.view(-1, 1), table)
+        return codes
+
+    def _differs(self, blocks: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+        """Whether each block is decoded to other bits; shape (blocks,)."""
+        return (self.decode(codes, scales, table) != blocks).any(-1)
+
+    def _larger_scales(self, largest: Tensor) -> Iterator[Tensor]:
+        """Scales (blocks,) that the least value of the book decodes to -`largest`, up to
+        rounding."""
+        if self.values[0] < 0:
+            below = above = largest / -self.values[0]
+            yield below
+            for _ in range(2):
+                below = torch.nextafter(below, torch.zeros_like(below))
+                above = torch.nextafter(above, torch.full_like(above, torch.inf))
+                yield from (below, above)
 
 
-class MomentPacking(StateCodec):
-    """A packing that the update can use: moments are decoded, updated, encoded."""
+class PlainMoments(StateCodec):
+    """Flat tensors of one dtype; None is the parameter's dtype.
 
-    def parts(self, state: Mapping[str, Tensor], count: int) -> Iterator[Part]:
-        """All of a parameter's `count` elements."""
-        yield Part(0, count, {name: state[name] for name in MOMENTS})
-
-    def tables(self, device: torch.device) -> Mapping[str, Tensor]:
-        """By moment, what decoding and encoding need on a device."""
-        return {}
-
-    def decode(
-        self, state: Mapping[str, Tensor], moment: str, tables: Mapping[str, Tensor]
-    ) -> Tensor:
-        """A moment of a part, flat, for the update to overwrite; it counts after `encode`."""
-        return state[moment]
-
-    def encode(
-        self, state: Mapping[str, Tensor], moment: str, values: Tensor, tables: Mapping[str, Tensor]
-    ) -> None:
-        """Keep what `decode` gave and the update has overwritten."""
-
-
-class Plain(MomentPacking):
-    """Flat tensors of one dtype, which are decoded as they are; None is the parameter's."""
+    An update decodes the moments of each part, changes and encodes them.
+    """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -62,84 +104,86 @@ class Plain(MomentPacking):
         return values[start:stop]
 
     def pack(self, state: Mapping[str, Any], moment: str, values: Tensor) -> None:
-        """What was unpacked is the moment itself."""
+        """Do nothing: `unpack` returns views."""
+
+    def parts(
+        self, state: Mapping[str, Tensor], count: int
+    ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
+        """(start, stop, state) of each part of a parameter's `count` elements whose moments are
+        stored alike."""
+        yield 0, count, {name: state[name] for name in MOMENTS}
+
+    def tables(self, device: torch.device) -> Mapping[str, Tensor]:
+        """Constants for `decode` and `encode` on a device, by moment."""
+        return {}
+
+    def decode(
+        self, state: Mapping[str, Tensor], moment: str, tables: Mapping[str, Tensor]
+    ) -> Tensor:
+        """A flat moment of a part. The update may overwrite it and then calls `encode`."""
+        return state[moment]
+
+    def encode(
+        self, state: Mapping[str, Tensor], moment: str, values: Tensor, tables: Mapping[str, Tensor]
+    ) -> None:
+        """Store `values`, which are a result of `decode` that the update has overwritten."""
 
 
-class Blockwise(MomentPacking):
-    """Codes and a scale for each block. What is less than a block at the end, and small parameters,
-    are kept in fp32."""
+class BlockwiseMoments(PlainMoments):
+    """Codes and a scale for each block. Small parameters, and the remainder behind the last whole
+    block, are stored in fp32."""
 
-    def __init__(self, codes: Mapping[str, Code]) -> None:
-        self._codes = codes
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        first, second = MOMENTS
+        self._books = {first: CodeBook(signed=True), second: CodeBook(signed=False)}
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
-        (self._block,) = {code.block for code in codes.values()}
-
-    def _whole(self, count: int) -> int:
-        """How many of a parameter's elements are in blocks."""
-        return 0 if count < SMALLEST else count - count % self._block
 
     def start(self, parameter: Tensor, count: int) -> dict[str, Tensor]:
-        state, device, whole = {}, parameter.device, self._whole(count)
-        for moment, code in self._codes.items():
-            if whole:
-                size = whole // code.packed
-                state[f"{moment}.codes"] = torch.zeros(size, dtype=code.stored, device=device)
-                state[f"{moment}.scales"] = torch.zeros(whole // self._block, device=device)
-            if whole < count:
-                state[moment] = torch.zeros(count - whole, device=device)
+        whole, device = _in_blocks(count), parameter.device
+        state = super().start(parameter, count - whole) if whole < count else {}
+        for moment in MOMENTS if whole else ():
+            state[f"{moment}.codes"] = torch.zeros(whole, dtype=torch.uint8, device=device)
+            state[f"{moment}.scales"] = torch.zeros(whole // BLOCK, device=device)
         return state
 
-    def parts(self, state: Mapping[str, Tensor], count: int) -> Iterator[Part]:
-        whole = self._whole(count)
+    def parts(
+        self, state: Mapping[str, Tensor], count: int
+    ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
+        whole = _in_blocks(count)
         if whole:
-            kept = ("codes", "scales")
-            yield Part(0, whole, {k: state[k] for m in MOMENTS for k in (f"{m}.{x}" for x in kept)})
+            yield 0, whole, {key: value for key, value in state.items() if "." in key}
         if whole < count:
-            yield Part(whole, count, {name: state[name] for name in MOMENTS})
+            yield whole, count, {name: state[name] for name in MOMENTS}
 
     def unpack(self, state: Mapping[str, Any], moment: str, start: int, stop: int) -> Tensor:
-        values, rest = [], state.get(moment)
-        whole = self._stored(state, moment)
+        whole, found = _stored_in_blocks(state, moment), []
         if start < whole:
-            values.append(self._unpack_blocks(state, moment, start, min(stop, whole)))
-        if rest is not None and stop > whole:
-            values.append(rest[max(start - whole, 0) : stop - whole])
-        return torch.cat(values)
-
-    def _stored(self, state: Mapping[str, Any], moment: str) -> int:
-        """How many of its elements are in blocks."""
-        scales = state.get(f"{moment}.scales")
-        return 0 if scales is None else self._block * len(scales)
-
-    def _unpack_blocks(
-        self, state: Mapping[str, Any], moment: str, start: int, stop: int
-    ) -> Tensor:
-        first, last = start // self._block, -(-stop // self._block)
-        code = self._codes[moment]
-        codes, scales = _blocks(state, moment)
-        table = self.tables(scales.device)[moment]
-        values = code.decode(codes[first:last], scales[first:last], table).view(-1)
-        # + 0.0: where a scale is 0, a negative code means -0.0
-        return values[start - first * self._block : stop - first * self._block] + 0.0
+            first, last = start // BLOCK, -(-min(stop, whole) // BLOCK)
+            codes, scales = (stored[first:last] for stored in _blocks(state, moment))
+            table = self.tables(scales.device)[moment]
+            values = self._books[moment].decode(codes, scales, table).view(-1)
+            # + 0.0: with a scale of 0, a negative code is decoded to -0.0
+            found.append(values[start - first * BLOCK : min(stop, whole) - first * BLOCK] + 0.0)
+        if stop > whole:
+            found.append(super().unpack(state, moment, max(start - whole, 0), stop - whole))
+        return torch.cat(found)
 
     def pack(self, state: Mapping[str, Any], moment: str, values: Tensor) -> None:
-        whole = self._stored(state, moment)
+        whole = _stored_in_blocks(state, moment)
         if whole < len(values):
             state[moment].copy_(values[whole:])
         if whole:
             codes, scales = _blocks(state, moment)
             table = self.tables(scales.device)[moment]
-            blocks = values[:whole].view(-1, self._block)
-            many = AT_A_TIME // self._block
-            for first in range(0, len(scales), many):
-                part = slice(first, first + many)
-                exact = self._codes[moment].encode_again(blocks[part], table)
-                codes[part].copy_(exact[0])
-                scales[part].copy_(exact[1])
+            blocks = values[:whole].view(-1, BLOCK)
+            for first in range(0, len(scales), AT_A_TIME // BLOCK):
+                part = slice(first, first + AT_A_TIME // BLOCK)
+                codes[part], scales[part] = self._books[moment].encode_exactly(blocks[part], table)
 
     def tables(self, device: torch.device) -> Mapping[str, Tensor]:
         if device not in self._tables:
-            self._tables[device] = {m: code.table(device) for m, code in self._codes.items()}
+            self._tables[device] = {m: book.table(device) for m, book in self._books.items()}
         return self._tables[device]
 
     def decode(
@@ -147,29 +191,35 @@ class Blockwise(MomentPacking):
     ) -> Tensor:
         if moment in state:
             return state[moment]
-        return self._codes[moment].decode(*_blocks(state, moment), tables[moment]).view(-1)
+        return self._books[moment].decode(*_blocks(state, moment), tables[moment]).view(-1)
 
     def encode(
         self, state: Mapping[str, Tensor], moment: str, values: Tensor, tables: Mapping[str, Tensor]
     ) -> None:
         if moment not in state:
             codes, scales = _blocks(state, moment)
-            new = self._codes[moment].encode(values.view(-1, self._block), tables[moment])
+            new = self._books[moment].encode(values.view(-1, BLOCK), tables[moment])
             codes.copy_(new[0])
             scales.copy_(new[1])
 
 
+def _in_blocks(count: int) -> int:
+    """Number of a parameter's `count` elements that are stored in blocks."""
+    return 0 if count < SMALLEST else count - count % BLOCK
+
+
+def _stored_in_blocks(state: Mapping[str, Any], moment: str) -> int:
+    return BLOCK * len(state.get(f"{moment}.scales", ()))
+
+
 def _blocks(state: Mapping[str, Tensor], moment: str) -> tuple[Tensor, Tensor]:
-    """Live codes, shape (blocks, stored elements of a block), and scales (blocks,)."""
-    scales = state[f"{moment}.scales"]
-    return state[f"{moment}.codes"].view(len(scales), -1), scales
+    """Views of the stored codes (blocks, BLOCK) and scales (blocks,)."""
+    return state[f"{moment}.codes"].view(-1, BLOCK), state[f"{moment}.scales"]
 
 
-def packing(kept: str) -> MomentPacking:
-    """For the field `moments` of optimizer.adamw. Raises StageError without torchao."""
-    if kept in ("8bit", "4bit"):
-        book = Book8 if kept == "8bit" else Book4
-        return Blockwise({"exp_avg": book(signed=True), "exp_avg_sq": book(signed=False)})
-    if kept == "fp8":
-        return Blockwise(dict.fromkeys(MOMENTS, Fp8()))
-    return Plain({"fp32": torch.float32, "bf16": torch.bfloat16, "master": None}[kept])
+def moment_codec(moments: str) -> PlainMoments:
+    """Return the codec for the field `moments` of optimizer.adamw. Raises StageError without
+    torchao."""
+    if moments == "8bit":
+        return BlockwiseMoments()
+    return PlainMoments({"fp32": torch.float32, "bf16": torch.bfloat16, "master": None}[moments])

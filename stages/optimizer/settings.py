@@ -1,28 +1,50 @@
-"""What the stages for optimizers have in common."""
+"""Fields that all optimizer stages share: learning rate, schedule, parameter groups, clipping."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from pipeline.contracts.optimizer import NamedParameter
+from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
 from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem
-from stages.optimizer.groups import GroupSettings, make_groups
+from pipeline.errors import Problem, StageError
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
-BELONGS: Mapping[str, Schedule] = {
+Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]
+Shape = Literal["linear", "cosine", "sqrt"]
+Groups = Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
+SCHEDULE_OF: Mapping[str, Schedule] = {
     "decay_ratio": "wsd",
     "decay_steps": "wsd",
     "decay_shape": "wsd",
     "power": "polynomial",
 }
-"""Fields that mean something to one schedule alone."""
+"""Fields of one schedule alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """Parameters with a learning rate or weight decay of their own."""
+
+    match: Annotated[tuple[str, ...], MinLen(1)]
+    """Patterns of parameter names, with `*` for any text and `?` for any character
+    (`*.lora_B.*`). A parameter belongs to the first group that matches it."""
+
+    lr_ratio: Annotated[float, Gt(0)] = 1.0
+    """Their learning rate as a multiple of `lr`."""
+
+    weight_decay: Annotated[float, Ge(0)] | None = None
+    """Their weight decay, whatever their dimensions; null decays them as all others."""
+
+    def matches(self, name: str) -> bool:
+        """Whether one of the patterns matches the name of a parameter."""
+        return any(fnmatchcase(name, pattern) for pattern in self.match)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +83,15 @@ class OptimizerSettings:
     """With schedule wsd: the last steps, in which the rate falls. Excludes `decay_ratio`."""
 
     decay_shape: Shape | None = None
-    """With schedule wsd: what the rate falls along: a line, a cosine, or 1 less the square root of
-    the steps of the fall (sqrt); null means a line."""
+    """With schedule wsd: the rate falls along a line, a cosine, or 1 less the square root of the
+    steps of the fall (sqrt); null means a line."""
 
     power: Annotated[float, Gt(0)] | None = None
     """With schedule polynomial: the exponent; null means 2."""
 
     final_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Learning rate that the step behind the last would have, as a fraction of `lr`; nothing to the
-    schedules constant and inverse_sqrt."""
+    """Learning rate that the step behind the last would have, as a fraction of `lr`; without effect
+    on the schedules constant and inverse_sqrt."""
 
     max_grad_norm: Annotated[float, Gt(0)] | None = 1.0
     """Clip the gradient of the whole model to this L2 norm; null does not clip."""
@@ -78,29 +100,59 @@ class OptimizerSettings:
         for one, other in (("warmup_ratio", "warmup_steps"), ("decay_ratio", "decay_steps")):
             if getattr(self, one) and getattr(self, other):
                 yield Problem(key=one, message=f"excludes {other}", hint="give only one")
-        for key, schedule in BELONGS.items():
+        for key, schedule in SCHEDULE_OF.items():
             if getattr(self, key) is not None and self.schedule != schedule:
                 yield Problem(
                     key=key,
-                    message=f"means nothing to the schedule {self.schedule}",
+                    message=f"has no effect on the schedule {self.schedule}",
                     hint=f"set schedule: {schedule} or leave it out",
                 )
 
-    def lr_scale(self, step: int, total: int) -> float:
-        """Factor on every group's base rate for zero-based `step` of `total`."""
-        return lr_scale(
-            step,
-            total,
-            schedule=self.schedule,
-            warmup=self._warmup(total),
-            final_scale=self.final_lr_ratio,
-            decay=self.decay_steps or steps_in(self.decay_ratio or 0.1, total),
-            shape=self.decay_shape or "linear",
-            power=self.power or 2.0,
+    def plan(self, **rule: Any) -> OptimizerPlan:
+        """Return an OptimizerPlan of these settings and of what the update rule decides."""
+        return OptimizerPlan(
+            groups=self.make_groups(),
+            lr_scale=self.lr_scale,
+            schedule_warnings=self.schedule_warnings,
+            max_grad_norm=self.max_grad_norm,
+            **rule,
         )
 
+    def lr_scale(self, step: int, total: int) -> float:
+        """Factor on the base learning rates for zero-based `step` of `total`, as in transformers.
+
+        Rises linearly from 0 over the warm-up, step / warm-up. Then:
+
+        - constant: stays at 1.
+        - inverse_sqrt: sqrt(warm-up / step) (Vaswani et al. 2017, section 5.3).
+        - the others fall to `final_lr_ratio`, which the step behind the last would have: linear;
+          cosine by half a cosine (Loshchilov & Hutter 2017, SGDR, eq. 5); polynomial with the
+          remaining steps to the `power`; wsd stays at 1 and falls in the last steps (Hu et al.
+          2024, MiniCPM, section 4), in the `decay_shape` of a line, a cosine, or 1 less a square
+          root (Hägele et al. 2024).
+        """
+        warmup = self._warmup(total)
+        if step < warmup:
+            return step / warmup
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "inverse_sqrt":
+            return math.sqrt(warmup / step) if warmup else 1.0 / math.sqrt(step + 1)
+        begin = warmup
+        if self.schedule == "wsd":
+            decay = self.decay_steps or steps_in(self.decay_ratio or 0.1, total)
+            begin = max(warmup, total - decay)
+        left = 1.0 - min(max((step - begin) / max(total - begin, 1), 0.0), 1.0)
+        if "cosine" in (self.schedule, self.decay_shape):
+            left = 0.5 * (1.0 - math.cos(math.pi * left))
+        elif self.decay_shape == "sqrt":
+            left = 1.0 - math.sqrt(1.0 - left)
+        elif self.schedule == "polynomial":
+            left = left ** (self.power or 2.0)
+        return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * left
+
     def schedule_warnings(self, total: int) -> Iterator[str]:
-        """What is hardly meant of learning rates over `total` steps, and what to set instead."""
+        """Warnings about schedules over `total` steps that are probably a mistake."""
         warmup = self._warmup(total)
         key = "warmup_steps" if self.warmup_steps else "warmup_ratio"
         if not any(self.lr_scale(step, total) for step in range(total)):
@@ -117,65 +169,67 @@ class OptimizerSettings:
     def _warmup(self, total: int) -> int:
         return self.warmup_steps or steps_in(self.warmup_ratio, total)
 
-    def make_groups(
-        self, *, shards: bool = False
-    ) -> Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]:
-        """A model's parameters -> torch parameter groups. Raises StageError."""
-        return functools.partial(
-            make_groups,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            decay_all=self.decay_all,
-            own=self.groups,
-            shards=shards,
-        )
-
-
-Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]
-Shape = Literal["linear", "cosine", "sqrt"]
-
-
-def lr_scale(
-    step: int,
-    total: int,
-    *,
-    schedule: Schedule,
-    warmup: int,
-    final_scale: float,
-    decay: int = 0,
-    shape: Shape = "linear",
-    power: float = 1.0,
-) -> float:
-    """Factor on the base learning rate for zero-based `step` of `total`, as in transformers.
-
-    Rises linearly from 0 over `warmup` steps, step / warmup. Then:
-
-    - constant: stays at 1.
-    - inverse_sqrt: sqrt(warmup / step) (Vaswani et al. 2017, section 5.3).
-    - the others go to `final_scale`, which the step behind the last would have: linear; cosine by
-      half a cosine (Loshchilov & Hutter 2017, SGDR, eq. 5); polynomial with what is left of the
-      steps to the `power`; wsd stays at 1 and falls in the last `decay` steps (Hu et al. 2024,
-      MiniCPM, section 4), in the `shape` of a line, a cosine, or 1 less a square root (Hägele et
-      al. 2024).
-    """
-    if step < warmup:
-        return step / warmup
-    if schedule == "constant":
-        return 1.0
-    if schedule == "inverse_sqrt":
-        return math.sqrt(warmup / step) if warmup else 1.0 / math.sqrt(step + 1)
-    begin = max(warmup, total - decay) if schedule == "wsd" else warmup
-    position = (step - begin) / max(total - begin, 1)
-    left = 1.0 - min(max(position, 0.0), 1.0)
-    if "cosine" in (schedule, shape):
-        left = 0.5 * (1.0 - math.cos(math.pi * left))
-    elif shape == "sqrt":
-        left = 1.0 - math.sqrt(1.0 - left)
-    elif schedule == "polynomial":
-        left = left**power
-    return final_scale + (1.0 - final_scale) * left
+    def make_groups(self, *, shards: bool = False) -> Groups:
+        """Return a function from a model's parameters to torch parameter groups. It raises
+        StageError for patterns without a match."""
+        return functools.partial(_make_groups, self, shards=shards)
 
 
 def steps_in(ratio: float, total: int) -> int:
     """A fraction of all steps, rounded up."""
     return math.ceil(round(ratio * total, 9))  # 0.07 x 100 is a little more than 7 in binary
+
+
+def _make_groups(
+    settings: OptimizerSettings, parameters: Iterable[NamedParameter], *, shards: bool
+) -> list[dict[str, Any]]:
+    """Trainable parameters in torch groups of equal rate and decay, in order: the settings' own
+    groups, then the rest; decayed parameters first. With `shards`, each group has the number of
+    this process's shard.
+
+    Raises StageError for a pattern that matches no trainable parameter, and for a group whose
+    parameters all belong to earlier groups.
+    """
+    trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
+    own = settings.groups
+    _require_members(own, [parameter.name for parameter in trained])
+    found: dict[tuple[int, float], dict[str, Any]] = {}
+    for parameter in trained:
+        place = _place(own, parameter.name)
+        decays = settings.decay_all or len(parameter.shape) >= 2
+        decay = settings.weight_decay if decays else 0.0
+        group: dict[str, Any] = {"params": []}
+        if shards:
+            group["shard"] = parameter.shard
+        if place < len(own):
+            group["lr"] = settings.lr * own[place].lr_ratio
+            given = own[place].weight_decay
+            decay = decay if given is None else given
+        group["weight_decay"] = decay
+        found.setdefault((place, -decay), group)["params"].append(parameter.parameter)
+    return [found[key] for key in sorted(found)]
+
+
+def _place(own: Sequence[GroupSettings], name: str) -> int:
+    """Number of the first group that matches a parameter; the number of groups if none does."""
+    return next((place for place, group in enumerate(own) if group.matches(name)), len(own))
+
+
+def _require_members(own: Sequence[GroupSettings], names: Sequence[str]) -> None:
+    for place, group in enumerate(own):
+        for pattern in group.match:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise StageError(
+                    f"groups.{place}.match: {pattern!r} matches no trained parameter",
+                    hint="they have names like "
+                    + ", ".join(names[:3])
+                    + "; a tied weight has one name: a tied head is part of the embedding",
+                )
+        name = next(name for name in names if group.matches(name))
+        if not any(_place(own, name) == place for name in names):
+            raise StageError(
+                f"groups.{place}: all parameters that it matches, such as {name}, belong to "
+                f"earlier groups (groups.{_place(own, name)})",
+                hint="a parameter belongs to the first group that matches it: put the group with "
+                "narrower patterns first",
+            )

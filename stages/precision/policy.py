@@ -57,7 +57,7 @@ class PrecisionPolicy:
         return self.declared()
 
     def declared(self) -> Precision:
-        """What the fields say."""
+        """The precision that the fields declare."""
         scaling = LossScaling(
             initial_scale=self.initial_loss_scale, growth_interval=self.loss_scale_growth_interval
         )

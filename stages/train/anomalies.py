@@ -1,33 +1,40 @@
-"""Whether a step is anomalous. All ranks decide alike, from numbers that are the same on all."""
+"""Detection of anomalous steps, and recovery from them. All ranks decide from equal numbers."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed
 from torch import Tensor
 
 from pipeline.contracts.engine import StepGuard, StepReport
-from pipeline.contracts.training import Progress
-from stages.train.policies import Action, Anomalies
+from pipeline.contracts.training import Checkpoints, Progress
+from pipeline.errors import StageError
+from stages.train.settings import Action, Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"
+HINT = (
+    "lower the learning rate, or look for broken samples; the last checkpoint is from before this "
+    "step. anomalies in this slot can skip such steps"
+)
 
 
 class AnomalyMonitor:
-    """Looks at the steps of one training, one after another."""
+    """Observes the steps of one training."""
 
     def __init__(self, policy: Anomalies, ranks: int) -> None:
         self._policy = policy
         self._ranks = ranks
         self._spikes = False
         self.loss: float | None = None
-        """Of the step that is looked at; None where spikes are not looked for."""
+        """Mean loss of the observed step; None if the policy does not look for spikes."""
 
-    def look(self, part: Tensor, progress: Progress) -> None:
-        """See a step's loss before its update; `part` is this rank's part of the mean, a scalar
-        (collective, where spikes are looked for)."""
+    def observe(self, part: Tensor, progress: Progress) -> None:
+        """Take a step's loss before its update; `part` is this rank's part of the mean, a scalar
+        (collective if the policy looks for spikes)."""
         self._spikes, self.loss = False, None
         if self._policy.spike is not None:
             total = part.detach().clone()
@@ -38,26 +45,20 @@ class AnomalyMonitor:
 
     @property
     def should_step(self) -> StepGuard | None:
-        """What the engine is to ask before the update; None where the answer is always yes."""
+        """Guard for the engine's update; None if it would always allow it."""
         if self._policy.spike is None and self._policy.non_finite == "stop":
             return None
         return lambda norm: math.isfinite(norm) and not self._spikes
 
     def anomaly(self, report: StepReport) -> str:
-        """What was anomalous about the step; empty if nothing."""
-        # An overflow under loss scaling is skipped and goes away; without a scale to lower, it
-        # stays.
+        """Description of the observed step's anomaly; empty if there is none."""
+        # An overflow under loss scaling goes away as the scale falls; without a scale it stays.
         if not math.isfinite(report.grad_norm) and (report.applied or report.loss_scale <= 1.0):
             return NON_FINITE
         return SPIKE if self._spikes else ""
 
-    def action(self, anomaly: str) -> Action:
-        """What the recipe says to do about it."""
-        action = self._policy.spike if anomaly == SPIKE else self._policy.non_finite
-        return action or "stop"
-
-    def passed(self, progress: Progress, *, applied: bool) -> None:
-        """Take note of a step that was none; the window holds losses of updates only."""
+    def record(self, progress: Progress, *, applied: bool) -> None:
+        """Record a step without anomaly; only losses of applied updates enter the window."""
         progress.left_out_in_a_row = 0
         if applied and self.loss is not None and math.isfinite(self.loss):
             window = [*progress.recent_losses, self.loss]
@@ -65,7 +66,7 @@ class AnomalyMonitor:
 
 
 def is_spike(loss: float, recent: list[float], policy: Anomalies) -> bool:
-    """Whether `loss` is above the running mean of a full window by what the policy allows."""
+    """Whether `loss` is above the policy's limits, given a full window of `recent` losses."""
     window = recent[-policy.spike_window :]
     if len(window) < policy.spike_window:
         return False
@@ -77,14 +78,99 @@ def is_spike(loss: float, recent: list[float], policy: Anomalies) -> bool:
     return loss > mean + policy.spike_deviations * statistics.pstdev(window, mean)
 
 
-def leave_out(progress: Progress, start: int, stop: int) -> None:
-    """Take note that no update is from positions [start, stop) of the sample order; what overlaps
-    or adjoins an earlier range becomes one with it."""
-    ranges = sorted([*progress.left_out, [start, stop]])
+def exclude(progress: Progress, start: int, stop: int) -> None:
+    """Record that positions [start, stop) of the sample order have no update; overlapping and
+    adjoining ranges are merged."""
     joined: list[list[int]] = []
-    for low, high in ranges:
+    for low, high in sorted([*progress.left_out, [start, stop]]):
         if joined and low <= joined[-1][1]:
             joined[-1][1] = max(joined[-1][1], high)
         else:
             joined.append([low, high])
     progress.left_out = joined
+
+
+class Recovery:
+    """Stops the run, skips a batch, or goes back to a checkpoint, as the policy says.
+
+    `validate` is passed to `Checkpoints.restore`.
+    """
+
+    def __init__(
+        self,
+        policy: Anomalies,
+        monitor: AnomalyMonitor,
+        checkpoints: Checkpoints,
+        validate: Callable[[Progress], None],
+    ) -> None:
+        self._policy = policy
+        self._monitor = monitor
+        self._checkpoints = checkpoints
+        self._validate = validate
+
+    def recover(
+        self, anomaly: str, grad_norm: float, progress: Progress, samples: int
+    ) -> dict[str, Any]:
+        """Advance `progress` past an anomalous batch of `samples` samples (collective). Returns
+        facts to report. Raises StageError if the run has to stop."""
+        start, stop = progress.samples, progress.samples + samples
+        what = self._describe(anomaly, grad_norm, progress, stop)
+        action: Action | None = self._policy.non_finite
+        if anomaly == SPIKE:
+            action = self._policy.spike
+        if action == "stop":
+            raise StageError(what, hint=HINT)
+        facts = {
+            "anomaly": anomaly,
+            "action": action,
+            "anomalous_step": progress.step + 1,
+            "anomalous_loss": self._monitor.loss,
+            "grad_norm": grad_norm,
+        }
+        if action == "skip":
+            self._skip(what, progress, stop)
+        else:
+            start = self._roll_back(what, progress, stop)
+        exclude(progress, start, stop)
+        return {**facts, "samples_from": start, "samples_to": stop}
+
+    def _describe(self, anomaly: str, grad_norm: float, progress: Progress, stop: int) -> str:
+        step = f"step {progress.step + 1}"
+        where = f"(samples {progress.samples} to {stop - 1} of the order)"
+        if anomaly != SPIKE:
+            return f"{step}: the gradient norm is {grad_norm} {where}"
+        window = progress.recent_losses[-self._policy.spike_window :]
+        mean = sum(window) / len(window)
+        return (
+            f"{step}: the loss is {self._monitor.loss:.4f}, a spike over the mean {mean:.4f} of "
+            f"the last {len(window)} steps {where}"
+        )
+
+    def _skip(self, what: str, progress: Progress, stop: int) -> None:
+        progress.left_out_in_a_row += 1
+        if progress.left_out_in_a_row > self._policy.max_skips:
+            raise StageError(
+                f"{what}, after {self._policy.max_skips} steps in a row were skipped (max_skips)",
+                hint=HINT,
+            )
+        progress.samples = stop
+
+    def _roll_back(self, what: str, progress: Progress, stop: int) -> int:
+        """Restore the newest checkpoint; returns the position of its next sample."""
+        if progress.rollbacks >= self._policy.max_rollbacks:
+            raise StageError(
+                f"{what}, after {progress.rollbacks} rollbacks (max_rollbacks)", hint=HINT
+            )
+        restored = self._checkpoints.restore(self._validate)
+        if restored is None:
+            raise StageError(f"{what}, and there is no checkpoint to go back to")
+        vars(progress).update(
+            vars(restored)
+            | {
+                "samples": stop,
+                "lineage": progress.lineage,
+                "left_out": progress.left_out,
+                "rollbacks": progress.rollbacks + 1,
+            }
+        )
+        return restored.samples

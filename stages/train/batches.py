@@ -1,42 +1,47 @@
-"""How a global batch is cut into micro-batches, so that any cut trains on the same samples.
+"""Micro-batches of each step, as a pure function of the position in the global sample order.
 
 A step takes the next `global_batch_size` samples of the global order. Each rank takes a contiguous
-share of them, in rank order, and cuts it into micro-batches; concatenating all shares in rank order
-gives the global batch back. Where samples do not divide evenly, some micro-batches are short or
-empty: the loss is normalised over the whole step, so that changes no number.
+share of them, in rank order, and divides it into micro-batches; concatenating all shares in rank
+order gives the global batch back. If samples do not divide evenly, some micro-batches are short or
+empty, which changes no number: the loss is normalised over the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.contracts.data import NO_TARGET, Sample
+from pipeline.contracts.data import NO_TARGET, Data, Sample
 from pipeline.contracts.engine import DataAxis
+from pipeline.contracts.sample_order import ENDLESS, Order
+from pipeline.contracts.training import Progress
+from pipeline.errors import StageError
+from stages.train.settings import BatchPlan
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-def rank_share(count: int, shard: DataAxis) -> tuple[int, int]:
-    """Start and end of this rank's share of `count` samples; shares differ by at most one."""
-    base, extra = divmod(count, shard.count)
-    start = shard.index * base + min(shard.index, extra)
-    return start, start + base + (shard.index < extra)
+STRETCH = 1024
+"""Positions of an order that are computed at once, at most an epoch."""
 
 
 def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
-    """Ranges of this rank's micro-batches within a batch of `count` samples.
-
-    Every rank gets the same number of ranges, as collectives demand; ranges may be empty.
-    """
-    start, end = rank_share(count, shard)
-    largest = -(-count // shard.count)
-    pieces = -(-largest // micro_batch_size)
+    """Ranges of this rank's micro-batches within a batch of `count` samples. Every rank gets the
+    same number of ranges, as collectives need; ranges may be empty."""
+    share, extra = divmod(count, shard.count)  # shares differ by at most one
+    start = shard.index * share + min(shard.index, extra)
+    end = start + share + (shard.index < extra)
+    pieces = -(-(share + bool(extra)) // micro_batch_size)
     edges = [min(start + piece * micro_batch_size, end) for piece in range(pieces + 1)]
-    return [(edges[piece], edges[piece + 1]) for piece in range(pieces)]
+    return list(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,34 +57,28 @@ class MicroBatch:
 def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> MicroBatch:
     """Stack samples, padding short ones on the right with `pad_id` and NO_TARGET.
 
-    Padding on the right needs no attention mask in a causal model: no real token attends to it. No
-    sample at all becomes one padding token without target, so that the rank still takes part.
+    Padding on the right needs no attention mask in a causal model: no real token attends to it. An
+    empty sequence becomes one padding token without target, so that the rank still takes part.
     Beside packed samples, padding is a document of its own.
     """
     length = max((len(sample.input_ids) for sample in samples), default=1)
     shape = (max(len(samples), 1), length)
     input_ids: np.ndarray[Any, Any] = np.full(shape, pad_id, dtype=np.int64)
     labels: np.ndarray[Any, Any] = np.full(shape, NO_TARGET, dtype=np.int64)
+    packed = any(sample.positions is not None for sample in samples)
+    positions: np.ndarray[Any, Any] = np.zeros(shape if packed else 0, dtype=np.int64)
     for row, sample in enumerate(samples):
-        input_ids[row, : len(sample.input_ids)] = sample.input_ids
-        labels[row, : len(sample.labels)] = sample.labels
+        size = len(sample.input_ids)
+        input_ids[row, :size] = sample.input_ids
+        labels[row, :size] = sample.labels
+        if packed:
+            own = np.arange(size) if sample.positions is None else sample.positions
+            positions[row] = np.concatenate([own, np.arange(length - size)])
     return MicroBatch(
         input_ids=_to(input_ids, device),
         labels=_to(labels, device),
-        positions=_positions(samples, length, device),
+        positions=_to(positions, device) if packed else None,
     )
-
-
-def _positions(samples: Sequence[Sample], length: int, device: torch.device) -> Tensor | None:
-    if all(sample.positions is None for sample in samples):
-        return None
-    rows = [_padded(sample, length) for sample in samples]
-    return _to(np.stack(rows), device)
-
-
-def _padded(sample: Sample, length: int) -> np.ndarray[Any, Any]:
-    own = np.arange(len(sample.input_ids)) if sample.positions is None else sample.positions
-    return np.concatenate([own, np.arange(length - len(own))]).astype(np.int64)
 
 
 def _to(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
@@ -87,3 +86,163 @@ def _to(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    """Statistics of micro-batches on this rank."""
+
+    tokens: float = 0
+    """Tokens without padding."""
+    squares: float = 0
+    """Sum of the squared lengths of samples, to which the cost of attention is proportional."""
+    seconds: float = 0.0
+    """Time that training waited for them."""
+
+    def __add__(self, other: BatchStats) -> BatchStats:
+        return BatchStats(
+            self.tokens + other.tokens, self.squares + other.squares, self.seconds + other.seconds
+        )
+
+
+class BatchSpec(NamedTuple):
+    """Position of the step, number of the micro-batch in it, and indices of its samples."""
+
+    position: int
+    number: int
+    indices: tuple[int, ...]
+
+
+class Feed:
+    """The training samples in their global order, divided for this rank."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        data: Data,
+        seed: int,
+        shard: DataAxis,
+        device: torch.device,
+        *,
+        workers: int = 0,
+    ) -> None:
+        self._data = data
+        self._shard = shard
+        self._device = device
+        self._batch = plan.global_batch_size
+        self._micro = plan.microbatch_size(shard.count)
+        self._order = IndexCache(data.train.order(seed, shuffle=plan.shuffle))
+        self._prefetcher = Prefetcher(self._prepare, workers)
+        self._end = None if plan.epochs is None else round(plan.epochs * len(data.train))
+        if self._end == 0:
+            raise StageError(
+                f"{plan.epochs} epochs of {len(data.train)} samples are less than one sample"
+            )
+        self._steps = plan.steps
+
+    def total_steps(self, progress: Progress) -> int:
+        """Steps of the whole training. Epochs end at a sample: after fewer steps if anomalous
+        batches were skipped, and after another number with another global batch."""
+        if self._end is None:
+            assert self._steps is not None
+            return self._steps
+        left = max(self._end - progress.samples, 0)
+        return progress.step + -(-left // self._batch)
+
+    def count(self, position: int) -> int:
+        """Samples of the step at `position`; fewer than a batch only at the end of epochs."""
+        return self._batch if self._end is None else min(self._batch, self._end - position)
+
+    def targets(self, position: int) -> int:
+        """Target tokens of the whole step on all ranks, known without communication."""
+        indices = self._order.indices(position, self.count(position))
+        return self._data.train.total_targets(indices)
+
+    def samples(self, position: int) -> Iterator[Sample]:
+        """The samples from `position` on, one after another, without end."""
+        for place in itertools.count(position):
+            (index,) = self._order.indices(place, 1).tolist()
+            yield self._data.train[index]
+
+    def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
+        """This rank's micro-batches of the step at `position`, each with whether it is the last,
+        and its statistics."""
+        specs = self._specs(position)
+        batches = self._prefetcher.take(specs, lambda: self._specs(position + self.count(position)))
+        for number in range(len(specs)):
+            began = time.perf_counter()
+            batch, lengths = next(batches)
+            seconds = time.perf_counter() - began
+            squares = sum(length * length for length in lengths)
+            yield batch, number == len(specs) - 1, BatchStats(sum(lengths), squares, seconds)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._prefetcher.close()
+
+    def _specs(self, position: int) -> list[BatchSpec]:
+        count = self.count(position)
+        if count <= 0:
+            return []
+        indices = tuple(self._order.indices(position, count).tolist())
+        ranges = microbatches(count, self._shard, self._micro)
+        return [
+            BatchSpec(position, number, indices[start:end])
+            for number, (start, end) in enumerate(ranges)
+        ]
+
+    def _prepare(self, spec: BatchSpec) -> tuple[MicroBatch, list[int]]:
+        """A micro-batch, and the lengths of its samples without padding."""
+        samples = [self._data.train[index] for index in spec.indices]
+        batch = collate(samples, self._data.pad_id, self._device)
+        return batch, [len(sample.input_ids) for sample in samples]
+
+
+Prepare = Callable[[BatchSpec], tuple[MicroBatch, list[int]]]
+
+
+class Prefetcher:
+    """Prepares a step's micro-batches in threads during the step before it."""
+
+    def __init__(self, prepare: Prepare, workers: int) -> None:
+        self._prepare = prepare
+        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
+        self._begun: dict[BatchSpec, Future[tuple[MicroBatch, list[int]]]] = {}
+
+    def take(
+        self, specs: Sequence[BatchSpec], following: Callable[[], Sequence[BatchSpec]]
+    ) -> Iterator[tuple[MicroBatch, list[int]]]:
+        """The micro-batches of `specs`, in order; those of `following()` are begun meanwhile."""
+        if self._pool is None:
+            yield from map(self._prepare, specs)
+            return
+        begun = self._begun
+        taken = [begun.get(spec) or self._pool.submit(self._prepare, spec) for spec in specs]
+        self._begun = {spec: self._pool.submit(self._prepare, spec) for spec in following()}
+        for future in taken:
+            yield future.result()
+
+    def close(self) -> None:
+        """Wait for micro-batches that are being prepared, and end the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+class IndexCache:
+    """An order's indices, computed many at a time: every step asks twice for the same, and short
+    requests cost numpy as much as long ones. An endless order may read data, so it is asked for no
+    more than is needed."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._stretch = 0 if order.size == ENDLESS else min(STRETCH, order.size)
+        self._start = 0
+        self._known: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """The samples at positions start ... start + count - 1; shape (count,)."""
+        skip = start - self._start
+        if skip < 0 or skip + count > len(self._known):
+            self._start, skip = start, 0
+            self._known = self._order.indices(start, max(count, self._stretch))
+        return self._known[skip : skip + count]

@@ -1,4 +1,4 @@
-"""Loss on held-out samples, and what follows from it."""
+"""Loss on held-out samples, the best evaluation, and early stopping."""
 
 from __future__ import annotations
 
@@ -8,80 +8,78 @@ import numpy as np
 import torch
 import torch.distributed
 
-from pipeline.contracts.data import Data, Samples
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import DataAxis, Engine
 from pipeline.contracts.training import Progress
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
-from stages.train.policies import EarlyStopping
+from stages.train.settings import EarlyStopping
 
 
-def evaluate(
-    engine: Engine, loss: SummedLoss, data: Data, samples: Samples, micro_batch_size: int
-) -> float:
-    """Mean loss in nats over all target tokens of `samples` (collective)."""
+def evaluate(engine: Engine, loss: SummedLoss, data: Data, micro_batch_size: int) -> float:
+    """Mean loss in nats over all target tokens of the held-out samples (collective)."""
     engine.model.eval()
     with torch.no_grad(), engine.evaluating():
-        mean = mean_loss(loss, data, samples, engine.shard, engine.device, micro_batch_size)
+        mean = mean_loss(loss, data, engine.shard, engine.device, micro_batch_size)
     engine.model.train()
     return mean
 
 
+@torch.no_grad()
 def mean_loss(
-    loss: SummedLoss,
-    data: Data,
-    samples: Samples,
-    shard: DataAxis,
-    device: torch.device,
-    micro_batch_size: int,
+    loss: SummedLoss, data: Data, shard: DataAxis, device: torch.device, micro_batch_size: int
 ) -> float:
-    """The same of a model that is in the state in which it is to be measured (collective)."""
+    """Same as `evaluate`, for a model that is in evaluation mode already (collective)."""
+    assert data.heldout is not None
     total = torch.zeros((), dtype=torch.float32, device=device)
-    targets = samples.total_targets(np.arange(len(samples)))
-    with torch.no_grad():
-        for start, end in microbatches(len(samples), shard, micro_batch_size):
-            rows = [samples[index] for index in range(start, end)]
-            total += loss(collate(rows, data.pad_id, device))
+    targets = data.heldout.total_targets(np.arange(len(data.heldout)))
+    for start, end in microbatches(len(data.heldout), shard, micro_batch_size):
+        rows = [data.heldout[index] for index in range(start, end)]
+        total += loss(collate(rows, data.pad_id, device))
     if shard.count > 1:
         torch.distributed.all_reduce(total)
     return float(total) / targets
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats; infinite where that is beyond a float."""
+    """exp of a mean loss in nats; infinite beyond the range of a float."""
     try:
         return math.exp(loss)
     except OverflowError:
         return math.inf
 
 
-def note(progress: Progress, loss: float, stopping: EarlyStopping | None) -> None:
-    """Let the progress have what an evaluation of its weights says. A loss that is not finite is no
-    best and no improvement."""
-    for name, value in (("eval_loss", loss), ("perplexity", perplexity(loss))):
-        progress.metrics.pop(name, None)
-        if math.isfinite(value):
-            progress.metrics[name] = value
+def set_metric(progress: Progress, name: str, value: float) -> None:
+    """Set a metric, or remove it if the value is not finite."""
+    progress.metrics.pop(name, None)
+    if math.isfinite(value):
+        progress.metrics[name] = value
+
+
+def record_evaluation(progress: Progress, loss: float, stopping: EarlyStopping | None) -> None:
+    """Record an evaluation of the current weights. A loss that is not finite is neither the best
+    nor an improvement."""
+    set_metric(progress, "eval_loss", loss)
+    set_metric(progress, "perplexity", perplexity(loss))
     if math.isfinite(loss) and loss < progress.best.get("eval_loss", math.inf):
         progress.best = {"step": progress.step, "eval_loss": loss}
     if stopping is not None:
-        progress.patience = _after(progress.patience, loss, stopping)
+        patience = progress.patience
+        if _improves(loss, patience.get("eval_loss"), stopping):
+            progress.patience = {"eval_loss": loss, "evaluations": 0}
+        else:
+            evaluations = patience.get("evaluations", 0) + 1
+            progress.patience = {**patience, "evaluations": evaluations}
 
 
-def _after(patience: dict[str, float], loss: float, stopping: EarlyStopping) -> dict[str, float]:
-    """The state of early stopping after another evaluation."""
-    known = patience.get("eval_loss")
-    if math.isfinite(loss) and (known is None or _improves(loss, known, stopping)):
-        return {"eval_loss": loss, "evaluations": 0}
-    return {**patience, "evaluations": patience.get("evaluations", 0) + 1}
-
-
-def _improves(loss: float, known: float, stopping: EarlyStopping) -> bool:
+def _improves(loss: float, known: float | None, stopping: EarlyStopping) -> bool:
+    if known is None or not math.isfinite(loss):
+        return math.isfinite(loss)
     return loss < known and known - loss >= stopping.min_improvement
 
 
 def reason_to_stop(progress: Progress, stopping: EarlyStopping | None) -> str:
-    """Why training is to end now; empty if it is not."""
+    """Reason for early stopping; empty if training goes on."""
     if stopping is None or progress.patience.get("evaluations", 0) < stopping.patience:
         return ""
     known = progress.patience.get("eval_loss")

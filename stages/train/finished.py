@@ -1,4 +1,4 @@
-"""A training that has ended already, in place of one."""
+"""A finished training in place of a train stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.checkpoint.settings import unknown_address
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedTraining:
-    """Take a checkpoint that is there, of any format, to consolidate and export it.
+    """Take an existing checkpoint of any format, to consolidate and export it.
 
     `pipe export` writes recipes with this stage.
     """

@@ -1,13 +1,13 @@
-"""Model FLOPs utilisation: how much of an accelerator's peak the arithmetic of the model is.
+"""Model FLOPs utilisation: the model's arithmetic as a share of an accelerator's peak.
 
 Chowdhery et al. 2022, PaLM, appendix B: a token costs 6 N + 12 L H Q T floating-point operations in
 forward and backward, with N parameters, L blocks, H attention heads of size Q, and sequence length
-T. Utilisation is that times tokens per second over the peak. What is computed twice, such as
-activations under checkpointing, does not count.
+T. Utilisation is that times tokens per second over the peak. Recomputation, such as activation
+checkpointing, does not count.
 
-N are the parameters that are multiplied by, so not the input embedding, unless it is the output
-matrix too. A parameter that is not trained costs 4 instead of 6, since no gradient of it is made.
-Attention over a sample counts in full, also where a mask makes half of it unnecessary.
+N counts the parameters of matrix products, so the input embedding only if it is tied to the output.
+A frozen parameter costs 4 instead of 6, since it has no gradient. Attention over a sample counts in
+full, although a causal mask makes half of it unnecessary.
 """
 
 from __future__ import annotations
@@ -24,22 +24,17 @@ from pipeline.hardware.gpus import find_accelerator
 from stages.model.declared import stands_for
 
 NARROW = (["bf16"], ["fp16"])
-"""What an engine says of its compute dtype where the peaks apply."""
+"""Compute dtypes of an engine to which the peaks apply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a token costs."""
+    """Floating-point operations of a token in forward and backward."""
 
     multiplied: float
     """Operations that do not depend on the length of the sequence: 6 N."""
     attention: float
     """Operations per token of sequence length: 12 L H Q."""
-
-    def of(self, tokens: float, squares: float) -> float:
-        """Operations of samples with so many tokens, the squares of whose lengths sum to
-        `squares`."""
-        return self.multiplied * tokens + self.attention * squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +43,23 @@ class Utilisation:
 
     cost: Cost
     peak: float
-    """Operations a second of one device."""
+    """Operations per second of one device."""
 
     def share(self, tokens: float, squares: float, device_seconds: float) -> float:
-        """Of the peak, from 0 to 1."""
-        return self.cost.of(tokens, squares) / (device_seconds * self.peak)
+        """Share of the peak, 0 to 1, of samples with `tokens` tokens, whose squared lengths sum to
+        `squares`, in `device_seconds` seconds times devices."""
+        operations = self.cost.multiplied * tokens + self.cost.attention * squares
+        return operations / (device_seconds * self.peak)
 
 
 def utilisation(engine: Engine) -> Utilisation | None:
-    """Of the engine's model on its device; None where either's numbers are not known: without a
-    GPU, on an unknown one, in fp32, for a model whose tokens do not go through all parameters."""
+    """Utilisation of the engine's device by its model; None without a GPU whose peak is known, in
+    fp32, and for models whose cost is not known."""
     if engine.device.type != "cuda" or engine.describe().get("compute") not in NARROW:
         return None
-    peak = known_peak(torch.cuda.get_device_name(engine.device))
+    device = find_accelerator(torch.cuda.get_device_name(engine.device))
     cost = known_cost(engine)
-    return None if peak is None or cost is None else Utilisation(cost=cost, peak=peak)
-
-
-def known_peak(device_name: str) -> float | None:
-    """Peak of the device of that name; None for one that is not known."""
-    device = find_accelerator(device_name)
-    return None if device is None else device.flops
+    return None if device is None or cost is None else Utilisation(cost=cost, peak=device.flops)
 
 
 def known_cost(engine: Engine) -> Cost | None:
@@ -89,22 +80,15 @@ def known_cost(engine: Engine) -> Cost | None:
 
 
 def _multiplied(engine: Engine, model: Any) -> float:
-    """6 for each trained parameter that a token is multiplied by, 4 for each other."""
-    state = engine.state()
-    embedding = _input_embedding(model)
-    aliases = {*state.aliases, *state.aliases.values()}
-    known = stands_for(model)
+    """6 for each trained parameter of a matrix product, 4 for each frozen one."""
+    state, known = engine.state(), stands_for(model)
+    inputs = model.get_input_embeddings()
+    module = next((name for name, other in model.named_modules() if other is inputs), "")
+    embedding = f"{module}.weight"
+    tied = embedding in {*state.aliases, *state.aliases.values()}
     total = 0.0
     for name in (*state.updates, *state.frozen):
-        shared = embedding in aliases
-        if name in state.shapes and (name != embedding or shared):
+        if name in state.shapes and (name != embedding or tied):
             elements = known.get(name) or math.prod(state.shapes[name])
             total += (6.0 if name in state.updates else 4.0) * elements
     return total
-
-
-def _input_embedding(model: Any) -> str:
-    """Name of its weight."""
-    module = model.get_input_embeddings()
-    name = next((name for name, other in model.named_modules() if other is module), "")
-    return f"{name}.weight"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
-
-from annotated_types import Gt
+from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
@@ -15,43 +13,22 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.training import Checkpoints, TrainedRun
+from pipeline.contracts.training import Checkpoints, StepCallback, TrainedRun
 from pipeline.errors import Problem
 from pipeline.utils.text import closest
 from stages.importing.trainer import TRAINER
-from stages.train.causal_lm import TrainCausalLm
-
-Count = Annotated[int, Gt(0)]
+from stages.train.settings import BatchPlan, Count, heldout_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class HfTrainer:
+class HfTrainer(BatchPlan):
     """Train on next-token prediction with transformers' Trainer, replicated on every process.
 
     The recipe has no wrap and no checkpoint slot: the Trainer wraps the model itself
     (DistributedDataParallel) and keeps its own checkpoints, `checkpoints/checkpoint-N` in the run
     folder. Samples, their order, the loss, the learning rates, clipping and dtypes are the
-    recipe's, and mean what they mean with other train stages.
+    recipe's, and mean the same as with other train stages.
     """
-
-    global_batch_size: Count
-    """Samples in one optimizer step, over all processes and micro-batches."""
-
-    steps: Count | None = None
-    """Optimizer steps to train for. Exactly one of `steps` and `epochs`."""
-
-    epochs: Annotated[float, Gt(0)] | None = None
-    """Passes over the training samples, may be a fraction. Exactly one of `steps` and `epochs`."""
-
-    micro_batch_size: Count | None = None
-    """Samples of one forward pass on one process; null derives it from `accumulation`."""
-
-    accumulation: Count | None = None
-    """Micro-batches of one step on one process; null derives it from `micro_batch_size`, or is
-    1."""
-
-    shuffle: bool = True
-    """Shuffle anew every epoch, by the recipe's seed; false trains in file order."""
 
     log_every: Count = 10
     """Steps between two lines on screen. `metrics.jsonl` has every step."""
@@ -66,24 +43,15 @@ class HfTrainer:
     """Newest checkpoints to keep; null keeps all."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further TrainingArguments, named as transformers does (`activation_checkpointing`,
-    `torch_compile`, `report_to`). One that a field above or another slot decides is refused."""
-
-    def batches(self) -> TrainCausalLm:
-        """The samples of every step, as the common loop has them."""
-        return TrainCausalLm(
-            global_batch_size=self.global_batch_size,
-            steps=self.steps,
-            epochs=self.epochs,
-            micro_batch_size=self.micro_batch_size,
-            accumulation=self.accumulation,
-            shuffle=self.shuffle,
-        )
+    """Further TrainingArguments, named as in transformers (`activation_checkpointing`,
+    `torch_compile`, `report_to`). Those that a field above or another slot decides are refused."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-
-        yield from replace(self.batches(), eval_every=self.eval_every).check(plan)
-        yield from problems(self, plan)
+        yield from super().check(plan)
+        yield from heldout_problems(plan, ["eval_every"] if self.eval_every else [])
+        yield from _refused(self.arguments)
+        yield from _impossible_here(self.arguments, plan)
+        yield from _other_slots(plan)
 
     def run(
         self,
@@ -92,10 +60,11 @@ class HfTrainer:
         optimizer: OptimizerPlan,
         precision: Precision,
         model: ModelSource,
+        callback: StepCallback | None = None,
     ) -> TrainedRun:
         from stages.train.hf_trainer_run import train
 
-        return train(self, ctx, data, optimizer, precision, model)
+        return train(self, ctx, data, optimizer, precision, model, callback)
 
 
 FREE = frozenset(
@@ -110,82 +79,71 @@ FREE = frozenset(
         *("trackio_bucket_id", "trackio_static_space_id", "log_level", "log_level_replica"),
     )
 )
-"""TrainingArguments that no slot decides and that leave samples, loss and checkpoints alone."""
+"""TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
 
-SHARDED = "sharded checkpoints of the Trainer cannot be read again; use wrap.fsdp or wrap.zero"
 OWNERS = {
-    ("fsdp", "deepspeed", "parallelism_config"): SHARDED,
+    ("fsdp", "deepspeed", "parallelism_config"): (
+        "sharded checkpoints of the Trainer cannot be read again; use wrap.fsdp or wrap.zero"
+    ),
     ("learning_rate", "lr_", "warmup", "optim", "weight_", "adam_", "max_grad"): (
         "the optimizer slot decides it"
     ),
     ("bf16", "fp16"): "the precision slot decides dtypes",
     ("save_", "load_best", "resume", "output_dir"): "save_every and keep decide checkpoints",
     ("eval_", "do_eval", "per_device_eval"): "eval_every decides evaluation",
-    ("logging_",): "log_every decides what is shown",
+    ("logging_",): "log_every decides the lines on screen",
     ("push_", "hub_"): "a publish slot uploads the export",
     ("seed", "data_seed"): "the recipe's seed decides it",
     ("use_cpu",): "the recipe's launch decides the device",
+    ("",): "the fields of this slot, the data slot and the loss decide it",
 }
-"""Beginnings of names -> who decides."""
-BATCHES = "the fields of this slot, the data slot and the loss decide it"
+"""Beginnings of names -> hint; the first match counts."""
 
 
-def problems(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
-    """Every problem of `stage`, keys relative to it."""
-    for name in stage.arguments:
+def _refused(arguments: Mapping[str, Any]) -> Iterator[Problem]:
+    for name in arguments:
         key = f"arguments.{name}"
-        if name in FREE:
-            continue
-        if name in TRAINER:
-            yield Problem(key=key, message="is not free", hint=_owner(name))
-        else:
+        if name in TRAINER.keys() - FREE:
+            hint = next(hint for begins, hint in OWNERS.items() if name.startswith(begins))
+            yield Problem(key=key, message="is set by the recipe", hint=hint)
+        elif name not in FREE:
             similar = closest(name, FREE)
             hint = f"did you mean `{similar}`?" if similar else ""
-            yield Problem(key=key, message="is no TrainingArgument that can be given", hint=hint)
-    yield from _impossible_here(stage.arguments, plan)
-    for policy in plan.giving(Precision):
-        yield from _precision(policy.compute, policy.master, policy.reduce)
-    for given, what in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
-        if any(plan.giving(given)):
-            yield Problem(
-                key="arguments",
-                message=f"the Trainer does not use the {what} slot",
-                hint="remove that slot, or use train.causal_lm",
-            )
+            yield Problem(key=key, message="is not a supported TrainingArgument", hint=hint)
 
 
 def _impossible_here(arguments: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
-    """What the Trainer would end with when it is made."""
+    """Problems that the Trainer would fail with when it is built."""
     if arguments.get("tf32") and plan.device == "cpu":
         yield Problem(key="arguments.tf32", message="needs a GPU")
+    trackers = arguments.get("report_to") or ()
+    needed = [("report_to", t) for t in ([trackers] if isinstance(trackers, str) else trackers)]
     if arguments.get("use_liger_kernel"):
-        yield from _needs("use_liger_kernel", "liger-kernel")
-    told = arguments.get("report_to") or ()
-    for tracker in [told] if isinstance(told, str) else told:
-        if tracker not in ("none", "all"):
-            yield from _needs("report_to", tracker)
-
-
-def _needs(argument: str, package: str) -> Iterator[Problem]:
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
-        hint = f"pip install {package}"
-        yield Problem(key=f"arguments.{argument}", message=f"needs {package}", hint=hint)
-
-
-def _owner(name: str) -> str:
-    for beginnings, owner in OWNERS.items():
-        if name.startswith(beginnings):
-            return owner
-    return BATCHES
-
-
-def _precision(compute: str, master: str, reduce: str) -> Iterator[Problem]:
-    if compute == "fp16":
-        message = "the Trainer scales losses under autocast only"
-        yield Problem(key="arguments", message=message, hint="set compute: bf16")
-    if master != "fp32" or reduce != "fp32":
-        yield Problem(
-            key="arguments",
-            message="the Trainer keeps fp32 weights and averages their gradients as they are",
-            hint="set master: fp32 and reduce: fp32 in the precision slot",
+        needed.insert(0, ("use_liger_kernel", "liger-kernel"))
+    for argument, package in needed:
+        installed = package in ("none", "all") or importlib.util.find_spec(
+            package.replace("-", "_")
         )
+        if not installed:
+            hint = f"pip install {package}"
+            yield Problem(key=f"arguments.{argument}", message=f"needs {package}", hint=hint)
+
+
+def _other_slots(plan: PlanView) -> Iterator[Problem]:
+    for policy in plan.giving(Precision):
+        if policy.compute == "fp16":
+            message = "the Trainer scales losses under autocast only"
+            yield Problem(key="arguments", message=message, hint="set compute: bf16")
+        if policy.master != "fp32" or policy.reduce != "fp32":
+            yield Problem(
+                key="arguments",
+                message="the Trainer keeps fp32 weights and averages their gradients in fp32",
+                hint="set master: fp32 and reduce: fp32 in the precision slot",
+            )
+    for given, slot in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
+        if any(plan.giving(given)):
+            yield Problem(
+                key="arguments",
+                message=f"the Trainer does not use the {slot} slot",
+                hint="remove that slot, or use train.causal_lm",
+            )

@@ -1,10 +1,14 @@
-"""The live side of train.hf_trainer."""
+"""A run of train.hf_trainer: the Trainer with the recipe's samples, loss and optimizer."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Set
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +16,7 @@ import torch
 import torch.distributed
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from pipeline.contracts.data import Data
@@ -21,19 +25,16 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Progress, TrainedRun
-from stages.train.batches import microbatches
-from stages.train.evaluation import mean_loss
-from stages.train.feed import Feed
-from stages.train.hf_trainer_callback import (
-    MicroBatches,
-    Recorder,
-    micro_batch,
-    read_progress,
-    whole_checkpoints,
-)
+from pipeline.contracts.training import Callbacks, Progress, StepCallback, TrainedRun
+from pipeline.errors import StageError
+from pipeline.utils.files import sync, sync_tree
+from stages.formats.stored import PROGRESS, read_json
+from stages.train.batches import Feed, MicroBatch, collate, microbatches
+from stages.train.evaluation import mean_loss, perplexity, record_evaluation
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
+from stages.train.report import Reporter
+from stages.train.step import advance
 from stages.wrap.accelerate_compat import forget
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.load_weights import load_weights
@@ -57,65 +58,67 @@ def train(
     plan: OptimizerPlan,
     precision: Precision,
     model: ModelSource,
+    callback: StepCallback | None,
 ) -> TrainedRun:
-    """Train to the last step from wherever the newest whole checkpoint left off (collective)."""
-    root = ctx.run_dir / "checkpoints"
-    batches = config.batches()
+    """Train to the last step, from the newest complete checkpoint if there is one (collective)."""
     shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
-    began = lineage(batches, ctx, data, model)
-    newest, progress = _newest(root, ctx)
-    require_same_lineage(began, ctx.accept, progress)
-    progress.lineage = began
-    feed = Feed(batches, data, ctx.seed, shard, ctx.dist.device)
+    identity = lineage(config, ctx, data, model)
+    newest, progress = _newest(ctx)
+    require_same_lineage(identity, ctx.accept, progress)
+    progress.lineage = identity
+    feed = Feed(config, data, ctx.seed, shard, ctx.dist.device)
     ctx.on_exit(feed.close)
     steps = feed.total_steps(progress)
     if newest is not None and progress.step >= steps:
         ctx.log.info("nothing left to train: step %d of %d", progress.step, steps)
         return TrainedRun(checkpoint=str(newest), progress=progress)
-    micro = batches.microbatch_size(shard.count)
+    micro = config.microbatch_size(shard.count)
     accumulation = len(microbatches(config.global_batch_size, shard, micro))
-    module = _model(model, precision, ctx)
     trainer = _RecipeTrainer(
-        model=module,
-        args=_arguments(config, ctx, plan, root, micro, accumulation, steps),
+        model=_model(model, precision, ctx),
+        args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
-        loader=MicroBatches(feed, data, shard, accumulation, progress),
+        loader=MicroBatches(feed, data, shard, accumulation, progress, steps),
         plan=plan,
         frozen_base=frozenset(model.frozen_base),
     )
     ctx.on_exit(forget)
     trainer.remove_callback(PrinterCallback)
-    due = functools.partial(_evaluation, config, ctx, data, trainer, shard, steps)
-    trainer.add_callback(
-        Recorder(
-            ctx,
-            feed,
-            progress,
-            root,
-            steps,
-            log_every=config.log_every,
-            keep=config.keep,
-            evaluate=due,
-        )
-    )
+    reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
+    callbacks = Callbacks(reporter, callback)
+    callbacks.restore(progress.callbacks)
+    ctx.metrics.rewind(progress.step)
+    trainer.add_callback(_Recorder(config, ctx, data, feed, progress, trainer, callbacks))
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
-    return TrainedRun(checkpoint=str(whole_checkpoints(root)[-1]), progress=progress)
+    return TrainedRun(checkpoint=str(complete_checkpoints(_root(ctx))[-1]), progress=progress)
 
 
-def _newest(root: Path, ctx: Context) -> tuple[Path | None, Progress]:
-    """Rank 0's choice, on every rank."""
-    found = whole_checkpoints(root)[-1:] if ctx.dist.is_main else []
-    name = ctx.dist.broadcast_str(
-        "".join(path.name for path in found) if ctx.dist.is_main else None
-    )
+def _root(ctx: Context) -> Path:
+    return ctx.run_dir / "checkpoints"
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints that were saved completely, so have a progress; oldest first."""
+    found = [path.parent for path in root.glob(f"checkpoint-*/{PROGRESS}")]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def _newest(ctx: Context) -> tuple[Path | None, Progress]:
+    """The newest checkpoint that rank 0 finds, and its progress, on every rank. Raises
+    CheckpointError if it is damaged."""
+    name = None
+    if ctx.dist.is_main:
+        name = "".join(path.name for path in complete_checkpoints(_root(ctx))[-1:])
+    name = ctx.dist.broadcast_str(name)
     if not name:
         return None, Progress()
-    return root / name, read_progress(root / name)
+    newest = _root(ctx) / name
+    return newest, Progress.from_record(read_json(newest / PROGRESS))
 
 
 def _model(model: ModelSource, precision: Precision, ctx: Context) -> nn.Module:
-    """The whole model on this rank's device, computing as the precision slot says."""
-    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
+    """The whole model on this rank's device, with the precision slot's compute dtype."""
+    with contextlib.closing(model.weights()) as reader:  # it reports tensors that do not fit
         module = build_empty(model, precision)
         materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
         world = torch.distributed.group.WORLD if ctx.dist.world_size > 1 else None
@@ -127,17 +130,11 @@ def _model(model: ModelSource, precision: Precision, ctx: Context) -> nn.Module:
 
 
 def _arguments(
-    config: HfTrainer,
-    ctx: Context,
-    plan: OptimizerPlan,
-    root: Path,
-    micro: int,
-    accumulation: int,
-    steps: int,
+    config: HfTrainer, ctx: Context, plan: OptimizerPlan, accumulation: int, steps: int
 ) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(root),
-        per_device_train_batch_size=micro,
+        output_dir=str(_root(ctx)),
+        per_device_train_batch_size=config.microbatch_size(ctx.dist.world_size),
         gradient_accumulation_steps=accumulation,
         max_steps=steps,
         max_grad_norm=plan.max_grad_norm or 0.0,
@@ -145,8 +142,8 @@ def _arguments(
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=config.save_every or steps,
-        save_total_limit=None,  # the recorder removes old ones, once a newer one is whole
-        ignore_data_skip=True,  # the loader knows where to go on
+        save_total_limit=None,  # the recorder removes old ones, once a newer one is complete
+        ignore_data_skip=True,  # the loader begins behind the progress
         remove_unused_columns=False,
         disable_tqdm=True,
         seed=ctx.seed,
@@ -155,24 +152,36 @@ def _arguments(
     )
 
 
-def _evaluation(
-    config: HfTrainer,
-    ctx: Context,
-    data: Data,
-    trainer: _RecipeTrainer,
-    shard: DataAxis,
-    last: int,
-    step: int,
-) -> float | None:
-    """Mean held-out loss in nats after `step`, if it is due (collective)."""
-    due = step == last or (config.eval_every is not None and step % config.eval_every == 0)
-    if data.heldout is None or not due:
-        return None
-    model, size = trainer.model_wrapped, config.batches().microbatch_size(shard.count)
-    model.eval()
-    mean = mean_loss(SummedLoss(model), data, data.heldout, shard, ctx.dist.device, size)
-    model.train()
-    return mean
+@dataclass(eq=False)
+class MicroBatches:
+    """This rank's micro-batches of all steps behind `progress`, as one epoch of the Trainer. Every
+    step has `accumulation` of them; empty ones, which change no number, fill up short steps."""
+
+    feed: Feed
+    data: Data
+    shard: DataAxis
+    accumulation: int
+    progress: Progress
+    steps: int
+
+    @property
+    def dataset(self) -> Any:
+        """The training samples; accelerate asks for them."""
+        return self.data.train
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulation
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        position = self.progress.samples
+        for _ in range(self.progress.step, self.steps):
+            scale = self.shard.count / self.feed.targets(position)
+            batches = [batch for batch, *_ in self.feed.microbatches(position)]
+            empty = collate([], self.data.pad_id, batches[0].input_ids.device)
+            for batch in [*batches, *[empty] * (self.accumulation - len(batches))]:
+                tensors = {key: value for key, value in vars(batch).items() if value is not None}
+                yield {**tensors, "scale": scale}
+            position += self.feed.count(position)
 
 
 class _RecipeTrainer(Trainer):  # type: ignore[misc]
@@ -188,21 +197,24 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
         super().__init__(**rest)
         self._loader = loader
         self._plan = plan
-        self._borrowed = frozen_base
-        if frozen_base:  # which it would miss when it resumes
+        self._frozen_base = frozen_base
+        if frozen_base:  # otherwise a resume reports it as missing
             self.model._keys_to_ignore_on_save = frozen_base
 
     def get_train_dataloader(self) -> MicroBatches:
         return self._loader
 
     def _save(self, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Leave out what is frozen_base, and then also the description of the whole model."""
-        if not self._borrowed:
+        """Save without a frozen base, and then without the description of the whole model too."""
+        if not self._frozen_base:
             super()._save(output_dir, state_dict)
         elif self.args.should_save:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            tensors = stored_tensors(self.model)
-            own = {name: one.detach() for name, one in tensors if name not in self._borrowed}
+            own = {
+                name: tensor.detach()
+                for name, tensor in stored_tensors(self.model)
+                if name not in self._frozen_base
+            }
             save_file(own, Path(output_dir) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], None]:
@@ -216,26 +228,89 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = self._plan.build(self._plan.groups(named_parameters(self.model)))
-        made: torch.optim.Optimizer = self.optimizer
-        return made
+        return self.optimizer  # type: ignore[no-any-return]
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         if self.lr_scheduler is None:
+            last = num_training_steps - 1  # the scheduler asks once more behind the last step
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer,
-                # It is asked once more behind the last step.
-                lambda step: self._plan.lr_scale(
-                    min(step, num_training_steps - 1), num_training_steps
-                ),
+                lambda step: self._plan.lr_scale(min(step, last), num_training_steps),
             )
         return self.lr_scheduler
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *rest: Any, **named: Any
     ) -> Tensor:
-        """The sum over this micro-batch's target tokens, over the mean number of a rank's in the
-        step: averaged over ranks, the mean over all target tokens of the step."""
-        loss: Tensor = SummedLoss(model)(micro_batch(inputs)) * inputs["scale"]
+        """The sum over this micro-batch's target tokens, over the mean number of a rank's targets
+        in the step: averaged over ranks, the mean over all target tokens of the step."""
+        batch = MicroBatch(**{name: one for name, one in inputs.items() if name != "scale"})
+        loss: Tensor = SummedLoss(model)(batch) * inputs["scale"]
         return loss
+
+
+@dataclass(eq=False)
+class _Recorder(TrainerCallback):  # type: ignore[misc]
+    """Keeps the progress, evaluates, calls the step callbacks, and completes checkpoints."""
+
+    config: HfTrainer
+    ctx: Context
+    data: Data
+    feed: Feed
+    progress: Progress
+    trainer: Trainer
+    callbacks: Callbacks
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Advance the progress."""
+        advance(self.progress, self.feed)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
+        """Record the step, and evaluate if it is due (collective). Raises StageError for a
+        gradient that is not finite."""
+        if "loss" not in logs:
+            return
+        progress, norm, loss = self.progress, float(logs["grad_norm"]), float(logs["loss"])
+        if not math.isfinite(norm):
+            raise StageError(
+                f"step {progress.step}: the gradient norm is {norm}",
+                hint="lower the learning rate, or look for broken samples",
+            )
+        progress.metrics["loss"] = loss
+        record = {
+            "grad_norm": norm, "tokens": progress.tokens, "samples": progress.samples,
+            "applied": True, "loss_scale": 1.0, "time": time.time(), "loss": loss,
+        }  # fmt: skip
+        self.callbacks.on_step(progress.step, progress, record)
+        every = self.config.eval_every
+        due = progress.step == args.max_steps or (every is not None and progress.step % every == 0)
+        if due and self.data.heldout is not None:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        model, dist, progress = self.trainer.model_wrapped, self.ctx.dist, self.progress
+        shard = DataAxis(index=dist.rank, count=dist.world_size)
+        size = self.config.microbatch_size(shard.count)
+        model.eval()
+        loss = mean_loss(SummedLoss(model), self.data, shard, dist.device, size)
+        model.train()
+        record_evaluation(progress, loss, None)
+        record = {"eval_loss": loss, "perplexity": perplexity(loss)}
+        self.callbacks.on_evaluation(progress.step, progress, record)
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Mark the checkpoint as complete, then remove those that need not be kept."""
+        dist, root, keep = self.ctx.dist, _root(self.ctx), self.config.keep
+        self.progress.callbacks = self.callbacks.state()
+        dist.barrier()  # every rank has written its random state
+        if dist.is_main:
+            newest = root / f"checkpoint-{state.global_step}"
+            sync_tree(newest)
+            (newest / PROGRESS).write_text(json.dumps(vars(self.progress), indent=1), "utf-8")
+            sync(newest / PROGRESS)
+            for old in [] if keep is None else complete_checkpoints(root)[:-keep]:
+                (old / PROGRESS).unlink()
+                shutil.rmtree(old)
+        dist.barrier()

@@ -1,4 +1,4 @@
-"""What a position in a training means something for, and whether a recipe may go on from it."""
+"""Checks that a checkpoint belongs to this model, data, seed and global batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pipeline.errors import ResumeRefused
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
-    from stages.train.causal_lm import TrainCausalLm
+    from stages.train.settings import BatchPlan
 
 SHOWN = 12
-"""Characters of a digest that a message shows."""
+"""Characters of a digest in a message."""
 
 
-def lineage(config: TrainCausalLm, ctx: Context, data: Data, model: ModelSource) -> dict[str, Any]:
-    """Part -> what it is, JSON (collective). The parts are what `pipe resume --accept` can name."""
+def lineage(config: BatchPlan, ctx: Context, data: Data, model: ModelSource) -> dict[str, Any]:
+    """Identity of the training, JSON by part (collective). `pipe resume --accept` names parts."""
     identity = dict(data.identity)
-    lends = bool(model.frozen_base)  # otherwise checkpoints have all that was read from the model
-    # of each machine one process reads, and ranks of a machine follow one another
-    read = ctx.dist.gather(model.contents if lends and ctx.dist.local_rank == 0 else None)
+    # Checkpoints lack only a frozen base. One process of each machine reads it, and the ranks of a
+    # machine are consecutive.
+    reads = bool(model.frozen_base) and ctx.dist.local_rank == 0
+    read = ctx.dist.gather(model.contents if reads else None)
     return {
         "model": model.fingerprint,
         "weights": read[ctx.dist.rank - ctx.dist.local_rank],
@@ -38,9 +39,8 @@ def lineage(config: TrainCausalLm, ctx: Context, data: Data, model: ModelSource)
 def require_same_lineage(
     now: Mapping[str, Any], accept: Collection[str], progress: Progress
 ) -> None:
-    """Raises ResumeRefused that tells what is another than when the checkpoint was saved, unless
-    every difference is in an accepted part. Checkpoints of a foreign format have no origin, and
-    those of earlier versions not all parts of one."""
+    """Raise ResumeRefused if a part differs from the checkpoint's and is not accepted. Checkpoints
+    of other tools have no lineage, and those of earlier versions may lack parts."""
     changed = [
         part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
     ]
@@ -50,9 +50,9 @@ def require_same_lineage(
     refused = [part for part in changed if part not in accept]
     if not refused:
         return
-    told = [text for part in refused for text in _differences(part, progress.lineage, now)]
+    found = [text for part in refused for text in _differences(part, progress.lineage, now)]
     raise ResumeRefused(
-        f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(told),
+        f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(found),
         hint="start a new run, or if that is intended: pipe resume RUN "
         + " ".join(f"--accept {part}" for part in refused),
     )

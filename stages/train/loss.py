@@ -1,10 +1,10 @@
-"""The training loss: a sum over target tokens, to be normalised over the whole optimizer step."""
+"""The training loss: cross-entropy summed over target tokens, with all logits or in chunks."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +14,20 @@ from pipeline.contracts.data import NO_TARGET
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import has_values
 from stages.train.batches import MicroBatch
-from stages.train.linear_loss import linear_loss
-from stages.train.policies import CHANGED_LOGITS, HINT
+
+HINT = "leave out loss_chunk_size"
+PIECE = 1 << 26
+"""Elements of a product that are computed at a time to be added in another dtype."""
 
 
 class SummedLoss:
     """Cross-entropy in nats, summed over a batch's target tokens, computed in fp32; a scalar.
 
-    With `chunk`, logits of so many tokens are in memory at a time. No attention mask is passed:
+    With `chunk`, the logits of `chunk` tokens are in memory at a time. No attention mask is passed:
     padding is on the right, fast causal attention stays available, and with a mask, or a cache,
     transformers would overlook where packed documents begin.
 
-    Calls raise StageError where chunks are of no use: for a model that computes something with its
-    logits.
+    With `chunk`, calls raise StageError for a model that changes its logits (caps or scales them).
     """
 
     def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
@@ -36,13 +37,13 @@ class SummedLoss:
     def __call__(self, batch: MicroBatch) -> Tensor:
         if self._head is None:
             return self.in_full(batch)
-        with self._head.taking(batch.labels):
+        with self._head.computing_loss(batch.labels):
             loss = self._logits(batch)
-            self._head.require_given(loss)
+            self._head.require_unchanged(loss)
             return loss
 
     def in_full(self, batch: MicroBatch) -> Tensor:
-        """The same with all logits at once."""
+        """The same loss with all logits at once."""
         logits = self._logits(batch)
         return F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]).to(torch.float32),
@@ -59,65 +60,67 @@ class SummedLoss:
 
 
 class LossHead:
-    """In place of the head's forward method: while it has labels, it gives their summed loss as the
-    model's logits. It is called like the head itself, so what a strategy hooks onto the head
-    (casts, gathered parameters) is in place."""
+    """Replacement of the LM head's forward method. Inside of `computing_loss` it returns the summed
+    loss as the model's logits. Hooks that a strategy has on the head (casts, gathered parameters)
+    still run."""
 
     def __init__(self, head: nn.Linear, chunk: int) -> None:
         self._head = head
         self._forward = head.forward
         self._chunk = chunk
         self._labels: Tensor | None = None
-        self._given: Tensor | None = None
+        self._loss: Tensor | None = None
         self._version = 0
 
     @contextlib.contextmanager
-    def taking(self, labels: Tensor) -> Iterator[None]:
-        """Forward passes inside give the loss on `labels`, shape (samples, length)."""
+    def computing_loss(self, labels: Tensor) -> Iterator[None]:
+        """Make forward passes return the loss on `labels`, shape (samples, length)."""
         self._labels = labels
         try:
             yield
         finally:
-            self._labels = self._given = None
+            self._labels = self._loss = None
 
-    def require_given(self, output: Tensor) -> None:
-        """`output`, what the model returns as logits, is the loss that this head gave, and nothing
-        was computed with it. Inside of `taking`; raises StageError."""
-        if not self._gave(output):
+    def require_unchanged(self, output: Tensor) -> None:
+        """Raise StageError unless `output`, the model's logits, is the loss of this head. For use
+        inside of `computing_loss`."""
+        if not self._is_loss(output):
             raise StageError(
-                CHANGED_LOGITS,
+                "loss_chunk_size: this model computes something with its logits (caps or scales "
+                "them, say), so their loss cannot stand for them",
                 hint=HINT,
             )
 
-    def _gave(self, output: Tensor) -> bool:
-        given = self._given
-        if given is None or (output.shape, output.dtype) != (given.shape, given.dtype):
+    def _is_loss(self, output: Tensor) -> bool:
+        loss = self._loss
+        if loss is None or (output.shape, output.dtype) != (loss.shape, loss.dtype):
             return False
-        # Wrappers hand on another tensor with the same memory (ZeRO-3), or a copy (DDP with a
-        # static graph). Comparing values waits for the device, so it is for copies alone; in a
-        # trace, where there are none, nothing makes copies.
+        # Wrappers return another tensor with the same memory (ZeRO-3), or a copy (DDP with a static
+        # graph). Comparing values waits for the device, so only copies are compared; a trace has
+        # no values, and nothing copies there.
         real = has_values(output)
-        if output is given or (real and output.data_ptr() == given.data_ptr()):
-            return given._version == self._version
-        return real and bool(output.view(torch.int32) == given.view(torch.int32))
+        if output is loss or (real and output.data_ptr() == loss.data_ptr()):
+            return loss._version == self._version
+        return real and bool(output.view(torch.int32) == loss.view(torch.int32))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self._labels is None:
             return self._forward(hidden)
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        flat, labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.reshape(-1)
         head = self._head
-        labels = self._labels.reshape(-1)
-        self._given = linear_loss(flat, head.weight, head.bias, labels, self._chunk)
-        self._version = self._given._version
-        return self._given
+        self._loss = chunked_cross_entropy(flat, head.weight, head.bias, labels, self._chunk)
+        self._version = self._loss._version
+        return self._loss
 
 
 def install(model: nn.Module, chunk: int) -> LossHead:
-    """Replace the head of `model`, wrapped or not, by one that computes `chunk` tokens at a time.
-
-    Raises StageError for a head that is no plain linear layer.
-    """
-    head = _head(model)
+    """Replace the LM head of `model`, wrapped or not, by one that computes `chunk` tokens at a
+    time. Raises StageError for a head that is not a plain linear layer."""
+    modules = (m for m in model.modules() if hasattr(m, "get_output_embeddings"))
+    transformer: Any = next(modules, None)
+    if transformer is None:
+        raise StageError("loss_chunk_size: the model does not say what its head is")
+    head = transformer.get_output_embeddings()
     if type(head).forward is not nn.Linear.forward:
         raise StageError(
             f"loss_chunk_size: the model's head is a {type(head).__name__}, no plain linear layer",
@@ -128,10 +131,106 @@ def install(model: nn.Module, chunk: int) -> LossHead:
     return replaced
 
 
-def _head(model: nn.Module) -> Any:
-    """The output layer of the transformers model inside of `model`."""
-    for module in model.modules():
-        find: Any = getattr(module, "get_output_embeddings", None)
-        if find is not None:
-            return find()
-    raise StageError("loss_chunk_size: the model does not say what its head is")
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
+) -> Tensor:
+    """Cross-entropy of a linear head in nats, summed over the target tokens, as an fp32 scalar.
+
+    Shapes: hidden (tokens, width), weight (vocabulary, width), bias (vocabulary,), labels (tokens,)
+    of int64. The logits of `chunk` tokens are in memory at a time, in the dtype of `hidden` and in
+    fp32. Numbers are those of all logits at once: products in the dtype of `hidden`, softmax in
+    fp32 (torch's own `linear_cross_entropy` rounds the sum to the dtype of `hidden`).
+
+    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
+    weight summed over chunks in fp32.
+    """
+    if not torch.is_grad_enabled():  # a Function does not see this
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
+    summed: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grads = _Gradients(
+            torch.empty_like(hidden) if wanted[0] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None,  # type: ignore[arg-type]
+        )
+        for start in range(0, len(hidden), chunk):
+            # A function of its own, whose tensors are freed before the next chunk.
+            total += _chunk(hidden, weight, bias, labels, slice(start, start + chunk), grads)
+        # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
+        ctx.grads = [
+            None if grad is None or parameter is None else grad.to(parameter.dtype)
+            for grad, parameter in zip(grads, (hidden, weight, bias), strict=True)
+        ]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("the loss in chunks can be differentiated once")
+        scaled = [None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in grads]
+        return *scaled, None, None
+
+
+class _Gradients(NamedTuple):
+    """Gradients to which chunks add: to their own rows of `hidden`, to all of the others. None if
+    not needed."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def _chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    rows: slice,
+    grads: _Gradients,
+) -> Tensor:
+    """Add the gradients of the tokens `rows`; returns their summed loss."""
+    logits = F.linear(hidden[rows], weight, bias).float()
+    loss = F.cross_entropy(logits, labels[rows], ignore_index=NO_TARGET, reduction="sum")
+    if grads == (None, None, None):
+        return loss
+    grad = _logits_gradient(logits, labels[rows])
+    narrow = grad.to(hidden.dtype)
+    if grads.hidden is not None:
+        grads.hidden[rows] = narrow @ weight
+    if grads.weight is not None:
+        _add_product(grads.weight, narrow, hidden[rows])
+    if grads.bias is not None:
+        grads.bias.add_(grad.sum(0))
+    return loss
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total` += left^T right in fp32, without a second matrix of its size."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+        return
+    height = max(PIECE // total.shape[1], 1)
+    parts = zip(torch.split(total, height), torch.split(left, height, dim=1), strict=True)
+    for rows, columns in parts:
+        rows.add_(columns.T @ right)
+
+
+def _logits_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    """Gradient of the summed cross-entropy, in the memory of `logits`: softmax minus one at the
+    target; zero for tokens without target."""
+    torch.softmax(logits, dim=-1, out=logits)
+    trained = labels != NO_TARGET
+    rows = torch.arange(len(labels), device=labels.device)
+    logits[rows, labels.clamp(min=0)] -= trained.to(logits.dtype)
+    return logits.mul_(trained[:, None])

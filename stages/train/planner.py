@@ -13,7 +13,7 @@ from pipeline.planning.shapes import SampleShape, Step
 from stages.train.causal_lm import TrainCausalLm
 
 MICROBATCHES = 3
-"""Further ones are like the last but one."""
+"""Micro-batches to trace; further ones are like the last but one."""
 
 
 class CausalLmPlanner(Planner[TrainCausalLm]):
@@ -32,7 +32,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             yield Saving(order=SMALLER, what=what, fields=fields)
 
     def forecast(self, topology: Topology, samples: SampleShape) -> Step:
-        """An optimizer step as the common loop cuts it."""
+        """Forecast of an optimizer step as the loop divides it."""
         stage, ranks = self.stage, topology.ranks
         most = -(-stage.global_batch_size // ranks)
         size = min(stage.microbatch_size(ranks), most)
@@ -48,7 +48,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
     def trace(
         self, ctx: Context, engine: Engine, topology: Topology, samples: SampleShape, extent: Extent
     ) -> None:
-        """Two steps as `train_step` makes them, or one micro-batch."""
+        """Trace two steps as `TrainStep` takes them, or one micro-batch."""
         from stages.model.compat import masks_of_values
         from stages.train.loss import SummedLoss
 
@@ -68,12 +68,12 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
                     del summed
                 extent.phase(strategy.UPDATE)
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
-        for phase in (strategy.SAVE, strategy.RESUME):  # which hold what there is between two steps
+        for phase in (strategy.SAVE, strategy.RESUME):  # in which memory is that between steps
             extent.phase(phase)
 
 
 def _batch(size: int, samples: SampleShape, device: Any) -> Any:
-    """A micro-batch; in packed samples are documents of half the length."""
+    """A micro-batch; packed samples have documents of half the length."""
     import torch
 
     from stages.train.batches import MicroBatch

@@ -1,223 +1,177 @@
-"""What a person and a program see of the training: lines on screen, records in `metrics.jsonl`."""
+"""Numbers of each step, and their report: lines on screen, records in `metrics.jsonl`."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed
 
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Progress
+from pipeline.contracts.training import Progress, StepCallback
 from pipeline.hardware import host
-from stages.train.evaluation import perplexity
+from stages.train.batches import BatchStats
 from stages.train.flops import Utilisation
 from stages.train.profiling import Profile
 from stages.train.step import StepResult
 
 SLOW_DATA = 0.05
-"""Share of a step's time that is waited for data from which on the line says so."""
+"""Share of a step's time waiting for data from which on the line on screen shows it."""
 
 
-class Reporter:
-    """Writes a record of every step when it is done, and shows a line every `log_every` steps."""
+class StepMeter:
+    """Measures steps, from the end of the one before."""
 
     def __init__(
-        self,
-        ctx: Context,
-        engine: Engine,
-        *,
-        log_every: int,
-        total_steps: Callable[[Progress], int],
-        progress: Progress,
-        utilisation: Utilisation | None = None,
+        self, engine: Engine, progress: Progress, utilisation: Utilisation | None = None
     ) -> None:
-        self._ctx = ctx
         self._engine = engine
-        self._every = log_every
-        self._total = total_steps
-        self._progress = progress
         self._utilisation = utilisation
-        self._unshown: list[dict[str, Any]] = []
+        self.restart(progress)
+
+    def restart(self, progress: Progress) -> None:
+        """Leave out of the next step's time all that was before this call."""
         self._since = time.perf_counter()
         self._tokens, self._samples = progress.tokens, progress.samples
 
-    def add(self, done: StepResult, profile: Profile | None = None) -> None:
-        """Report a step, once the progress has moved on (collective). One with a `profile` took the
-        time that that says. The host has waited for the step's gradient norm already, so to read
-        the loss costs a small sum over ranks and no more waiting."""
-        now, progress = time.perf_counter(), self._progress
+    def measure(
+        self, result: StepResult, progress: Progress, profile: Profile | None = None
+    ) -> dict[str, float]:
+        """The record of a step that `progress` has (collective). A profiled step took the time of
+        its `profile`. Reading the loss costs a small sum over ranks and no further wait: the host
+        has waited for the step's gradient norm already."""
+        now = time.perf_counter()
         seconds = now - self._since if profile is None else profile.seconds
         ranks = self._engine.shard.count
-        total = summed(done, ranks)
+        loss, total = _summed(result, ranks)
         record = {
-            "step": progress.step,
-            "grad_norm": _finite(done.report.grad_norm),
-            "lr": done.lr,
+            "grad_norm": result.report.grad_norm,
+            "lr": result.lr,
             "tokens": progress.tokens,
             "samples": progress.samples,
-            "applied": done.report.applied,
-            "loss_scale": done.report.loss_scale,
+            "applied": result.report.applied,
+            "loss_scale": result.report.loss_scale,
             "time": time.time(),
             "step_seconds": seconds,
             "target_tokens_per_second": (progress.tokens - self._tokens) / seconds,
             "samples_per_second": (progress.samples - self._samples) / seconds,
-            "loss": _finite(total.loss),
+            "loss": loss,
             "tokens_per_second": total.tokens / seconds,
             "tokens_per_second_per_rank": total.tokens / seconds / ranks,
-            "data_wait_share": total.waited / seconds / ranks,
-            **peak_memory(self._engine.device, ranks),
-            **_best(progress),
+            "data_wait_share": total.seconds / seconds / ranks,
+            **_peak_memory(self._engine.device, ranks),
         }
         if self._utilisation is not None:
             record["mfu"] = self._utilisation.share(total.tokens, total.squares, seconds * ranks)
         if profile is not None:
             record |= {"profiled": True, "communication_share": profile.communication}
-        self._ctx.metrics.write(record)
-        self._keep_loss(total.loss)
-        self._begin(now)
+        self._since, self._tokens, self._samples = now, progress.tokens, progress.samples
+        return record
+
+
+class Reporter(StepCallback):
+    """Writes a record of every step, and shows a line every `log_every` steps."""
+
+    def __init__(
+        self, ctx: Context, *, log_every: int, total_steps: Callable[[Progress], int]
+    ) -> None:
+        self._ctx = ctx
+        self._log_every = log_every
+        self._total_steps = total_steps
+        self._unshown: list[Mapping[str, float]] = []
+        self._last, self._total = 0, 0
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        self._write(step, progress, record)
         self._unshown.append(record)
-        if progress.step % self._every == 0:
+        self._last, self._total = step, self._total_steps(progress)
+        if step % self._log_every == 0:
             self.show()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Show what has not been shown, then keep the body's time (evaluation, saving) out of the
-        speed of training."""
-        self.show()
-        yield
-        self._begin(time.perf_counter())
-
-    def evaluated(self, loss: float) -> None:
-        """Report a held-out loss, which the progress knows already."""
-        step = self._progress.step
-        record = {
-            "step": step,
-            "eval_loss": _finite(loss),
-            "perplexity": _finite(perplexity(loss)),
-            **_best(self._progress),
-        }
-        self._ctx.metrics.write(record)
-        mark = "  (the best so far)" if record.get("best_step") == step else ""
+    def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        self._write(step, progress, record)
+        mark = "  (the best so far)" if progress.best.get("step") == step else ""
         self._ctx.log.info(
-            f"step {step}  eval_loss {loss:.4f}  perplexity {perplexity(loss):.2f}{mark}"
+            f"step {step}  eval_loss {record['eval_loss']:.4f}  "
+            f"perplexity {record['perplexity']:.2f}{mark}"
         )
 
-    def anomalous(self, facts: dict[str, Any]) -> None:
-        """Report a step that no update came of. The record is filed under the step that the next
-        batch is for, and has no `loss`: one by that name is that of an update."""
-        told = {name: _finite(v) if isinstance(v, float) else v for name, v in facts.items()}
-        self._ctx.metrics.write({"step": self._progress.step + 1, **told})
+    def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Report a step without update, under the number of the step that the next batch is for.
+        Only records of updates have a `loss`."""
+        self._ctx.metrics.write({"step": step, **_json(facts)})
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
-        self._begin(time.perf_counter())
 
-    def saved(self, *, stalled: float, seconds: float) -> None:
-        """Report the newest checkpoint, which is on disk: for how long training stood still for it,
-        and how long all of it took."""
-        self._ctx.metrics.write(
-            {
-                "step": self._progress.step,
-                "checkpoint_stall_seconds": stalled,
-                "checkpoint_seconds": seconds,
-            }
-        )
+    def saved(self, step: int, *, stalled: float, seconds: float) -> None:
+        """Report the last checkpoint: seconds that training stood still for it, and seconds until
+        it was on disk."""
+        seconds_of = {"checkpoint_stall_seconds": stalled, "checkpoint_seconds": seconds}
+        self._ctx.metrics.write({"step": step, **seconds_of})
 
-    def rewound(self) -> None:
-        """The progress is that of an earlier step again: forget those after it."""
+    def rewind(self, step: int) -> None:
+        """Drop reports of steps after `step`."""
         self._unshown.clear()
-        self._ctx.metrics.rewind(self._progress.step)
-        self._begin(time.perf_counter())
+        self._ctx.metrics.rewind(step)
 
     def show(self) -> None:
-        """A line for the steps that none has been shown of: the last one's numbers, and their mean
-        speed."""
+        """Show a line for the steps since the last line, if there are any."""
         if self._unshown:
-            self._line(self._unshown)
+            self._ctx.log.info("  ".join(self._line(self._unshown)))
             self._unshown = []
 
-    def _begin(self, now: float) -> None:
-        """What comes counts from here."""
-        self._since = now
-        self._tokens, self._samples = self._progress.tokens, self._progress.samples
+    def _write(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        # The best is repeated in every record, so that readers only need the last line.
+        best = {f"best_{name}": value for name, value in progress.best.items()}
+        self._ctx.metrics.write({"step": step, **_json(record), **best})
 
-    def _keep_loss(self, value: float) -> None:
-        """Let the progress have the newest loss, which is none if it is not finite."""
-        self._progress.metrics.pop("loss", None)
-        if math.isfinite(value):
-            self._progress.metrics["loss"] = value
-
-    def _line(self, records: list[dict[str, Any]]) -> None:
+    def _line(self, records: Sequence[Mapping[str, float]]) -> list[str]:
+        """The last step's numbers, and mean speeds of all."""
         last = records[-1]
-        seconds = sum(record["step_seconds"] for record in records) / len(records)
-        total = self._total(self._progress)
-        minutes, left = divmod(round((total - last["step"]) * seconds), 60)
-        parts = [
-            f"step {last['step']}/{total}",
-            f"loss {_shown(last['loss'], '.4f')}",
-            f"grad_norm {_shown(last['grad_norm'], '.3f')}",
-            *([] if last["lr"] is None else [f"lr {last['lr']:.3g}"]),
-            f"{mean_of(records, 'tokens_per_second'):.0f} tokens/s",
-            *([f"mfu {mean_of(records, 'mfu'):.1%}"] if "mfu" in last else []),
-            f"{seconds:.2f} s/step",
-        ]
-        waited = mean_of(records, "data_wait_share")
-        if waited >= SLOW_DATA:
-            parts.append(f"{waited:.0%} of it waiting for data")
-        self._ctx.log.info("  ".join([*parts, f"eta {minutes}:{left:02d}"]))
+        parts = [f"step {self._last}/{self._total}", f"loss {last['loss']:.4f}"]
+        parts.append(f"grad_norm {last['grad_norm']:.3f}")
+        if math.isfinite(last.get("lr", math.nan)):
+            parts.append(f"lr {last['lr']:.3g}")
+        if "tokens_per_second" in last:
+            parts.append(f"{_mean(records, 'tokens_per_second'):.0f} tokens/s")
+        if "mfu" in last:
+            parts.append(f"mfu {_mean(records, 'mfu'):.1%}")
+        if "step_seconds" in last:
+            seconds = sum(record["step_seconds"] for record in records) / len(records)
+            minutes, left = divmod(round((self._total - self._last) * seconds), 60)
+            parts.append(f"{seconds:.2f} s/step")
+            waited = _mean(records, "data_wait_share") if "data_wait_share" in last else 0.0
+            if waited >= SLOW_DATA:
+                parts.append(f"{waited:.0%} of it waiting for data")
+            parts.append(f"eta {minutes}:{left:02d}")
+        return parts
 
 
-def _best(progress: Progress) -> dict[str, float]:
-    """In every record, so that who wants to know needs no more than the end of the file."""
-    best = progress.best
-    return {"best_step": best["step"], "best_eval_loss": best["eval_loss"]} if best else {}
+def _json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with None for numbers that JSON lacks."""
+    odd = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {name: None if name in odd else value for name, value in record.items()}
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "nan" if value is None else format(value, form)
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no word for infinity."""
-    return value if math.isfinite(value) else None
-
-
-class Sums(NamedTuple):
-    """Of one step over all ranks."""
-
-    loss: float
-    """Mean over target tokens, in nats."""
-    tokens: float
-    """Without padding."""
-    squares: float
-    """Squared lengths of samples."""
-    waited: float
-    """Seconds that ranks waited for data."""
-
-
-def summed(step: StepResult, ranks: int) -> Sums:
-    """A step's numbers over all ranks (collective)."""
-    taken = step.taken
-    sums = torch.tensor(
-        [0.0, float(taken.tokens), float(taken.squares), taken.seconds],
-        dtype=torch.float64,
-        device=step.loss.device,
-    )
-    sums[0] = step.loss
+def _summed(result: StepResult, ranks: int) -> tuple[float, BatchStats]:
+    """Mean loss in nats and batch statistics over all ranks (collective)."""
+    own = [0.0, *dataclasses.astuple(result.stats)]
+    sums = torch.tensor(own, dtype=torch.float64, device=result.loss.device)
+    sums[0] = result.loss
     if ranks > 1:
         torch.distributed.all_reduce(sums)
-    return Sums(*sums.tolist())
+    loss, *stats = sums.tolist()
+    return loss, BatchStats(*stats)
 
 
-def peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
-    """Most bytes that were taken at once on one rank since the start (collective), as far as they
-    are known: by torch's tensors on its GPU, by the model and its training of its host memory.
-    `pipeline.hardware.host` says what is counted there."""
+def _peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
+    """Peak bytes of the rank with most since the start (collective), if known: of torch's tensors
+    on its GPU, and of host memory for the model and its training (`pipeline.hardware.host`)."""
     on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     most = torch.tensor([on_gpu, host.peak_beyond() or 0], device=device)
     if ranks > 1:
@@ -226,7 +180,7 @@ def peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
     return {name: int(size) for name, size in zip(names, most.tolist(), strict=True) if size}
 
 
-def mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Of a number per step, over the time of all of them."""
+def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:
+    """Mean of a number over the time of all records."""
     seconds = sum(record["step_seconds"] for record in records)
     return float(sum(record[name] * record["step_seconds"] for record in records) / seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,65 +13,72 @@ from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.training import Progress
 from pipeline.errors import StageError
 from stages.train.anomalies import AnomalyMonitor
-from stages.train.feed import BatchStats, Feed
+from stages.train.batches import BatchStats, Feed
 from stages.train.loss import SummedLoss
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """A step that this rank took part in."""
+    """Result of a step on this rank."""
 
     loss: Tensor
     """This rank's part of the mean loss, a scalar on the device."""
     report: StepReport
-    lr: float | None
-    """Learning rate of the step, before what groups of parameters add to it."""
-    taken: BatchStats
+    lr: float
+    """Learning rate of the step, before the ratios of parameter groups; NaN if there is none."""
+    stats: BatchStats
+    anomaly: str
+    """Description of an anomaly, after which `progress` has not moved; empty if there is none."""
 
 
-def train_step(
-    engine: Engine,
-    loss: SummedLoss,
-    feed: Feed,
-    plan: OptimizerPlan,
-    progress: Progress,
-    watch: AnomalyMonitor,
-) -> tuple[StepResult, str]:
-    """One optimizer step: accumulate, clip and apply, advance. Returns what was done and what was
-    anomalous about it; if anything was, progress is where it was. Raises StageError for a batch
-    without targets."""
-    targets = feed.targets(progress.samples)
-    if targets == 0:
-        raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
-    mean = _forward_backward(engine, loss, feed, progress.samples, targets)
-    watch.look(mean, progress)
-    scale = plan.lr_scale(progress.step, feed.total_steps(progress))
-    report = engine.step(lr_scale=scale, should_step=watch.should_step)
-    rate = plan.hyperparameters.get("lr")
-    done = StepResult(
-        loss=mean, report=report, lr=None if rate is None else rate * scale, taken=feed.taken
-    )
-    anomaly = watch.anomaly(report)
-    if not anomaly:
-        watch.passed(progress, applied=report.applied)
-        progress.samples += feed.count(progress.samples)
-        progress.step += 1
-        progress.tokens += targets
-        progress.skipped += not report.applied
-        for name in ("eval_loss", "perplexity"):  # they were those of other weights
-            progress.metrics.pop(name, None)
-    return done, anomaly
+def advance(progress: Progress, feed: Feed) -> None:
+    """Advance `progress` past the step at its position."""
+    position = progress.samples
+    progress.tokens += feed.targets(position)
+    progress.samples += feed.count(position)
+    progress.step += 1
+    for name in ("eval_loss", "perplexity"):  # of the weights before the update
+        progress.metrics.pop(name, None)
 
 
-def _forward_backward(
-    engine: Engine, loss: SummedLoss, feed: Feed, position: int, targets: int
-) -> Tensor:
-    """Gradients of the step at `position`. Returns this rank's part of the mean loss, a scalar that
-    is still on the device."""
-    loss_sum = torch.zeros((), device=engine.device)
-    for batch, last in feed.microbatches(position):
-        with engine.microbatch(last=last):
-            summed = loss(batch)
-            engine.backward(summed * (engine.shard.count / targets))
-        loss_sum += summed.detach()
-    return loss_sum / targets
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    """Accumulates gradients, clips and applies them, and advances the progress."""
+
+    engine: Engine
+    loss: SummedLoss
+    feed: Feed
+    plan: OptimizerPlan
+    monitor: AnomalyMonitor
+
+    def __call__(self, progress: Progress) -> StepResult:
+        """Take the step after `progress` (collective). Raises StageError for a batch without
+        targets."""
+        feed, monitor, position = self.feed, self.monitor, progress.samples
+        targets = feed.targets(position)
+        if targets == 0:
+            raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
+        loss, stats = self._forward_backward(position, targets)
+        monitor.observe(loss, progress)
+        scale = self.plan.lr_scale(progress.step, feed.total_steps(progress))
+        report = self.engine.step(lr_scale=scale, should_step=monitor.should_step)
+        anomaly = monitor.anomaly(report)
+        if not anomaly:
+            monitor.record(progress, applied=report.applied)
+            progress.skipped += not report.applied
+            advance(progress, feed)
+        lr = self.plan.hyperparameters.get("lr", math.nan) * scale
+        return StepResult(loss=loss, report=report, lr=lr, stats=stats, anomaly=anomaly)
+
+    def _forward_backward(self, position: int, targets: int) -> tuple[Tensor, BatchStats]:
+        """Accumulate gradients of the step at `position`. Returns this rank's part of the mean
+        loss, a scalar on the device, and statistics of its micro-batches."""
+        engine, stats = self.engine, BatchStats()
+        total = torch.zeros((), device=engine.device)
+        for batch, last, taken in self.feed.microbatches(position):
+            stats += taken
+            with engine.microbatch(last=last):
+                summed = self.loss(batch)
+                engine.backward(summed * (engine.shard.count / targets))
+            total += summed.detach()
+        return total / targets, stats

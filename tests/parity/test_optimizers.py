@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.distributed.process_group import DistContext
-from stages.optimizer.groups import GroupSettings
 from stages.optimizer.lion import Lion
+from stages.optimizer.settings import GroupSettings
 from tests.parity.body import ADAMW, BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.reference import CLIP, DECAY, WARMUP, reference
 from tests.support.processes import run_ranks

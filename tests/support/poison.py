@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.contracts.data import Data, Sample
+from pipeline.contracts.training import StepCallback
 from pipeline.distributed.process_group import DistContext
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
@@ -19,7 +20,7 @@ from stages.optimizer.adamw import AdamW
 from stages.train import loop as loop_module
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.loss import SummedLoss
-from stages.train.policies import Anomalies
+from stages.train.settings import Anomalies
 from tests.support.runs import ListedSamples, ToySamples, context
 from tests.support.state import Setting, digest, make_engine, source
 
@@ -73,7 +74,9 @@ class PoisonedLoss(SummedLoss):
         return loss
 
 
-def train(dist: DistContext, folder: str, case: Poisoned) -> dict[str, Any]:
+def train(
+    dist: DistContext, folder: str, case: Poisoned, callback: StepCallback | None = None
+) -> dict[str, Any]:
     """Train; digests of the final state, what was recorded, and the progress."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
@@ -88,7 +91,8 @@ def train(dist: DistContext, folder: str, case: Poisoned) -> dict[str, Any]:
     data = Data(train=Batches(case), heldout=heldout, pad_id=0, identity={})
     loop_module.SummedLoss = PoisonedLoss  # type: ignore[misc]
     try:
-        trained = loop.run(ctx, engine, data, plan, checkpoints, source(ctx, case.setting))
+        model = source(ctx, case.setting)
+        trained = loop.run(ctx, engine, data, plan, checkpoints, model, callback)
     finally:
         loop_module.SummedLoss = SummedLoss  # type: ignore[misc]
     state = digest(engine, dist)

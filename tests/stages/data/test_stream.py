@@ -31,8 +31,8 @@ from stages.data.streaming import shards
 from stages.data.streaming.data import StreamOrder, located
 from stages.data.text import TextData
 from stages.optimizer.adamw import AdamW
+from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.feed import Feed
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -242,7 +242,7 @@ def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
         feed = Feed(config, data, SEED, DataAxis(index=rank, count=ranks), cpu)
         found = []
         for step in range(config.steps or 0):
-            rows = [batch.labels for batch, _ in feed.microbatches(6 * step)]
+            rows = [batch.labels for batch, *_ in feed.microbatches(6 * step)]
             found.append([row.tolist() for labels in rows for row in labels])
         return found
 

@@ -401,7 +401,6 @@ def test_what_saves_memory_and_time_is_translated() -> None:
         ({"optim": "adamw_torch"}, {"use": "optimizer.adamw", "kernel": "foreach"}),
         ({"optim": "adamw_8bit"}, {"use": "optimizer.adamw", "moments": "8bit"}),
         ({"optim": "PAGED_ADAMW_8BIT"}, {"use": "optimizer.adamw", "moments": "8bit"}),
-        ({"optim": "adamw_torch_4bit"}, {"use": "optimizer.adamw", "moments": "4bit"}),
         (
             {"optim": "lion_32bit", "adam_epsilon": 1e-6},
             {"use": "optimizer.lion", "betas": [0.9, 0.999]},

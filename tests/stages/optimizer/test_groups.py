@@ -14,7 +14,7 @@ from pipeline import testing
 from pipeline.contracts.optimizer import NamedParameter
 from pipeline.errors import StageError
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.groups import GroupSettings
+from stages.optimizer.settings import GroupSettings
 from tests.support.models import filled, random_source, tiny_llama_config
 
 SHAPES = {

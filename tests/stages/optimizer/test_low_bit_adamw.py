@@ -18,7 +18,7 @@ from pipeline.contracts.optimizer import NamedParameter
 from pipeline.errors import StageError
 from stages.optimizer import torchao_compat
 from stages.optimizer.adamw import AdamW
-from stages.optimizer.quantized_moments import MOMENTS
+from stages.optimizer.quantized_moments import BLOCK, MOMENTS
 from stages.precision.policy import PrecisionPolicy
 
 ROWS, COLUMNS = 70, 67  # 4690: 18 blocks of 256 and 82 more
@@ -64,7 +64,7 @@ def reference(dtype: torch.dtype, steps: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("moments", "error"),
-    [("fp32", 1e-6), ("bf16", 2e-3), ("8bit", 5e-3), ("fp8", 8e-3), ("4bit", 3e-2)],
+    [("fp32", 1e-6), ("bf16", 2e-3), ("8bit", 5e-3)],
 )
 def test_updates_follow_adamw_as_far_as_the_bits_go(
     moments: str, error: float, tmp_path: Path
@@ -74,23 +74,21 @@ def test_updates_follow_adamw_as_far_as_the_bits_go(
     assert float((weight.detach() - reference(torch.float32)).abs().mean()) < error
 
 
-@pytest.mark.parametrize("moments", ["8bit", "4bit", "fp8"])
-def test_updates_are_those_of_torchao(moments: str, tmp_path: Path) -> None:
+def test_updates_are_those_of_torchao(tmp_path: Path) -> None:
     """Its own tensors and rule, without its compiler; whole blocks of it."""
-    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+    from torchao.optim import AdamW8bit
     from torchao.optim.adam import single_param_adam
 
-    kinds: dict[str, Any] = {"8bit": AdamW8bit, "4bit": AdamW4bit, "fp8": AdamWFp8}
-    whole = ROWS * COLUMNS - ROWS * COLUMNS % (128 if moments == "4bit" else 256)
+    whole = ROWS * COLUMNS - ROWS * COLUMNS % BLOCK
     theirs = nn.Parameter(next(gradients(9)).flatten()[:whole])
-    optimizer = kinds[moments]([theirs], lr=1e-2, weight_decay=0.1)
+    optimizer = AdamW8bit([theirs], lr=1e-2, weight_decay=0.1)
     kept = [optimizer._new_buffer(theirs, signed) for signed in (True, False)]
     for step, gradient in zip(range(1, 6), gradients(1), strict=False):
         single_param_adam(
             theirs.detach(), gradient.flatten()[:whole], torch.tensor(float(step)), *kept, None,
             torch.tensor(1e-2), 0.9, 0.999, 0.1, 1e-8, True, False,
         )  # fmt: skip
-    ours, _ = trained(tmp_path, moments=moments)
+    ours, _ = trained(tmp_path, moments="8bit")
     assert torch.equal(ours.detach().flatten()[:whole], theirs)
 
 
@@ -156,15 +154,22 @@ def test_a_mistake_in_the_fields_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
         "stochastic_rounding": "stochastic_rounding: rounds to bf16, the master weights are fp32 "
         "(set master: bf16 in the precision slot)"
     }
-    assert problems(AdamW(moments="4bit", kernel="foreach")) == {
-        "kernel": "kernel: the update rule adamw_4bit has no foreach kernel "
+    assert problems(AdamW(moments="bf16", kernel="foreach")) == {
+        "kernel": "kernel: the update rule adamw_bf16 has no foreach kernel "
         "(set kernel: fused or single)"
     }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert problems(AdamW(moments="8bit")) == {
-        "moments": "moments: needs torchao, which the update rule adamw_8bit is computed with "
+        "moments": "moments: needs torchao, which computes the update rule adamw_8bit "
         "(pip install 'pipetrain[torchao]')"
     }
+
+
+@pytest.mark.parametrize("moments", ["4bit", "fp8"])
+def test_a_storage_that_is_gone_is_an_error_that_names_the_others(moments: str) -> None:
+    (problem,) = testing.problems(AdamW, {"moments": moments})
+    assert problem.key == "moments"
+    assert all(name in problem.message for name in ("master", "fp32", "bf16", "8bit", moments))
 
 
 def test_without_torchao_the_stage_says_what_to_install(
@@ -178,4 +183,3 @@ def test_without_torchao_the_stage_says_what_to_install(
 def test_torchao_still_has_what_is_private() -> None:
     assert callable(torchao_compat.adam().single_param_adam)
     assert len(torchao_compat.quantizers().create_dynamic_map(True)) == 256
-    assert len(torchao_compat.four_bit().get_qmap_unsigned()) == 16

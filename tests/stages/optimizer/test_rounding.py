@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.optimizer.low_bit_adamw import Noise, round_at_random
+from stages.optimizer.update_rules import Noise, round_stochastically
 
 WEIGHT = torch.nn.Parameter(torch.zeros(3))
 
@@ -14,7 +14,7 @@ WEIGHT = torch.nn.Parameter(torch.zeros(3))
 @given(st.floats(width=32, allow_nan=False), st.integers(0, 2**16 - 1))
 def test_a_value_becomes_one_of_its_neighbours(value: float, noise: int) -> None:
     exact = torch.tensor([value])
-    got = round_at_random(exact, torch.tensor([noise], dtype=torch.int32)).float()
+    got = round_stochastically(exact, torch.tensor([noise], dtype=torch.int32)).float()
     low = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32)
     high = (low.view(torch.int32) + (1 << 16)).view(torch.float32)
     assert got.item() in (low.item(), high.item())
@@ -24,7 +24,7 @@ def test_a_value_becomes_one_of_its_neighbours(value: float, noise: int) -> None
 
 def test_what_is_not_finite_stays() -> None:
     values = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    got = round_at_random(values, torch.full((3,), 65535, dtype=torch.int32))
+    got = round_stochastically(values, torch.full((3,), 65535, dtype=torch.int32))
     assert got.isnan().tolist() == [True, False, False]
     assert got[1:].tolist() == [float("inf"), -float("inf")]
 
@@ -35,7 +35,7 @@ def test_the_mean_is_the_value() -> None:
     draws, noise = 40_000, Noise(3)
     for value in (1.0 + 2**-9, 1.0 + 2**-14, -0.3, 1e-8, 77.7, -3e20):
         exact = torch.full((draws,), value)
-        rounded = round_at_random(exact, noise.bits(WEIGHT, exact, 0, 1)).double()
+        rounded = round_stochastically(exact, noise.bits(WEIGHT, exact, 0, 1)).double()
         gap = float(rounded.max() - rounded.min())
         assert gap > 0
         share = float((rounded == rounded.max()).double().mean())
@@ -48,7 +48,7 @@ def test_small_updates_are_kept_on_average() -> None:
     weights, noise = torch.ones(2000, dtype=torch.bfloat16), Noise(0)
     for step in range(1000):
         sums = weights.float() + 2**-7 / 2000
-        weights = round_at_random(sums, noise.bits(WEIGHT, sums, 0, step))
+        weights = round_stochastically(sums, noise.bits(WEIGHT, sums, 0, step))
     # each has made the step of a whole gap with probability 1 / 2, give or take
     moved = float((weights.float() - 1).mean()) / 2**-7
     assert abs(moved - 0.5) < 5 * (0.25 / 2000) ** 0.5

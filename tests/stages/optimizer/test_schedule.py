@@ -15,18 +15,15 @@ from transformers import optimization
 from pipeline import testing
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.optimizer.settings import Schedule, Shape, lr_scale, steps_in
+from stages.optimizer.settings import Schedule, Shape, steps_in
 
 SCHEDULES = get_args(Schedule)
 TO_THE_END = {"linear", "cosine", "polynomial", "wsd"}
 
 
 def values(schedule: Any, total: int = 6, warmup: int = 2, **more: Any) -> list[float]:
-    final = more.pop("final_scale", 0.2)
-    return [
-        lr_scale(s, total, schedule=schedule, warmup=warmup, final_scale=final, **more)
-        for s in range(total)
-    ]
+    stage = AdamW(**{"schedule": schedule, "warmup_steps": warmup, "final_lr_ratio": 0.2, **more})
+    return [stage.lr_scale(step, total) for step in range(total)]
 
 
 def test_schedules_at_known_points() -> None:
@@ -37,7 +34,7 @@ def test_schedules_at_known_points() -> None:
         [0.0, 0.5, 1.0, 0.2 + 0.8 * quarter, 0.6, 0.2 + 0.8 * (1 - quarter)]
     )
     assert values("polynomial", power=2.0) == pytest.approx([0.0, 0.5, 1.0, 0.65, 0.4, 0.25])
-    assert values("wsd", decay=2) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 0.6])
+    assert values("wsd", decay_steps=2) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 0.6])
     assert values("inverse_sqrt") == pytest.approx(
         [0.0, 0.5, 1.0, *(math.sqrt(2 / step) for step in (3, 4, 5))]
     )
@@ -48,13 +45,15 @@ OURS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "cosine": ("cosine", {}, {}),
     "constant_with_warmup": ("constant", {}, {}),
     "inverse_sqrt": ("inverse_sqrt", {}, {}),
-    "cosine_with_min_lr": ("cosine", {"final_scale": 0.2}, {"min_lr_rate": 0.2}),
+    "cosine_with_min_lr": ("cosine", {"final_lr_ratio": 0.2}, {"min_lr_rate": 0.2}),
     "polynomial": (
-        "polynomial", {"final_scale": 0.2, "power": 3.0}, {"lr_end": 0.2, "power": 3.0},
+        "polynomial", {"final_lr_ratio": 0.2, "power": 3.0}, {"lr_end": 0.2, "power": 3.0},
     ),
     **{
         f"warmup_stable_decay {theirs}": (
-            "wsd", {"decay": 10, "shape": ours}, {"num_decay_steps": 10, "decay_type": theirs},
+            "wsd",
+            {"decay_steps": 10, "decay_shape": ours},
+            {"num_decay_steps": 10, "decay_type": theirs},
         )
         for theirs, ours in (("linear", "linear"), ("cosine", "cosine"), ("1-sqrt", "sqrt"))
     },
@@ -77,7 +76,7 @@ def test_every_update_has_the_rate_that_transformers_gives_it(name: str, warmup:
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    found = values(schedule, total=40, warmup=warmup, **{"final_scale": 0.0, **ours})
+    found = values(schedule, total=40, warmup=warmup, **{"final_lr_ratio": 0.0, **ours})
     assert found == pytest.approx(rates)
 
 
@@ -93,16 +92,16 @@ def test_every_update_has_the_rate_that_transformers_gives_it(name: str, warmup:
 def test_schedules_stay_in_bounds_and_fall_after_warm_up(
     total: int, warmup: int, final: float, schedule: Any, decay: int, shape: Any, power: float
 ) -> None:
-    fields = {"decay": decay, "power": power} | ({"shape": shape} if schedule == "wsd" else {})
-    found = values(schedule, total, warmup, final_scale=final, **fields)
+    fields = {"decay_steps": decay, "power": power} | (
+        {"decay_shape": shape} if schedule == "wsd" else {}
+    )
+    found = values(schedule, total, warmup, final_lr_ratio=final, **fields)
     assert all(0 <= value <= 1 for value in found)
     assert found[:warmup] == sorted(found[:warmup])
     assert found[warmup:] == sorted(found[warmup:], reverse=True)
     if schedule in TO_THE_END and total > warmup:
-        behind = lr_scale(
-            total, total, schedule=schedule, warmup=warmup, final_scale=final, **fields
-        )
-        assert behind == pytest.approx(final, abs=1e-9)
+        stage = AdamW(schedule=schedule, warmup_steps=warmup, final_lr_ratio=final, **fields)
+        assert stage.lr_scale(total, total) == pytest.approx(final, abs=1e-9)
 
 
 def test_fractions_of_all_steps_are_rounded_up() -> None:

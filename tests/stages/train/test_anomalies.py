@@ -17,9 +17,9 @@ from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.train.anomalies import is_spike, leave_out
+from stages.train.anomalies import exclude, is_spike
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.policies import Anomalies
+from stages.train.settings import Anomalies
 from tests.support.poison import HIGH, NAN, Poisoned, train, train_both
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.state import Setting
@@ -267,7 +267,7 @@ def test_a_spike_is_what_the_fields_say(
 def test_positions_left_out_are_told_once_in_order(spans: list[tuple[int, int]]) -> None:
     progress = Progress()
     for start, length in spans:
-        leave_out(progress, start, start + length)
+        exclude(progress, start, start + length)
     told = progress.left_out
     wanted = {position for start, length in spans for position in range(start, start + length)}
     assert {p for low, high in told for p in range(low, high)} == wanted
@@ -277,7 +277,7 @@ def test_positions_left_out_are_told_once_in_order(spans: list[tuple[int, int]])
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
-        ({"spike": "skip"}, ["anomalies.spike: nothing says what a spike is"]),
+        ({"spike": "skip"}, ["anomalies.spike: needs spike_factor or spike_deviations"]),
         ({"spike_factor": 2.0}, ["anomalies.spike_factor: needs spike"]),
         ({"spike_deviations": 2.0}, ["anomalies.spike_deviations: needs spike"]),
         (

@@ -13,9 +13,8 @@ from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.training import Progress
-from stages.train.batches import collate, microbatches
+from stages.train.batches import Feed, collate, microbatches
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.feed import Feed
 from tests.support.runs import ToySamples
 from tests.support.tier import examples
 
@@ -65,7 +64,7 @@ def seen(
     order: list[int] = []
     for step in range(first, feeds[0].total_steps(Progress())):
         for feed in feeds:
-            for piece, _ in feed.microbatches(step * batch):
+            for piece, *_ in feed.microbatches(step * batch):
                 order += [int(i) for i in piece.labels.flatten() if i >= 0]
     for feed in feeds:
         feed.close()
@@ -124,8 +123,8 @@ def test_last_flag_and_targets_of_a_step() -> None:
     for rank in range(2):
         feed = Feed(config, data, 0, DataAxis(index=rank, count=2), CPU)
         pieces = list(feed.microbatches(0))
-        assert [last for _, last in pieces] == [False, True]
-        counted += sum(int((piece.labels != -100).sum()) for piece, _ in pieces)
+        assert [last for _, last, _ in pieces] == [False, True]
+        counted += sum(int((piece.labels != -100).sum()) for piece, *_ in pieces)
     assert counted == feed.targets(0)
 
 

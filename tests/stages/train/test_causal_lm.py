@@ -16,8 +16,8 @@ from pipeline.errors import StageError
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
+from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.feed import Feed
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from tests.parity.body import tiny_source

@@ -19,10 +19,10 @@ from pipeline.run.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
+from stages.train import loop
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.evaluation import note, perplexity, reason_to_stop
-from stages.train.loop import Training
-from stages.train.policies import EarlyStopping
+from stages.train.evaluation import perplexity, reason_to_stop, record_evaluation
+from stages.train.settings import EarlyStopping
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, make_engine, source
@@ -33,7 +33,7 @@ def evaluated(losses: list[float], stopping: EarlyStopping) -> list[str]:
     progress, said = Progress(), []
     for loss in losses:
         progress.step += 1
-        note(progress, loss, stopping)
+        record_evaluation(progress, loss, stopping)
         said.append(reason_to_stop(progress, stopping))
     return said
 
@@ -69,7 +69,7 @@ def test_the_best_is_the_first_of_the_lowest_however_small_the_improvement() -> 
     progress = Progress()
     for loss in (3.0, 2.9, 2.9, math.nan, 3.5):
         progress.step += 1
-        note(progress, loss, EarlyStopping(patience=9, min_improvement=1.0))
+        record_evaluation(progress, loss, EarlyStopping(patience=9, min_improvement=1.0))
     assert progress.best == {"step": 2, "eval_loss": 2.9}
     assert progress.patience == {"eval_loss": 3.0, "evaluations": 4}
     assert progress.metrics == {"eval_loss": 3.5, "perplexity": math.exp(3.5)}
@@ -215,7 +215,7 @@ def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
     config = TrainCausalLm(global_batch_size=4, steps=3, **fields)
     nothing: Any = None
     with pytest.raises(StageError, match=f"^{name} needs held-out samples, and there are none"):
-        Training(config, nothing, nothing, data, nothing, nothing, nothing, nothing)
+        loop.train(config, nothing, nothing, data, nothing, nothing, {})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
         (
             {"early_stopping": {"patience": 2}},
             0,
-            ["early_stopping: stops by evaluations, and there is none before the end"],
+            ["early_stopping: needs evaluations before the end"],
         ),
         (
             {},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.contracts.sample_order import ENDLESS, SampleOrder
-from stages.train.feed import STRETCH, OrderStretch
+from stages.train.batches import STRETCH, IndexCache
 from tests.support.tier import examples
 
 
@@ -25,7 +25,7 @@ def test_a_stretch_gives_what_the_order_gives_wherever_it_is_asked(
     size: int, calls: list[tuple[int, int]]
 ) -> None:
     order = SampleOrder(3, size)
-    stretch = OrderStretch(order)
+    stretch = IndexCache(order)
     for start, count in calls:
         assert stretch.indices(start, count).tolist() == order.indices(start, count).tolist()
 
@@ -38,7 +38,7 @@ def test_steps_in_sequence_compute_the_order_once() -> None:
             Counting.calls += 1
             return super().indices(start, count)
 
-    stretch = OrderStretch(Counting(3, 2 * STRETCH))
+    stretch = IndexCache(Counting(3, 2 * STRETCH))
     for step in range(STRETCH // 8):
         stretch.indices(step * 8, 8)
         stretch.indices(step * 8, 8)
@@ -54,7 +54,7 @@ def test_a_stream_is_asked_for_no_more_than_is_needed() -> None:
             self.asked.append((start, count))
             return np.arange(start, start + count)
 
-    stretch = OrderStretch(Stream())
+    stretch = IndexCache(Stream())
     for step in range(3):
         for _ in range(2):
             assert stretch.indices(step * 8, 8).tolist() == [*range(step * 8, step * 8 + 8)]

@@ -44,7 +44,7 @@ def said(fields: dict[str, Any], **slots: Any) -> list[str]:
     ],
 )
 def test_arguments_that_are_decided_elsewhere(name: str, hint: str) -> None:
-    assert said({"arguments": {name: 1}}) == [f"arguments.{name}: is not free ({hint})"]
+    assert said({"arguments": {name: 1}}) == [f"arguments.{name}: is set by the recipe ({hint})"]
 
 
 def test_arguments_that_are_impossible_here() -> None:
@@ -59,7 +59,7 @@ def test_arguments_that_are_impossible_here() -> None:
 
 def test_unknown_arguments() -> None:
     assert said({"arguments": {"torch_compil": True}}) == [
-        "arguments.torch_compil: is no TrainingArgument that can be given (did you mean "
+        "arguments.torch_compil: is not a supported TrainingArgument (did you mean "
         "`torch_compile`?)"
     ]
 
@@ -78,7 +78,7 @@ def test_other_slots() -> None:
         "arguments: the Trainer scales losses under autocast only (set compute: bf16)"
     ]
     assert said({}, precision=PrecisionPolicy(reduce="bf16")) == [
-        "arguments: the Trainer keeps fp32 weights and averages their gradients as they are (set "
+        "arguments: the Trainer keeps fp32 weights and averages their gradients in fp32 (set "
         "master: fp32 and reduce: fp32 in the precision slot)"
     ]
     advice = "remove that slot, or use train.causal_lm"

@@ -28,7 +28,7 @@ NOW: dict[str, Any] = {
 def refusal(then: dict[str, Any], *accept: str) -> str:
     """Empty if it is admitted."""
     try:
-        require_same_lineage(NOW, accept, Progress(step=5, origin=then))
+        require_same_lineage(NOW, accept, Progress(step=5, lineage=then))
     except ResumeRefused as refused:
         return str(refused)
     return ""

@@ -23,9 +23,8 @@ from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import without_values
 from stages.optimizer.adamw import AdamW
 from stages.train.batches import collate
-from stages.train.linear_loss import linear_loss
-from stages.train.loss import LossHead, SummedLoss
-from stages.train.self_checks import LOOKED_AT, prove_head, prove_packing
+from stages.train.loss import LossHead, SummedLoss, chunked_cross_entropy
+from stages.train.verify_loss import SEARCHED, verify_chunks, verify_packing
 from stages.wrap.ddp import Ddp
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
@@ -61,7 +60,7 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(
         made.backward()
         return float(made.detach()), [v.grad for v in given.values()]
 
-    ours, found = run(lambda h, w, b: linear_loss(h, w, b, labels, chunk))
+    ours, found = run(lambda h, w, b: chunked_cross_entropy(h, w, b, labels, chunk))
     whole, expected = run(
         lambda h, w, b: F.cross_entropy(F.linear(h, w, b), labels, reduction="sum")
     )
@@ -74,15 +73,15 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(
 
 def test_without_gradients_no_product_is_made_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("stages.train.linear_loss._add_product", lambda *_: made.append(1))
+    monkeypatch.setattr("stages.train.loss._add_product", lambda *_: made.append(1))
     hidden, weight = torch.randn(24, 8), torch.nn.Parameter(torch.randn(50, 8))
     labels = torch.randint(0, 50, (24,))
     with torch.no_grad():
-        found = linear_loss(hidden, weight, None, labels, 4)
+        found = chunked_cross_entropy(hidden, weight, None, labels, 4)
     assert not made
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
     torch.testing.assert_close(found, expected)
-    linear_loss(hidden, weight, None, labels, 4)
+    chunked_cross_entropy(hidden, weight, None, labels, 4)
     assert len(made) == 6
 
 
@@ -92,13 +91,13 @@ def test_in_bf16_the_loss_is_that_of_fp32_logits() -> None:
     weight = torch.randn(2000, 16, generator=generator).bfloat16()
     labels = torch.randint(0, 2000, (300,), generator=generator)
     whole = F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
-    found = linear_loss(hidden, weight, None, labels, 64)
+    found = chunked_cross_entropy(hidden, weight, None, labels, 64)
     assert found.dtype == torch.float32
     assert float(found) == pytest.approx(float(whole), rel=1e-6)
 
 
 def test_in_bf16_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.train.linear_loss.PIECE", 16 * 7)  # seven rows at a time
+    monkeypatch.setattr("stages.train.loss.PIECE", 16 * 7)  # seven rows at a time
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 16, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(200, 16, generator=generator).bfloat16().requires_grad_()
@@ -111,7 +110,7 @@ def test_in_bf16_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -
         return found
 
     whole = gradients(F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum"))
-    chunked = gradients(linear_loss(hidden, weight, None, labels, 8))
+    chunked = gradients(chunked_cross_entropy(hidden, weight, None, labels, 8))
     for one, other in zip(chunked, whole, strict=True):
         # as many chunks summed in bf16 would be off by several per cent
         torch.testing.assert_close(one, other, rtol=1e-2, atol=0.02)
@@ -126,10 +125,10 @@ class Alone(Engine):
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def facts(self) -> Any:
+    def describe(self) -> Any:
         return {"compute": ["fp32"]}
 
-    microbatch = backward = step = state = fragments = restore = refresh = None  # type: ignore[assignment]
+    microbatch = backward = step = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
 
 
 Alone.__abstractmethods__ = frozenset()
@@ -179,8 +178,8 @@ def test_outside_of_the_loss_the_head_gives_logits(model: Any) -> None:
 
 
 def test_what_holds_is_proven(model: Any) -> None:
-    prove_packing(Alone(model), PACKED, SAMPLES, SummedLoss(model))
-    prove_head(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
+    verify_packing(Alone(model), PACKED, SAMPLES, SummedLoss(model))
+    verify_chunks(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
     assert model.training
 
 
@@ -195,7 +194,7 @@ def test_documents_that_see_each_other_are_found(
         lambda **given: whole(**given, attention_mask=torch.ones_like(given["input_ids"])),
     )
     with pytest.raises(StageError, match="packing: a document sees the one before it"):
-        prove_packing(Alone(model), PACKED, SAMPLES, loss)
+        verify_packing(Alone(model), PACKED, SAMPLES, loss)
 
 
 def test_positions_that_do_not_begin_anew_are_found(
@@ -214,7 +213,7 @@ def test_positions_that_do_not_begin_anew_are_found(
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", elsewhere)
     with pytest.raises(StageError, match="packed sample is not its loss alone"):
-        prove_packing(Alone(model), PACKED, SAMPLES, loss)
+        verify_packing(Alone(model), PACKED, SAMPLES, loss)
 
 
 def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
@@ -230,9 +229,9 @@ def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
 def test_a_loss_in_chunks_that_is_another_is_found(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.train.loss.linear_loss", lambda *_: torch.tensor(7.0))
+    monkeypatch.setattr("stages.train.loss.chunked_cross_entropy", lambda *_: torch.tensor(7.0))
     with pytest.raises(StageError, match="in chunks is not that of all logits: 7 instead of 4"):
-        prove_head(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
+        verify_chunks(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
 
 
 BLANK = Sample(input_ids=np.arange(9), labels=np.full(9, -100))
@@ -253,15 +252,15 @@ def test_the_head_is_proven_on_a_target_wherever_it_is(
         SummedLoss, "in_full", lambda _, batch: looked_at.append(batch) or torch.tensor(0.0)
     )
     with pytest.raises(StageError, match="not that of all logits"):
-        prove_head(Alone(model), PACKED, [BLANK, behind(300)], SummedLoss(model, chunk=4))
+        verify_chunks(Alone(model), PACKED, [BLANK, behind(300)], SummedLoss(model, chunk=4))
     (batch,) = looked_at
     assert batch.labels.shape == (1, 67)
     assert batch.labels[0, 64] == 5
 
 
 def test_without_a_target_in_the_first_samples_nothing_is_proven(model: Any) -> None:
-    read = iter([BLANK] * LOOKED_AT + [behind(1)])
-    prove_head(Alone(model), PACKED, read, SummedLoss(model, chunk=4))
+    read = iter([BLANK] * SEARCHED + [behind(1)])
+    verify_chunks(Alone(model), PACKED, read, SummedLoss(model, chunk=4))
     assert next(read).labels[1] == 5  # and it reads no further
 
 
@@ -291,11 +290,11 @@ def test_a_model_that_computes_with_its_logits_is_refused_at_any_loss(
 def test_changed_logits_are_seen_without_values() -> None:
     with without_values():
         head = LossHead(nn.Linear(4, 8), chunk=2)
-        with head.taking(torch.zeros(1, 3, dtype=torch.long)):
+        with head.computing_loss(torch.zeros(1, 3, dtype=torch.long)):
             given = head(torch.ones(1, 3, 4))
-            head.require_given(given)
+            head.require_unchanged(given)
             with pytest.raises(StageError):
-                head.require_given(given * 2)
+                head.require_unchanged(given * 2)
 
 
 def test_the_same_model_without_a_cap_trains_in_chunks(tmp_path: Path) -> None:
@@ -337,9 +336,9 @@ def test_a_wrapper_may_copy_the_loss(tmp_path: Path) -> None:
 def handed_on(change: Any, value: float) -> None:
     """A model's head gives a loss, and the rest of the model changes it."""
     head = LossHead(torch.nn.Linear(2, 3), 4)
-    loss = mock.patch("stages.train.loss.linear_loss", return_value=torch.tensor(value))
-    with loss, head.taking(torch.tensor([1])):
-        head.require_given(change(head(torch.ones(1, 2))))
+    loss = mock.patch("stages.train.loss.chunked_cross_entropy", return_value=torch.tensor(value))
+    with loss, head.computing_loss(torch.tensor([1])):
+        head.require_unchanged(change(head(torch.ones(1, 2))))
 
 
 @pytest.mark.parametrize("value", [2.5, 0.0, math.nan])

@@ -15,8 +15,8 @@ from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.policies import Anomalies, EarlyStopping
 from stages.train.profiling import STEP, communication_share
+from stages.train.settings import Anomalies, EarlyStopping
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, make_engine, source

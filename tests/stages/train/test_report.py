@@ -20,11 +20,11 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.hardware import host
 from pipeline.run.metrics import records
 from stages.train import report
-from stages.train.evaluation import note
-from stages.train.feed import BatchStats
+from stages.train.batches import BatchStats
+from stages.train.evaluation import perplexity, record_evaluation, set_metric
 from stages.train.flops import Cost, Utilisation
 from stages.train.profiling import Profile
-from stages.train.report import Reporter
+from stages.train.report import Reporter, StepMeter
 from stages.train.step import StepResult
 from tests.support.runs import context
 
@@ -38,21 +38,29 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_before", [])
 
 
-def done(loss: float, taken: BatchStats | None = None) -> StepResult:
+def result(loss: float, stats: BatchStats | None = None) -> StepResult:
     report = StepReport(grad_norm=1.5, applied=True)
-    return StepResult(
-        loss=torch.tensor(loss), report=report, lr=0.25, taken=taken or BatchStats(tokens=7)
-    )
+    stats = stats or BatchStats(tokens=7)
+    return StepResult(loss=torch.tensor(loss), report=report, lr=0.25, stats=stats, anomaly="")
 
 
-def make(tmp_path: Path, progress: Progress, every: int = 1, **fields: Any) -> Reporter:
-    ctx = replace(
-        context(DistContext(device=CPU), tmp_path), log=logging.getLogger("pipe.test.report")
-    )
-    ctx.log.setLevel(logging.INFO)
-    return Reporter(
-        ctx, ENGINE, log_every=every, total_steps=lambda _: 9, progress=progress, **fields
-    )
+class Steps:
+    """A meter and a reporter, as the loop uses them."""
+
+    def __init__(
+        self, folder: Path, progress: Progress, every: int = 1, utilisation: Any = None
+    ) -> None:
+        log = logging.getLogger("pipe.test.report")
+        log.setLevel(logging.INFO)
+        ctx = replace(context(DistContext(device=CPU), folder), log=log)
+        self.progress = progress
+        self.meter = StepMeter(ENGINE, progress, utilisation)
+        self.reporter = Reporter(ctx, log_every=every, total_steps=lambda _: 9)
+
+    def add(self, done: StepResult, profile: Profile | None = None) -> None:
+        record = self.meter.measure(done, self.progress, profile)
+        set_metric(self.progress, "loss", record["loss"])
+        self.reporter.on_step(self.progress.step, self.progress, record)
 
 
 def lines(tmp_path: Path) -> list[dict[str, Any]]:
@@ -62,13 +70,14 @@ def lines(tmp_path: Path) -> list[dict[str, Any]]:
 def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
     """JSON has no word for it, and the run's record is JSON."""
     progress = Progress()
-    reporter = make(tmp_path, progress)
+    steps = Steps(tmp_path, progress)
     seen = []
     for loss, heldout in ((2.0, 3.0), (math.nan, math.inf)):
         progress.step += 1
-        reporter.add(done(loss))
-        note(progress, heldout, None)
-        reporter.evaluated(heldout)
+        steps.add(result(loss))
+        record_evaluation(progress, heldout, None)
+        record = {"eval_loss": heldout, "perplexity": perplexity(heldout)}
+        steps.reporter.on_evaluation(progress.step, progress, record)
         seen.append(dict(progress.metrics))
     assert seen == [{"loss": 2.0, "eval_loss": 3.0, "perplexity": math.exp(3.0)}, {}]
     told = [(line.get("loss"), line.get("eval_loss")) for line in lines(tmp_path)]
@@ -93,13 +102,13 @@ def test_speeds_of_every_step_and_of_the_line(
 ) -> None:
     progress = Progress(tokens=50, samples=4)
     cost = Cost(multiplied=6.0, attention=1.0)
-    reporter = make(tmp_path, progress, 2, utilisation=Utilisation(cost=cost, peak=1000.0))
-    for seconds, taken in ((2.0, BatchStats(100, 400, 0.5)), (6.0, BatchStats(300, 900, 0.0))):
+    steps = Steps(tmp_path, progress, 2, Utilisation(cost=cost, peak=1000.0))
+    for seconds, stats in ((2.0, BatchStats(100, 400, 0.5)), (6.0, BatchStats(300, 900, 0.0))):
         progress.step += 1
         progress.tokens += 60
         progress.samples += 8
         at(seconds)
-        reporter.add(done(2.5, taken))
+        steps.add(result(2.5, stats))
     first, second = lines(tmp_path)
     assert first == {
         "step": 1, "grad_norm": 1.5, "lr": 0.25, "tokens": 110, "samples": 12, "applied": True,
@@ -119,18 +128,18 @@ def test_a_step_that_is_done_is_on_disk_whenever_its_line_is_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = Progress()
-    reporter = make(tmp_path, progress, every=3)
+    steps = Steps(tmp_path, progress, every=3)
     for step in range(1, 6):
         progress.step = step
-        reporter.add(done(float(step)))
+        steps.add(result(float(step)))
         assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [
             (before, float(before)) for before in range(1, step + 1)
         ]
         assert progress.metrics["loss"] == step
         assert len(caplog.messages) == (step >= 3)
-    with reporter.paused():
-        assert [message.split()[1] for message in caplog.messages] == ["3/9", "5/9"]
-    reporter.show()
+    steps.reporter.show()
+    assert [message.split()[1] for message in caplog.messages] == ["3/9", "5/9"]
+    steps.reporter.show()
     assert len(caplog.messages) == 2
 
 
@@ -138,13 +147,13 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
     tmp_path: Path, at: Callable[[float], None]
 ) -> None:
     progress = Progress()
-    reporter = make(tmp_path, progress)
+    steps = Steps(tmp_path, progress)
     at(9.0)  # most of it is the profiler's writing
     progress.step, progress.samples = 1, 8
-    reporter.add(done(2.5), Profile(seconds=2.0, communication=0.25))
+    steps.add(result(2.5), Profile(seconds=2.0, communication=0.25))
     at(10.0)
     progress.step, progress.samples = 2, 16
-    reporter.add(done(2.5))
+    steps.add(result(2.5))
     first, second = lines(tmp_path)
     assert (first["step_seconds"], first["samples_per_second"]) == (2.0, 4.0)
     assert (first["profiled"], first["communication_share"]) == (True, 0.25)
@@ -153,8 +162,7 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
 
 
 def test_a_checkpoint_on_disk_is_a_record(tmp_path: Path) -> None:
-    reporter = make(tmp_path, Progress(step=3))
-    reporter.saved(stalled=0.5, seconds=2.0)
+    Steps(tmp_path, Progress()).reporter.saved(3, stalled=0.5, seconds=2.0)
     assert lines(tmp_path) == [
         {"step": 3, "checkpoint_stall_seconds": 0.5, "checkpoint_seconds": 2.0}
     ]
@@ -175,10 +183,10 @@ def test_host_memory_counts_from_where_the_model_begins(
 
 def test_a_pause_is_no_training(tmp_path: Path, at: Callable[[float], None]) -> None:
     progress = Progress()
-    reporter = make(tmp_path, progress)
-    with reporter.paused():
-        at(50.0)
+    steps = Steps(tmp_path, progress)
+    at(50.0)
+    steps.meter.restart(progress)
     progress.step = 1
     at(51.0)
-    reporter.add(done(2.0))
+    steps.add(result(2.0))
     assert lines(tmp_path)[0]["step_seconds"] == 1.0

@@ -1,4 +1,4 @@
-"""AdamW with moments in few bits, and with weights that are rounded at random."""
+"""Optimizer classes of our own: Lion, and AdamW with low-bit moments and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -13,15 +13,49 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from stages.optimizer import torchao_compat
-from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, MomentPacking
+from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, PlainMoments
+
+
+class LionOptimizer(Optimizer):
+    """Chen et al. 2023, algorithm 2: the sign of an average of moment and gradient, with decoupled
+    weight decay. The moment has the parameter's dtype; an update needs one more such tensor."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure` is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if "exp_avg" not in state:
+                        state["exp_avg"] = torch.zeros_like(parameter)
+                    _lion(parameter, parameter.grad, state["exp_avg"], group)
+
+
+def _lion(parameter: Tensor, gradient: Tensor, moment: Tensor, group: dict[str, Any]) -> None:
+    share, decay = group["betas"]
+    direction = gradient.lerp(moment, share).sign_()
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.add_(direction, alpha=-group["lr"])
+    moment.lerp_(gradient, 1 - decay)
 
 
 class LowBitAdamW(Optimizer):
-    """torchao's update rule (`single_param_adam`, computed in fp32) on this process's own elements
-    of each parameter, flat. State: what the packing keeps, and `step`.
+    """torchao's AdamW (`single_param_adam`, computed in fp32) on this process's elements of each
+    parameter, flat. State: `step`, and the moments as the codec stores them.
 
-    With a `rounding_seed`, weights are bf16 and rounded stochastically; a group's `shard` says
-    which part of the parameters this process has.
+    With a `rounding_seed`, weights are bf16 and rounded stochastically; each group's `shard` is the
+    number of this process's shard.
     """
 
     def __init__(
@@ -32,25 +66,25 @@ class LowBitAdamW(Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        packing: MomentPacking,
+        codec: PlainMoments,
         rounding_seed: int | None,
         compiled: bool,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self._packing = packing
+        self._codec = codec
         self._noise = None if rounding_seed is None else Noise(rounding_seed)
         self._update = functools.partial(
-            _update, packing=packing, rule=torchao_compat.adam().single_param_adam
+            _adamw, codec=codec, rule=torchao_compat.adam().single_param_adam
         )
         self.compiled: Callable[..., None] = self._update
-        """The update of what is in blocks."""
+        """The update of large parts."""
         if compiled:
             self.compiled = torch.compile(self._update, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; `closure` is not called."""
+        """Update every parameter that has a gradient; `closure` is not called."""
         # Every shape is compiled once, however many there are.
         with torch._dynamo.utils.disable_cache_limit():
             for group in self.param_groups:
@@ -61,32 +95,32 @@ class LowBitAdamW(Optimizer):
                         self._step(parameter, group)
 
     def _step(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        weights, gradient = _own(parameter), _own(parameter.grad)
+        weights, gradient = _local(parameter), _local(parameter.grad)
         state, count = self.state[parameter], weights.numel()
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state.update(self._packing.start(weights, count))
+            state.update(self._codec.start(weights, count))
         state["step"] += 1
         noise = None
         if self._noise is not None:
             noise = self._noise.bits(parameter, weights, group["shard"], int(state["step"]))
-        for start, stop, moments in self._packing.parts(state, count):
+        for start, stop, moments in self._codec.parts(state, count):
             update = self._update if stop - start < SMALLEST else self.compiled
             update(
                 weights[start:stop],
                 gradient[start:stop],
                 moments,
-                self._packing.tables(weights.device),
+                self._codec.tables(weights.device),
                 None if noise is None else noise[start:stop],
                 step=state["step"],
-                lr=torch.tensor(group["lr"], dtype=torch.float32),  # else it would be compiled in
+                lr=torch.tensor(group["lr"], dtype=torch.float32),  # a float would be a constant
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts all state to the parameter's dtype; here it keeps its own."""
+        """Load a state without torch's cast of every tensor to the parameter's dtype."""
         super().load_state_dict(state_dict)
         saved = [p for group in state_dict["param_groups"] for p in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -96,20 +130,20 @@ class LowBitAdamW(Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
-def _own(tensor: Tensor | None) -> Tensor:
+def _local(tensor: Tensor | None) -> Tensor:
     """This process's elements, flat."""
     assert tensor is not None
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
 
 
-def _update(
+def _adamw(
     weights: Tensor,
     gradient: Tensor,
     moments: Mapping[str, Tensor],
     tables: Mapping[str, Tensor],
     noise: Tensor | None,
     *,
-    packing: MomentPacking,
+    codec: PlainMoments,
     rule: Callable[..., None],
     step: Tensor,
     lr: Tensor,
@@ -117,49 +151,46 @@ def _update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    first, second = (packing.decode(moments, name, tables) for name in MOMENTS)
+    first, second = (codec.decode(moments, name, tables) for name in MOMENTS)
     new = weights.float()
     rule(new, gradient, step, first, second, None, lr, *betas, weight_decay, eps, True, False)
-    packing.encode(moments, MOMENTS[0], first, tables)
-    packing.encode(moments, MOMENTS[1], second, tables)
+    codec.encode(moments, MOMENTS[0], first, tables)
+    codec.encode(moments, MOMENTS[1], second, tables)
     if noise is not None:
-        weights.copy_(round_at_random(new, noise))
+        weights.copy_(round_stochastically(new, noise))
     elif new is not weights:
         weights.copy_(new)
 
 
-MASK = -(1 << 16)
-"""The bits of an fp32 number that bf16 has."""
+BF16_BITS = -(1 << 16)
+"""Mask of the bits of an fp32 number that bf16 has."""
 
 
-def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
-    """fp32 values as bf16: each becomes one of its two neighbours, with a probability that makes
-    the mean the value itself. `noise` is int32, uniform in [0, 65536), of the same shape."""
+def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
+    """Return fp32 values as bf16, each rounded to one of its two neighbours with probabilities
+    that make the mean exact. `noise` is int32, uniform in [0, 65536), of the same shape."""
     # The bits that bf16 lacks are the fraction of the way to the neighbour away from zero.
-    rounded = ((values.view(torch.int32) + noise) & MASK).view(torch.float32)
+    rounded = ((values.view(torch.int32) + noise) & BF16_BITS).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
 class Noise:
-    """Random bits that are a function of seed, shard, parameter and update alone: replicas round
-    alike, and nothing has to be saved for a run to go on with the same bits."""
+    """Random bits as a function of seed, shard, parameter and update alone: replicas round alike,
+    and a resumed run needs no saved stream."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._numbers: dict[Tensor, int] = {}
-        self._generators: dict[torch.device, torch.Generator] = {}
 
     def number(self, parameter: Tensor) -> int:
-        """Parameters are told apart by the order in which they are first seen."""
+        """The parameter's number, in the order of first calls."""
         return self._numbers.setdefault(parameter, len(self._numbers))
 
     def bits(self, parameter: Tensor, like: Tensor, shard: int, step: int) -> Tensor:
-        """int32, uniform in [0, 65536), of the shape and on the device of `like`, for update `step`
-        of a parameter."""
+        """int32 noise, uniform in [0, 65536), for update `step` of a parameter; shape and device
+        are those of `like`."""
         text = f"{self._seed}/{shard}/{self.number(parameter)}/{step}".encode()
-        generator = self._generators.get(like.device)
-        if generator is None:
-            generator = self._generators[like.device] = torch.Generator(like.device)
+        generator = torch.Generator(like.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
         return torch.randint(
             1 << 16, like.shape, generator=generator, device=like.device, dtype=torch.int32

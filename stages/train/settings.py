@@ -1,0 +1,152 @@
+"""Fields of train stages: batches, anomalous steps, early stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from pipeline.contracts.data import Data
+from pipeline.contracts.stage import PlanView
+from pipeline.contracts.training import Checkpoints
+from pipeline.errors import Problem
+
+Action = Literal["stop", "skip", "rollback"]
+Count = Annotated[int, Gt(0)]
+NO_SAMPLES = "needs held-out samples, and there are none"
+GIVE_SAMPLES = "give some in the data slot (heldout_fraction or heldout_files)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The samples of each optimizer step, and their division into micro-batches."""
+
+    global_batch_size: Count
+    """Samples in one optimizer step, over all ranks and micro-batches."""
+
+    steps: Count | None = None
+    """Optimizer steps to train for. Exactly one of `steps` and `epochs`."""
+
+    epochs: Annotated[float, Gt(0)] | None = None
+    """Passes over the training samples, may be a fraction. Exactly one of `steps` and `epochs`."""
+
+    micro_batch_size: Count | None = None
+    """Samples of one forward pass on one rank; null derives it from `accumulation`."""
+
+    accumulation: Count | None = None
+    """Micro-batches of one step on one rank; null derives it from `micro_batch_size`, or is 1.
+    Where the samples do not divide evenly, fewer can be enough."""
+
+    shuffle: bool = True
+    """Shuffle anew every epoch, by the recipe's seed; false trains in file order."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        if (self.steps is None) == (self.epochs is None):
+            yield Problem(key="steps", message="give exactly one of steps and epochs")
+        if self.micro_batch_size is not None and self.accumulation is not None:
+            given = self.micro_batch_size * self.accumulation * plan.procs
+            if given != self.global_batch_size:
+                yield Problem(
+                    key="global_batch_size",
+                    message=f"is {self.global_batch_size}, but micro_batch_size x accumulation x "
+                    f"processes = {self.micro_batch_size} x {self.accumulation} x {plan.procs} "
+                    f"= {given}",
+                    hint="leave out one of micro_batch_size and accumulation",
+                )
+
+    def microbatch_size(self, ranks: int) -> int:
+        """Samples of one forward pass, given or derived, on `ranks` data-parallel ranks."""
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        return -(-self.global_batch_size // (ranks * (self.accumulation or 1)))
+
+
+def heldout_problems(plan: PlanView, keys: Iterable[str]) -> Iterator[Problem]:
+    """Problems of fields that need held-out samples, if the data slot gives none."""
+    holds_out = [getattr(stage, "holds_out", True) for stage in plan.giving(Data)]
+    if holds_out and not any(holds_out):
+        for key in keys:
+            yield Problem(key=key, message=NO_SAMPLES, hint=GIVE_SAMPLES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anomalies:
+    """Reaction to a step whose gradient is not finite, or whose loss spikes.
+
+    `stop` ends the run; nothing of the step is saved. `skip` drops the update: weights, optimizer
+    state and the schedule stay where they are, and the next batch takes the step's place.
+    `rollback` restores the newest checkpoint and goes on with the batch behind the anomalous one
+    (as in Chowdhery et al. 2022, PaLM, section 5.1). Positions of batches without an update are
+    kept in the checkpoint's progress (`left_out`) and recorded in `metrics.jsonl`.
+    """
+
+    non_finite: Action = "stop"
+    """Reaction to a gradient norm that is infinite or not a number. An overflow that loss scaling
+    handles does not count."""
+
+    spike: Action | None = None
+    """Reaction to a loss above `spike_factor` or `spike_deviations`; null does not look for spikes.
+    Looking sums the loss over ranks before each update."""
+
+    spike_window: Annotated[int, Ge(2), Le(10_000)] = 100
+    """Newest steps whose losses make up the running mean. Spikes are looked for once there were
+    that many."""
+
+    spike_factor: Annotated[float, Gt(1)] | None = None
+    """A loss above the running mean times this is a spike."""
+
+    spike_deviations: Annotated[float, Gt(0)] | None = None
+    """A loss above the running mean by this many standard deviations of the same window (divided by
+    N, not N - 1) is a spike."""
+
+    max_skips: Count = 5
+    """Anomalous steps to skip in a row; the run stops at one more."""
+
+    max_rollbacks: Count = 3
+    """Rollbacks in the whole training; the run stops at one more."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether training may go back to a checkpoint."""
+        return "rollback" in (self.non_finite, self.spike)
+
+    def without_rollback(self) -> Anomalies:
+        """The same policy with `skip` in place of `rollback`."""
+        non_finite: Action = "skip" if self.non_finite == "rollback" else self.non_finite
+        spike: Action | None = "skip" if self.spike == "rollback" else self.spike
+        return replace(self, non_finite=non_finite, spike=spike)
+
+    def problems(self, plan: PlanView) -> Iterator[Problem]:
+        """Mistakes that single fields do not show; keys are relative to the block."""
+        limits = [
+            key for key in ("spike_factor", "spike_deviations") if getattr(self, key) is not None
+        ]
+        if self.spike is not None and not limits:
+            yield Problem(
+                key="spike",
+                message="needs spike_factor or spike_deviations",
+                hint="give at least one of them",
+            )
+        if self.spike is None and limits:
+            yield Problem(key=limits[0], message="needs spike", hint="set spike: skip")
+        for stage in plan.giving(Checkpoints) if self.rolls_back else ():
+            if getattr(stage, "every", None) is None:
+                yield Problem(
+                    key="non_finite" if self.non_finite == "rollback" else "spike",
+                    message="rollback goes back to the newest checkpoint, and none is saved before "
+                    "the end",
+                    hint="set every in the checkpoint slot",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """End training when the held-out loss stops falling."""
+
+    patience: Count
+    """Evaluations in a row without an improvement after which training ends."""
+
+    min_improvement: Annotated[float, Ge(0)] = 0.0
+    """Least difference in nats to the last improvement; with 0 any lower loss is an improvement."""
