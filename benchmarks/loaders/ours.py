@@ -16,10 +16,10 @@ from loaders.digest import of_module, of_partitioned
 
 
 def fsdp(job: Job, place: Place) -> Work:
-    """`wrap.fsdp`, whole: build, shard, fill; the optimizer has no state yet."""
+    """`wrap.fsdp`, whole: build, shard, load; the optimizer has no state yet."""
     from torch.distributed.fsdp import FSDPModule
 
-    import stages.wrap.fsdp_engine
+    import stages.wrap.build
     from stages.wrap.fsdp import Fsdp
 
     imported()
@@ -27,7 +27,7 @@ def fsdp(job: Job, place: Place) -> Work:
 
     def work() -> Any:
         ctx, model, precision, plan = declared(job, place, master=job["dtype"])
-        with clocked(stages.wrap.fsdp_engine, "fill", phases):
+        with clocked(stages.wrap.build, "load_weights", phases):
             engine = Fsdp().run(ctx, model, precision, plan)
         assert isinstance(engine.model, FSDPModule)
         return lambda: {
@@ -39,8 +39,8 @@ def fsdp(job: Job, place: Place) -> Work:
 
 
 def zero(job: Job, place: Place) -> Work:
-    """`wrap.zero` at stage 3, whole: partitions at birth, DeepSpeed's engine, the fp32 masters
-    filled, the parameters made of them."""
+    """`wrap.zero` at stage 3, whole: parameters partitioned as they are made, DeepSpeed's engine, the
+    fp32 masters loaded, the parameters made of them."""
     import stages.wrap.zero.build
     from stages.wrap.zero import Zero, compat
 
@@ -50,7 +50,7 @@ def zero(job: Job, place: Place) -> Work:
 
     def work() -> Any:
         ctx, model, precision, plan = declared(job, place, master="fp32")
-        with clocked(stages.wrap.zero.build, "fill", phases):
+        with clocked(stages.wrap.zero.build, "load_weights", phases):
             engine: Any = Zero(stage=3).run(ctx, model, precision, plan)
         module = engine.deepspeed.module
         assert all(hasattr(parameter, "ds_tensor") for parameter in module.parameters())
@@ -61,27 +61,19 @@ def zero(job: Job, place: Place) -> Work:
 
 def ddp(job: Job, place: Place) -> Work:
     """What `wrap.ddp` does before it hands the module to torch, which takes memory for gradients:
-    build, and fill, each rank reading all."""
+    build, and load, each rank reading all."""
     import torch.distributed
 
-    import stages.wrap.load_weights
-    from stages.wrap.materialize import build_empty, cast_buffers, materialize
-    from stages.wrap.torch_engine import local_parts
+    import stages.wrap.build
 
     imported()
     phases: dict[str, float] = {}
 
     def work() -> Any:
         ctx, model, precision, _ = declared(job, place, master=job["dtype"])
-        module = build_empty(model, precision)
-        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        with (
-            contextlib.closing(model.weights()) as reader,
-            clocked(stages.wrap.load_weights, "fill", phases),
-        ):
+        with clocked(stages.wrap.build, "load_weights", phases):
             everyone = torch.distributed.group.WORLD
-            stages.wrap.load_weights.load_weights(local_parts(module), reader, ctx, everyone)
-        cast_buffers(module, precision)
+            module = stages.wrap.build.build_module(ctx, model, precision, replicas=everyone)
         return lambda: {"digest": of_module(module, job["config"]), **phases}
 
     return work

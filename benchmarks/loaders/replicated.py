@@ -48,7 +48,7 @@ def rank_0_and_broadcast(job: Job, place: Place) -> Work:
     from shapes import outline
     from transformers import AutoModelForCausalLM
 
-    from stages.wrap.materialize import materialize
+    from stages.wrap.build import materialize
 
     import_model()
     dtype, device = DTYPES[job["dtype"]], torch.device("cpu")

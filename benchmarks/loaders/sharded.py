@@ -118,7 +118,7 @@ def empty(job: Job, place: Place) -> Any:
     import torch
     from shapes import outline
 
-    from stages.wrap.materialize import materialize
+    from stages.wrap.build import materialize
 
     device = torch.device("cpu")
     model = shard(outline(job["config"], DTYPES[job["dtype"]]), place)

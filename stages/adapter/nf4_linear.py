@@ -36,7 +36,7 @@ class FourBitLinear(nn.Linear):
         self.in_features, self.out_features = like.in_features, like.out_features
         self.kind: FourBits = kind
         elements = like.in_features * like.out_features
-        self.stands_for = {"packed": elements}
+        self.logical_numel = {"packed": elements}
         held = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=like.weight.device)
         self.packed = nn.Parameter(held, requires_grad=False)
         self.bias = like.bias

@@ -19,7 +19,7 @@ from stages.adapter.injection import Layer, inject, layers
 from stages.adapter.lora import AdaptedModel
 from stages.adapter.merging import MergedWeights
 from stages.adapter.saving import save_config
-from stages.model.declared import outline, stands_for, ties
+from stages.model.declared import logical_numel, outline, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import JoinedReader
@@ -93,7 +93,7 @@ class AdaptedSource(AdaptedModel):
     def tell(self, log: Logger) -> None:
         """Say what is trained and what is held how. Raises StageError for names that the model has
         not."""
-        known = stands_for(self.outline)
+        known = logical_numel(self.outline)
         sizes = {n: known.get(n) or p.numel() for n, p in self.outline.named_parameters()}
         trained = sum(sizes[name] for name in self.trained)
         log.info(

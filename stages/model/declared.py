@@ -38,13 +38,13 @@ def ties(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def stands_for(model: nn.Module) -> dict[str, int]:
+def logical_numel(model: nn.Module) -> dict[str, int]:
     """Parameters that hold a weight in another form -> the elements that the weight has. A module
     says it of its own in an attribute of this name."""
     return {
         f"{owner}.{leaf}": elements
         for owner, module in model.named_modules()
-        for leaf, elements in getattr(module, "stands_for", {}).items()
+        for leaf, elements in getattr(module, "logical_numel", {}).items()
     }
 
 

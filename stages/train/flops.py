@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pipeline.contracts.engine import Engine
 from pipeline.hardware.gpus import find_accelerator
-from stages.model.declared import stands_for
+from stages.model.declared import logical_numel
 
 NARROW = (["bf16"], ["fp16"])
 """What an engine says of its compute dtype where the peaks apply."""
@@ -93,7 +93,7 @@ def _multiplied(engine: Engine, model: Any) -> float:
     state = engine.state()
     embedding = _input_embedding(model)
     aliases = {*state.aliases, *state.aliases.values()}
-    known = stands_for(model)
+    known = logical_numel(model)
     total = 0.0
     for name in (*state.updates, *state.frozen):
         shared = embedding in aliases

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Set
 from pathlib import Path
@@ -19,7 +18,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision, torch_dtype
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress, TrainedRun
 from stages.train.batches import microbatches
@@ -34,17 +33,9 @@ from stages.train.hf_trainer_callback import (
 )
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
-from stages.wrap.accelerate_compat import forget
-from stages.wrap.compute_cast import cast_on_use
-from stages.wrap.load_weights import load_weights
-from stages.wrap.materialize import (
-    build_empty,
-    cast_buffers,
-    materialize,
-    named_parameters,
-    stored_tensors,
-)
-from stages.wrap.torch_engine import local_parts
+from stages.wrap.accelerate_compat import reset_state
+from stages.wrap.build import build_module, named_parameters
+from stages.wrap.load_weights import stored_tensors
 
 if TYPE_CHECKING:
     from stages.train.hf_trainer import HfTrainer
@@ -74,7 +65,8 @@ def train(
         return TrainedRun(checkpoint=str(newest), progress=progress)
     micro = batches.microbatch_size(shard.count)
     accumulation = len(microbatches(config.global_batch_size, shard, micro))
-    module = _model(model, precision, ctx)
+    everyone = torch.distributed.group.WORLD
+    module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     trainer = _RecipeTrainer(
         model=module,
         args=_arguments(config, ctx, plan, root, micro, accumulation, steps),
@@ -83,7 +75,7 @@ def train(
         plan=plan,
         frozen_base=frozenset(model.frozen_base),
     )
-    ctx.on_exit(forget)
+    ctx.on_exit(reset_state)
     trainer.remove_callback(PrinterCallback)
     due = functools.partial(_evaluation, config, ctx, data, trainer, shard, steps)
     trainer.add_callback(
@@ -111,19 +103,6 @@ def _newest(root: Path, ctx: Context) -> tuple[Path | None, Progress]:
     if not name:
         return None, Progress()
     return root / name, read_progress(root / name)
-
-
-def _model(model: ModelSource, precision: Precision, ctx: Context) -> nn.Module:
-    """The whole model on this rank's device, computing as the precision slot says."""
-    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
-        module = build_empty(model, precision)
-        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        world = torch.distributed.group.WORLD if ctx.dist.world_size > 1 else None
-        load_weights(local_parts(module), reader, ctx, world)
-    cast_buffers(module, precision)
-    if precision.compute != precision.master:
-        cast_on_use(module, torch_dtype(precision.compute))
-    return module
 
 
 def _arguments(

@@ -111,6 +111,6 @@ class DdpPlanner(Planner[Ddp]):
     def trace(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:
-        from stages.wrap.ddp_trace import TracedReplica
+        from stages.wrap.ddp_engine import TracedReplica
 
         return TracedReplica(self.stage, ctx, model, precision, optimizer)
