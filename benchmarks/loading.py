@@ -3,7 +3,7 @@
     python benchmarks/loading.py [--shape 1.5b|0.5b|small|tiny] [--repeats 5] [--dtypes bf16,fp32]
 
 Safetensors with bf16 weights (random, made once) are loaded by two processes on the CPU, one thread
-each, into bf16 and into fp32: as `wrap.fsdp`, `wrap.zero` (stage 3) and `wrap.ddp` fill their
+each, into bf16 and into fp32: as `wrap.fsdp`, `wrap.zero` (stage 3) and `wrap.ddp` load their
 parameters, and in the ways that transformers, torch, accelerate and DeepSpeed have. Each load has
 processes of its own, which load a tiny model first, so that all is imported; methods take turns.
 Measured are seconds between barriers; the most memory that each rank took beyond what it had
@@ -210,7 +210,7 @@ class Bench:
 
     def _fill(self, key: Key) -> str:
         """How much of the time the filling took, where that is only a part."""
-        fills = [max(part.found.get("fill", 0.0) for part in load.parts)
+        fills = [max(part.found.get("load_weights", 0.0) for part in load.parts)
                  for load in self.loads[key].values()]  # fmt: skip
         return f" (of which fill {statistics.median(fills):.2f} s)" if any(fills) else ""
 

@@ -39,7 +39,7 @@ def fsdp(job: Job, place: Place) -> Work:
 
 
 def zero(job: Job, place: Place) -> Work:
-    """`wrap.zero` at stage 3, whole: parameters partitioned as they are made, DeepSpeed's engine, the
+    """`wrap.zero` at stage 3, whole: partitioned parameters, DeepSpeed's engine, the
     fp32 masters loaded, the parameters made of them."""
     import stages.wrap.zero.build
     from stages.wrap.zero import Zero, compat

@@ -38,7 +38,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _visible(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and its children; those of a container, which is never called, count as its own."""
+    """The module and its children; a container's children, as nothing calls it, count too."""
     yield module
     for child in module.children():
         if isinstance(child, CONTAINERS):

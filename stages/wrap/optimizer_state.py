@@ -68,7 +68,7 @@ def updates(state: Mapping[str, Any], uncounted: int) -> int:
 def set_updates(
     state: dict[str, Any], count: int, optimizer: Optimizer, group: int | None = None
 ) -> None:
-    """Set the count of updates; `group` numbers the optimizer group, in which some kernels count."""
+    """Set the count of updates; some kernels keep it in the optimizer group too, number `group`."""
     if isinstance(state.get(UPDATES), Tensor):
         state[UPDATES].fill_(count)
     elif UPDATES in state:

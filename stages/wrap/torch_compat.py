@@ -82,7 +82,7 @@ FIRST = 1 << 20
 
 
 def cut(parameters: Sequence[T], size: Callable[[T], int], cap: int) -> Iterator[list[T]]:
-    """DDP's buckets: the parameters from the last to the first, `cap` bytes or a little more each."""
+    """DDP's buckets: parameters from the last to the first, `cap` bytes or a little more each."""
     bucket: list[T] = []
     filled, full = 0, FIRST
     for parameter in reversed(parameters):

@@ -1,6 +1,6 @@
 """Where DeepSpeed 0.19 keeps this rank's part of each master weight and its optimizer state.
 
-Masters lie in flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), with the
+Masters are flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), with the
 optimizer's state beside them. `tests/stages/wrap/test_deepspeed_contract.py` guards the private
 names.
 """
@@ -30,14 +30,14 @@ class MasterPart(NamedTuple):
     start: int
 
 
-class Flat(NamedTuple):
+class FlatMaster(NamedTuple):
     """One flat master tensor."""
 
     number: int
     group: int
-    """Number of the optimizer group whose hyperparameters it has."""
+    """Number of the optimizer group that has its hyperparameters."""
     parameters: Sequence[nn.Parameter]
-    """All of it, also those of which this rank has no part."""
+    """All of its parameters, also those of which this rank has no part."""
     parts: Sequence[MasterPart]
 
 
@@ -48,29 +48,29 @@ class Partitions(ABC):
         self.zero = zero
 
     @abstractmethod
-    def flats(self) -> Iterator[Flat]:
-        """All of them, in a fixed order."""
+    def flats(self) -> Iterator[FlatMaster]:
+        """All flat masters, in a fixed order."""
 
     @abstractmethod
-    def optimizer(self, flat: Flat) -> Any:
-        """The torch optimizer that updates it."""
+    def optimizer(self, flat: FlatMaster) -> Any:
+        """The torch optimizer that updates this flat master."""
 
     @abstractmethod
-    def master(self, flat: Flat) -> Tensor:
-        """The tensor itself; the key of its optimizer state."""
+    def master(self, flat: FlatMaster) -> Tensor:
+        """The flat tensor itself, which is the key of its optimizer state."""
 
     @abstractmethod
-    def elements(self, flat: Flat) -> int:
-        """Its length, also while it is on disk."""
+    def elements(self, flat: FlatMaster) -> int:
+        """Length of the flat tensor, also while it is on disk."""
 
     @abstractmethod
-    def present(self, flat: Flat, *, write: bool) -> contextlib.AbstractContextManager[None]:
-        """Have it and its optimizer state in memory; `write` keeps what the body changed, and
-        renews this rank's part of the compute weights."""
+    def present(self, flat: FlatMaster, *, write: bool) -> contextlib.AbstractContextManager[None]:
+        """Hold the flat master and its optimizer state in memory; `write` keeps what the body
+        changed, and updates this rank's part of the compute weights."""
 
     def own_range(self, parameter: Any, padded: int) -> tuple[int, int]:
-        """Stage 3: where this rank's part of a flattened parameter starts, and how many of its
-        `padded` elements are the parameter's."""
+        """Stage 3: start of this rank's part within the flattened parameter, and how many of the
+        part's `padded` elements are no padding."""
         start = self.zero._get_param_partition_rank(parameter) * padded
         return start, min(max(parameter.ds_numel - start, 0), padded)
 
@@ -85,32 +85,32 @@ def own_part(master: Tensor, part: MasterPart) -> Tensor:
 
 
 def partitions(zero: Any) -> Partitions:
-    """For the stage that `zero` implements."""
+    """The flat masters of a live ZeRO optimizer, by the stage that it implements."""
     return _Sharded(zero) if compat.zero_stage(zero) == 3 else _Replicated(zero)
 
 
 class _Replicated(Partitions):
     """Stages 1 and 2: a group is one vector of all its parameters, cut into a part per rank."""
 
-    def flats(self) -> Iterator[Flat]:
+    def flats(self) -> Iterator[FlatMaster]:
         groups = getattr(self.zero, "round_robin_bit16_groups", None) or self.zero.bf16_groups
         padding = getattr(self.zero, "round_robin_bit16_padding", None)
         rank = torch.distributed.get_rank(self.zero.dp_process_group)
         for index, flat in enumerate(compat.master_partitions(self.zero)):
             pads = padding[index] if padding else itertools.repeat(0)
             parts = _overlaps(groups[index], pads, rank * flat.numel(), flat.numel())
-            yield Flat(index, index, groups[index], list(parts))
+            yield FlatMaster(index, index, groups[index], list(parts))
 
-    def optimizer(self, flat: Flat) -> Any:
+    def optimizer(self, flat: FlatMaster) -> Any:
         return self.zero.optimizer
 
-    def master(self, flat: Flat) -> Tensor:
+    def master(self, flat: FlatMaster) -> Tensor:
         return compat.master_partitions(self.zero)[flat.number]
 
-    def elements(self, flat: Flat) -> int:
+    def elements(self, flat: FlatMaster) -> int:
         return self.master(flat).numel()
 
-    def present(self, flat: Flat, *, write: bool) -> contextlib.AbstractContextManager[None]:
+    def present(self, flat: FlatMaster, *, write: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def gather(self) -> None:
@@ -134,10 +134,10 @@ class _Sharded(Partitions):
     """Stage 3: each parameter is cut into a part per rank, the last padded; a rank's parts of a
     sub-group's parameters make one vector, which may be swapped to disk."""
 
-    def flats(self) -> Iterator[Flat]:
+    def flats(self) -> Iterator[FlatMaster]:
         for index, parameters in enumerate(self.zero.fp16_groups):
             parts = list(self._parts(parameters))
-            yield Flat(index, self.zero.sub_group_to_group_id[index], parameters, parts)
+            yield FlatMaster(index, self.zero.sub_group_to_group_id[index], parameters, parts)
 
     def _parts(self, parameters: Sequence[Any]) -> Iterator[MasterPart]:
         for parameter in parameters:
@@ -146,28 +146,28 @@ class _Sharded(Partitions):
             if length:
                 yield MasterPart(parameter, low, length, start)
 
-    def optimizer(self, flat: Flat) -> Any:
+    def optimizer(self, flat: FlatMaster) -> Any:
         devices = getattr(self.zero, "subgroup_to_device", {})
         if devices.get(flat.number, "cpu") == "cpu":
             return self.zero.optimizer
         return self.zero.backup_optimizer
 
-    def master(self, flat: Flat) -> Tensor:
+    def master(self, flat: FlatMaster) -> Tensor:
         master: Tensor = self.zero.fp32_partitioned_groups_flat[flat.number]
         return master
 
-    def elements(self, flat: Flat) -> int:
+    def elements(self, flat: FlatMaster) -> int:
         return int(self.zero.fp16_partitioned_groups_flat_numel[flat.number])
 
     @contextlib.contextmanager
-    def present(self, flat: Flat, *, write: bool) -> Iterator[None]:
+    def present(self, flat: FlatMaster, *, write: bool) -> Iterator[None]:
         swapped = self.zero._swappable_optimizer_subgroup(flat.number)
         if swapped:
             self.zero._optimizer_states_and_gradient_swap_in(flat.number)
         fresh = not self.optimizer(flat).state.get(self.master(flat))
         try:
             yield
-        except BaseException:  # also when the reader gives up: the buffers are few
+        except BaseException:  # also when the reader stops: there are few buffers
             if swapped:
                 self.zero._release_swap_buffers(flat.number)
             raise
@@ -179,7 +179,7 @@ class _Sharded(Partitions):
             self.zero._release_swap_buffers(flat.number)
 
     def gather(self) -> None:
-        # What is whole is not gathered again, and second copies (hpZ) are preferred to shards.
+        # Whole parameters would not be gathered again, and second copies (hpZ) win over shards.
         self.zero.checkpoint_event_prologue()
         for parameter in self.zero.module.parameters():
             parameter.ds_secondary_tensor = None
