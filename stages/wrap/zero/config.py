@@ -187,10 +187,9 @@ REFUSED: Mapping[str, str] = {
 _FREE: Mapping[str, str] = {
     "": (
         "activation_checkpointing autotuning checkpoint comet comms_logger compile csv_monitor "
-        "curriculum_learning data_efficiency dataloader_drop_last datastates_ckpt "
-        "disable_allgather disable_python_gc dump_state flops_profiler "
-        "gradient_predivide_factor graph_harvesting hybrid_engine log_level memory_breakdown "
-        "prescale_gradients progressive_layer_drop seq_parallel_communication_data_type "
+        "data_efficiency dataloader_drop_last datastates_ckpt disable_allgather "
+        "disable_python_gc dump_state flops_profiler gradient_predivide_factor hybrid_engine "
+        "log_level memory_breakdown prescale_gradients seq_parallel_communication_data_type "
         "steps_per_print tensorboard timers use_data_before_expert_parallelism "
         "wall_clock_breakdown wandb weight_quantization"
     ),
