@@ -84,7 +84,7 @@ LOG = logging.getLogger("benchmark")
 
 def imported() -> None:
     """All that is imported only when a stage runs."""
-    for name in ("transformers.models.qwen2.modeling_qwen2", "accelerate", "stages.model.open"):
+    for name in ("transformers.models.qwen2.modeling_qwen2", "accelerate", "stages.model.source"):
         importlib.import_module(name)
 
 

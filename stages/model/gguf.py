@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
+from pipeline.utils.optional import optional
 from stages.model import compat
 from stages.model.gguf_header import read_header
 from stages.weights.change import Change
@@ -25,18 +25,13 @@ if TYPE_CHECKING:
 AGAIN = "download or copy it again"
 
 
-def require_gguf() -> None:
-    """Raise StageError when the package that reads GGUF files is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise StageError(
-            "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
-        )
-
-
 def require_whole(file: Path) -> None:
-    """Raise StageError for a file that is cut short or none, which libraries say in riddles."""
-    from gguf import GGML_QUANT_SIZES
-
+    """Raise StageError for a file that is no GGUF or is cut short, and where the package that reads
+    it is not installed."""
+    with optional(
+        "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
+    ):
+        from gguf import GGML_QUANT_SIZES
     try:
         read_header(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
     except (OSError, ValueError) as error:

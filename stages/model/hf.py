@@ -72,7 +72,7 @@ class HfModel:
         yield from too_long(self, plan)
 
     def run(self, ctx: Context) -> ModelSource:
-        from stages.model.open import open_source
+        from stages.model.source import open_source
 
         return open_source(self, ctx)
 

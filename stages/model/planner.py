@@ -42,7 +42,7 @@ class HfPlanner(Planner[HfModel]):
             yield Saving(order=RECOMPUTE, what=what, fields={"activation_checkpointing": {}})
 
     def trace(self, ctx: Context, extent: Extent) -> ModelSource:
-        from stages.model.open import open_source
+        from stages.model.source import open_source
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
         stage = dataclasses.replace(self.stage, init="random", **left_out)
