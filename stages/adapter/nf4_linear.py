@@ -17,8 +17,7 @@ from pipeline.errors import StageError
 from stages.adapter.compat import bitsandbytes
 from stages.adapter.nf4 import PackedReader, RoundedReader, packed_bytes, rounded, unpack
 from stages.model.block_changes import linear_layers
-from stages.model.declared import outline
-from stages.model.derived import DerivedSource
+from stages.model.declared import DerivedSource, outline
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -39,8 +39,8 @@ def require_whole(file: Path) -> None:
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:
-    """The file's tensors in fp32 under the names of `model`; those that it has no use for are left
-    out, as transformers does. Raises StageError."""
+    """The file's tensors in fp32 under the names of `model`; unknown ones are left out, as by
+    transformers. Raises StageError for an architecture that it does not know."""
     tensors = GgufTensors(file)
     try:
         processor, names = compat.gguf_names(tensors.architecture, model)
@@ -56,7 +56,7 @@ def open_gguf(file: Path, model: nn.Module) -> TensorReader:
 
 
 class GgufTensors(TensorReader):
-    """Under their own names, in fp32."""
+    """A file's tensors under their own names, in fp32."""
 
     def __init__(self, file: Path) -> None:
         from gguf import GGUFReader
@@ -126,7 +126,7 @@ def _change(sources: Sequence[str], processor: Any, names: Mapping[str, str]) ->
 
 
 def _array(tensor: Tensor) -> Any:
-    """Of a tensor without memory, an array without memory."""
+    """A numpy array of the tensor, without memory if the tensor has none."""
     if tensor.is_meta:
         return np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
     return tensor.numpy()

@@ -1,4 +1,4 @@
-"""The config of a `model.hf` slot, without transformers."""
+"""The config of a `model.hf` slot, read without transformers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from stages.model.hf import HfModel
 
 TUNED = ("-Instruct", "-instruct", "-chat-hf", "-Base", "-base", "-Chat", "-it", "-pt")
-"""Ends of hub ids that say how a model was tuned."""
+"""Endings of hub ids that name a kind of tuning."""
 
 
 def known_config(repo: str) -> dict[str, Any] | None:
-    """The config of a well-known model of the hub, which needs no network and no accepted licence;
-    None for one that is not in `known_models.json`."""
+    """The config of a well-known model of the hub, by `known_models.json`; None for other models.
+
+    It needs no network and no accepted licence.
+    """
     base = repo
     for ending in TUNED:
         base = base.removesuffix(ending)
@@ -29,8 +31,8 @@ def known_config(repo: str) -> dict[str, Any] | None:
 
 
 def read_config(stage: HfModel) -> dict[str, Any]:
-    """The architecture, with the slot's own vocabulary. Raises StageError when it cannot be had; a
-    hub model's config alone is downloaded, if it is not in the hub's cache."""
+    """The config, with the slot's own vocabulary size; a hub model's config.json is downloaded, if
+    it is not in the hub's cache. Raises StageError if it cannot be read."""
     config = _read(stage)
     if stage.vocab_size is not None:
         config["vocab_size"] = stage.vocab_size
@@ -38,11 +40,10 @@ def read_config(stage: HfModel) -> dict[str, Any]:
 
 
 def config_at_hand(stage: HfModel) -> dict[str, Any] | None:
-    """The architecture, if it can be had without a network."""
-    elsewhere = stage.path is not None and not is_local(stage.path)
-    if (stage.path is None and stage.config is None) or (
-        elsewhere and known_config(str(stage.path)) is None
-    ):
+    """The config, if it can be read without a network."""
+    if stage.path is None and stage.config is None:
+        return None
+    if stage.path is not None and not is_local(stage.path) and known_config(stage.path) is None:
         return None
     try:
         return read_config(stage)
@@ -94,13 +95,13 @@ GGUF_KEYS = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
 }
-"""Metadata of a GGUF file, behind the architecture's name -> the config's key."""
+"""Metadata of a GGUF file, after the architecture's name -> the config's key."""
 GGUF_OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "context_length": "max_position_embeddings",
 }
-"""Fields that a file may leave out; the config's default stands for it then."""
+"""The same for metadata that a file may leave out, as the config has a default."""
 
 
 def _gguf(file: Path) -> dict[str, Any]:
@@ -115,14 +116,14 @@ def _gguf(file: Path) -> dict[str, Any]:
     experts = metadata.get(f"{kind}.expert_count", 0)
     if experts != 0:
         raise StageError(
-            f"{file}: its header does not tell all sizes of a {kind} with {experts} experts",
+            f"{file}: its header does not have all sizes of a {kind} with {experts} experts",
             hint="plan it from a folder in Hugging Face layout",
         )
-    given = {key: name for key, name in GGUF_OPTIONAL.items() if f"{kind}.{key}" in metadata}
-    keys = {**GGUF_KEYS, **given}
+    given = {name: metadata.get(f"{kind}.{key}") for key, name in GGUF_OPTIONAL.items()}
     return {
         "model_type": kind,
-        **{name: metadata.get(f"{kind}.{key}") for key, name in keys.items()},
+        **{name: metadata.get(f"{kind}.{key}") for key, name in GGUF_KEYS.items()},
+        **{name: value for name, value in given.items() if value is not None},
         "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in shapes,
     }
