@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem
+from pipeline.errors import Problem, StageError
 from pipeline.utils.text import did_you_mean
 from stages.model.compat import causal_types
 from stages.model.config_checks import wrong_size
 from stages.model.files import COMMIT, HUB_ID, has_tokenizer, is_gguf, is_local, is_plain, local
+from stages.model.read import read_json
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -64,12 +64,11 @@ def _config_file(stage: HfModel, file: Path, key: str) -> Found:
         yield key, f"no such file: {file}", ""
         return
     try:
-        config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        yield key, f"{file} is not a JSON object", ""
-    elif key == "path" and "quantization_config" in config:
+        config = read_json(file)
+    except StageError as error:
+        yield key, str(error), ""
+        return
+    if key == "path" and "quantization_config" in config:
         message = f"the weights in {file.parent} are quantized and cannot be trained"
         yield key, message, "use the unquantized model"
     else:

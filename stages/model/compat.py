@@ -49,7 +49,7 @@ def without_init() -> Iterator[None]:
 
 
 def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """The changes that make tensors of the module of those of its files, as the architecture declares
+    """The changes that turn tensors of files into those of the module, as the architecture declares
     them: older names, a missing or superfluous prefix, stacked experts. Unknown names are kept."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -68,7 +68,7 @@ def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
 
 
 def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """The changes that make tensors of the architecture's files of those of the module."""
+    """The reverse: the changes that turn tensors of the module into those of files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem
+from pipeline.errors import Problem, StageError
 from stages.model.files import has_tokenizer, is_gguf, is_local, local
 from stages.model.hf import HfModel
-from stages.model.read import config_at_hand
+from stages.model.read import config_at_hand, read_json
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -54,11 +54,9 @@ def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
 
 
 def _in_config(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-        return bool(config.get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+    with contextlib.suppress(StageError):
+        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    return False
 
 
 def _in_gguf(file: Path) -> tuple[bool, bool]:

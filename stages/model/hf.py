@@ -56,7 +56,7 @@ class HfModel:
     compile: Compile | None = None
     """Compile the transformer blocks with torch.compile; null does not."""
     fp8: Fp8 | None = None
-    """Multiply in 8 bits, on GPUs with 8-bit products; null does not. Only faster with `compile`."""
+    """Multiply in 8 bits, on GPUs that have it; null does not. Only faster with `compile`."""
     kernels: Literal["liger"] | None = None
     """Fused Triton kernels for normalisation, rotary embedding and gated activations: Liger Kernel
     (Hsu et al. 2024). Its fused loss is `loss_chunk_size` in the train slot."""

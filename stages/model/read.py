@@ -26,7 +26,7 @@ def known_config(repo: str) -> dict[str, Any] | None:
     base = repo
     for ending in TUNED:
         base = base.removesuffix(ending)
-    models = _json(Path(__file__).with_name("known_models.json"))
+    models = read_json(Path(__file__).with_name("known_models.json"))
     return models.get(base) or models.get(f"{base}-hf") or models.get(repo)
 
 
@@ -55,18 +55,19 @@ def _read(stage: HfModel) -> dict[str, Any]:
     if isinstance(stage.config, Mapping):
         return dict(stage.config)
     if stage.config is not None:
-        return _json(local(stage.config))
+        return read_json(local(stage.config))
     assert stage.path is not None
     if not is_local(stage.path):
-        return known_config(stage.path) or _json(_from_hub(stage.path, stage.revision))
+        return known_config(stage.path) or read_json(_from_hub(stage.path, stage.revision))
     if is_gguf(stage.path):
         return _gguf(local(stage.path))
     if stage.gguf_file is not None:
         return _gguf(local(stage.path) / stage.gguf_file)
-    return _json(local(stage.path) / "config.json")
+    return read_json(local(stage.path) / "config.json")
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises StageError for anything else."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
