@@ -97,7 +97,7 @@ def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
 
 
 def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
-    """The config of a folder or GGUF file. Raises StageError if it cannot be used, or if the weights
+    """The config of a folder or GGUF file. Raises StageError if it cannot be used, or if weights
     are quantized."""
     from transformers import AutoConfig
 
