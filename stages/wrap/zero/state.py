@@ -21,7 +21,13 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.zero import compat
-from stages.wrap.zero.partitions import FlatMaster, own_part, partitions
+from stages.wrap.zero.partitions import (
+    FlatMaster,
+    flat_masters,
+    own_part,
+    own_range,
+    update_compute_weights,
+)
 
 
 class ZeroState:
@@ -35,7 +41,6 @@ class ZeroState:
         self._base_rates = base_rates
         self._growth_interval = growth_interval
         self._names = {parameter: name for name, parameter in live.module.named_parameters()}
-        self._partitions = partitions(live.optimizer)
         self._restored: Mapping[str, int] = {}
         """Updates of each parameter when the state was restored."""
         self.applied = 0
@@ -52,7 +57,7 @@ class ZeroState:
 
     @functools.cached_property
     def _flats(self) -> list[FlatMaster]:
-        return list(self._partitions.flats())
+        return list(flat_masters(self._live.optimizer))
 
     @functools.cached_property
     def _members(self) -> dict[int, list[str]]:
@@ -93,17 +98,16 @@ class ZeroState:
 
     def sync_compute_weights(self) -> None:
         """See `Engine.sync_compute_weights`."""
-        self._partitions.gather()
+        update_compute_weights(self._live.optimizer)
 
     def master_shards(self) -> Iterator[LocalShard]:
         """This rank's part of every parameter and stored buffer, of trained ones the masters, to be
         overwritten, each before the next is taken; then `sync_compute_weights`."""
         for flat in self._flats:
-            with self._partitions.present(flat, write=True):
-                master = self._partitions.master(flat)
+            with flat.present(write=True):
                 for part in flat.parts:
                     name = self._names[part.parameter]
-                    yield LocalShard(name, part.start, own_part(master, part))
+                    yield LocalShard(name, part.start, own_part(flat.tensor, part))
         for fragment in self._others():
             yield LocalShard(fragment.name, fragment.start, fragment.state[WEIGHT])
 
@@ -111,17 +115,17 @@ class ZeroState:
         self, *, write: bool, counts: Mapping[str, int] | None = None
     ) -> Iterator[Fragment]:
         for flat in self._flats:
-            with self._partitions.present(flat, write=write):
+            with flat.present(write=write):
                 state = self._optimizer_state(flat)
                 if counts is not None:
                     count = counts[self._members[flat.number][0]]
-                    set_updates(state, count, self._partitions.optimizer(flat), flat.group)
+                    set_updates(state, count, flat.optimizer, flat.group)
                 yield from self._flat_fragments(flat, state, write=write)
 
     def _flat_fragments(
         self, flat: FlatMaster, state: Mapping[str, Any], *, write: bool
     ) -> Iterator[Fragment]:
-        master, plan = self._partitions.master(flat), self._plan
+        master, plan = flat.tensor, self._plan
         # Written as a whole, as blocks of packed values straddle parameters; read in parts, as
         # there may be no memory for a whole unpacked moment during training.
         moments = read_moments(state, plan, 0, master.numel()) if write else {}
@@ -158,17 +162,15 @@ class ZeroState:
                 f"{name} is frozen and on disk, which checkpoints cannot read",
                 hint="offload parameters to cpu instead of nvme",
             )
-        start, length = self._partitions.own_range(parameter, shard.numel())
+        start, length = own_range(self._live.optimizer, parameter, shard.numel())
         return shard.detach().view(-1)[:length], start
 
     def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
         """Optimizer state of a flat master, created as the optimizer's first step would."""
-        optimizer, master = self._partitions.optimizer(flat), self._partitions.master(flat)
+        optimizer, master = flat.optimizer, flat.tensor
+        if not optimizer.state[master]:
+            compat.start_optimizer_state(optimizer, master, flat.numel, self._plan)
         state: dict[str, Any] = optimizer.state[master]
-        if not state:
-            elements = self._partitions.elements(flat)
-            compat.start_optimizer_state(optimizer, master, elements, self._plan)
-            state = optimizer.state[master]
         require_known(state, self._plan, type(optimizer).__name__)
         return state
 
