@@ -1,5 +1,5 @@
-"""What a model source declares: its module without memory, ties, tolerated differences; and sources
-that are derived from another."""
+"""Helpers of model sources: a module without memory, its ties, tolerated differences of weights, and
+the base of sources that change another one."""
 
 from __future__ import annotations
 
