@@ -1,5 +1,5 @@
-"""Helpers of model sources: a module without memory, its ties, tolerated differences of weights, and
-the base of sources that change another one."""
+"""Helpers of model sources: a module without memory, its ties, tolerated differences of weights,
+and the base of sources that change another one."""
 
 from __future__ import annotations
 
