@@ -1,4 +1,4 @@
-"""Planners of a few lines each: of samples, precision, adapters, averages, checkpoints, exports."""
+"""Small planners: samples, precision, adapters, averages, checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from stages.export.safetensors import ExportSafetensors
 from stages.precision.policy import PrecisionPolicy
 
 BUFFERS = 64 << 20
-"""Bytes that a proof takes for what is on its way, and for activations of a short prompt."""
+"""Bytes of a proof's reading buffers and of the activations of a short prompt."""
 
 
 class DataPlanner(Planner[TextData | StreamData | ChatData]):
-    """Planner of the stages that give samples, all of at most one length."""
+    """Planner of the data stages, whose samples all have at most `sequence_length` tokens."""
 
     def forecast(self, topology: Topology) -> SampleShape:
         stage = self.stage
@@ -40,7 +40,7 @@ class DataPlanner(Planner[TextData | StreamData | ChatData]):
 
 
 class PolicyPlanner(Planner[PrecisionPolicy]):
-    """Planner of `precision.policy`, which declares what is planned with."""
+    """Planner of `precision.policy`: the dtypes that the plan is made with."""
 
     def depends(self) -> Mapping[str, Any]:
         return {"compute": self.stage.compute, "buffer": self.stage.buffer}
@@ -63,7 +63,7 @@ class LoraPlanner(Planner[Lora]):
 
 
 class EmaPlanner(Planner[EmaAverage]):
-    """Planner of `average.ema`: an average of each weight beside the strategy's share."""
+    """Planner of `average.ema`: an average of each weight beside the strategy's memory."""
 
     def forecast(self, topology: Topology, strategy: StrategyMemory) -> StrategyMemory:
         averaged = copy.copy(strategy)
@@ -75,8 +75,8 @@ class EmaPlanner(Planner[EmaAverage]):
 
 
 class CheckpointPlanner(Planner[CheckpointSettings]):
-    """Planner of `checkpoint.sharded` and `checkpoint.full`: disk, and host memory for what is
-    copied to be written, of each rank its share. State in host memory passes a little at a time."""
+    """Planner of `checkpoint.sharded` and `checkpoint.full`: disk, and host memory for each rank's
+    copy of its share. State that is in host memory is copied piece by piece."""
 
     def forecast(
         self,
@@ -88,7 +88,7 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         step: Step,
     ) -> tuple[Extra, ...]:
         master = BYTES[precision.master]
-        narrow = optimizer.bits < 16 * optimizer.moments  # whose values are saved in fp32
+        narrow = optimizer.bits < 16 * optimizer.moments  # their values are saved in fp32
         bits = 32 * optimizer.moments if narrow else optimizer.bits
         trained = round(model.trained * (master + bits / 8 + strategy.averaged))
         size = trained + (model.stored - model.trained) * master
@@ -114,6 +114,6 @@ class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
         if isinstance(self.stage, ExportAdapter):
             elements, wide = model.trained, BYTES["fp32"]
             adapter = each * elements
-        # What is in no block, one block, and an adapter.
+        # The weights outside of blocks, one block, and an adapter.
         proof = wide * model.proven + adapter + BUFFERS
         return Extra("export", each * elements), Extra("proof of the export", proof, (EXPORT,))

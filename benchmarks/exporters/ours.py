@@ -49,7 +49,7 @@ def _export(job: Job, place: Place) -> Callable[[], None]:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
     import stages.export.run
-    import stages.model.open  # noqa: F401
+    import stages.model.source  # noqa: F401
     from pipeline import testing
     from pipeline.contracts.training import Progress, TrainedRun
     from stages.consolidate.stream import ConsolidateStream

@@ -16,7 +16,7 @@ from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.errors import Problem
-from stages.model.derived import DerivedSource
+from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:
     from stages.adapter.source import AdaptedSource

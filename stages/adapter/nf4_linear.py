@@ -17,8 +17,7 @@ from pipeline.errors import StageError
 from stages.adapter.compat import bitsandbytes
 from stages.adapter.nf4 import PackedReader, RoundedReader, packed_bytes, rounded, unpack
 from stages.model.block_changes import linear_layers
-from stages.model.declared import outline
-from stages.model.derived import DerivedSource
+from stages.model.declared import DerivedSource, outline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +35,7 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = like.in_features, like.out_features
         self.kind: QuantType = kind
         elements = like.in_features * like.out_features
-        self.stands_for = {"packed": elements}
+        self.logical_numel = {"packed": elements}
         held = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=like.weight.device)
         self.packed = nn.Parameter(held, requires_grad=False)
         self.bias = like.bias

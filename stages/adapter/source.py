@@ -19,7 +19,7 @@ from stages.adapter.initial_values import InitialValues, saved_updates
 from stages.adapter.injection import Layer, inject, layers, save_config
 from stages.adapter.lora import AdaptedModel
 from stages.adapter.merging import MergedWeights
-from stages.model.declared import outline, stands_for, ties
+from stages.model.declared import logical_numel, outline, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import JoinedReader
@@ -84,7 +84,7 @@ class AdaptedSource(AdaptedModel):
     def log_summary(self, log: logging.Logger) -> None:
         """Log the numbers of trained parameters and of weights in 4 bits. Raises StageError for
         names that match nothing in the model."""
-        known = stands_for(self.outline)
+        known = logical_numel(self.outline)
         sizes = {n: known.get(n) or p.numel() for n, p in self.outline.named_parameters()}
         trained = sum(sizes[name] for name in self.trained)
         log.info(

@@ -1,4 +1,4 @@
-"""Everything beside the weights that transformers needs to load a model."""
+"""Everything beside the weights that transformers needs to load a model: read, and saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOCAL_KEYS = (
     "is_local",
     "local_files_only",
 )
-"""What transformers notes about where it read from; means nothing elsewhere."""
+"""Keys in which transformers notes where it read from."""
 
 
 def save_config(config: Any, folder: Path, *, architecture: str, dtype: str) -> None:
@@ -41,11 +41,10 @@ def save_generation_config(config: Any, source: Path | None, folder: Path) -> No
 
     own = source / "generation_config.json" if source else None
     if own is not None and own.is_file():
-        # As it is: transformers refuses to save some settings that published models have.
+        # Copied: transformers refuses to save some settings that published models have.
         shutil.copyfile(own, folder / own.name)
         return
-    generation = GenerationConfig.from_model_config(config)
-    generation.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -59,7 +58,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def copy_code(source: Path | None, folder: Path) -> None:
     """Copy the model code that came with the source."""
     if source is None:
-        raise StageError("the model's code came from nowhere that it can be copied from")
+        raise StageError("the model's code is in no folder that it could be copied from")
     for file in sorted(source.glob("*.py")):
         shutil.copyfile(file, folder / file.name)
 
@@ -78,10 +77,10 @@ OLD_SPELLINGS = (
 
 
 def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
-    """From a mapping, or the path of a config.json. Raises StageError when it is unusable.
+    """A transformers config of a mapping, or of a config.json at a path.
 
-    Keys of a mapping that the architecture does not know are refused; transformers would keep them
-    and go on with its default.
+    Raises StageError if it cannot be used, also for keys of a mapping that the architecture does
+    not know: transformers would keep them and use its default.
     """
     from transformers import AutoConfig
 
@@ -98,7 +97,8 @@ def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
 
 
 def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
-    """From a folder or GGUF file. Raises StageError if unusable or if the weights are quantized."""
+    """The config of a folder or GGUF file. Raises StageError if it cannot be used, or if weights
+    are quantized."""
     from transformers import AutoConfig
 
     with _unusable():

@@ -1,4 +1,7 @@
-"""Transformer blocks that keep less for backward, or are compiled; in place, names stay."""
+"""Changes of a model for training alone: checkpointing, compiling, 8-bit products, Liger kernels.
+
+All in place; names of parameters stay.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,34 @@ from torch.utils.checkpoint import (
 
 from pipeline.errors import StageError
 from pipeline.utils.optional import optional
-from stages.model.hf import ActivationCheckpointing, Compile, Fp8
+from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
+
+CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
+"""Fields of the slot that ask for such changes."""
+
+
+def change_blocks(stage: HfModel, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Apply the slot's changes to a model and its blocks. Raises StageError for changes of blocks
+    in a model whose blocks are not known."""
+    if not blocks and (stage.activation_checkpointing is not None or stage.compile is not None):
+        raise StageError(
+            f"{type(model).__name__} does not say which modules are its blocks, so none can be "
+            "recomputed or compiled",
+            hint="leave out activation_checkpointing and compile",
+        )
+    if stage.kernels is not None:
+        use_liger(model)
+    if stage.fp8 is not None:
+        use_fp8(model, stage.fp8)
+    if stage.activation_checkpointing is not None:
+        checkpoint_blocks(blocks, stage.activation_checkpointing)
+    if stage.compile is not None:
+        compile_blocks(blocks, stage.compile)
 
 
 def linear_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of all but the head: torch's and its subclasses, and GPT-2's kind. What
-    only looks like one, such as a router or experts that are one tensor, is none."""
+    """Names and modules of all linear layers but the head: torch's class and its subclasses, and
+    GPT-2's. Routers, and experts that are one tensor, are excluded."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if is_linear(module) and module is not head:
@@ -31,7 +56,7 @@ def linear_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is such a layer."""
+    """Whether `module` is a linear layer of torch, or GPT-2's."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
@@ -41,16 +66,18 @@ Forward = Callable[..., Any]
 def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpointing) -> None:
     """Have every n-th block recompute itself in backward.
 
-    The forward method is replaced, not the module: what a strategy hooks onto the block stays
-    outside, and what it hooks onto modules within is repeated with them.
+    The forward method is replaced, not the module: a strategy's hooks on the block stay outside,
+    and its hooks on modules within are repeated with them.
     """
     for block in blocks[:: settings.every]:
         block.forward = _recomputed(block.forward, settings)
 
 
 def compile_blocks(blocks: Sequence[nn.Module], settings: Compile) -> None:
-    """Compile the blocks' forward methods; blocks of a kind share what is compiled."""
-    compile_checkpoints_with_casts()
+    """Compile the blocks' forward methods; blocks of a kind share a graph."""
+    # By default torch compiles no recomputed part that assigns to anything, as modules do that a
+    # strategy casts and casts back while they run (`stages/wrap/compute_cast.py`).
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for block in blocks:
         block.forward = torch.compile(
             block.forward,
@@ -84,22 +111,13 @@ def _recomputed(forward: Forward, settings: ActivationCheckpointing) -> Forward:
 
 
 def _offloading() -> AbstractContextManager[Any]:
-    # Only what is saved outside of the recomputed part passes through here: its inputs.
+    # Sees tensors that are saved outside of the recomputed part alone: its inputs.
     return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 def _policy(keep: str) -> Callable[..., CheckpointPolicy]:
-    kept = _attention() | (_products() if keep == "matmuls" else set())
-
-    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-def _attention() -> set[Any]:
     aten = torch.ops.aten
-    return {
+    kept = {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -107,27 +125,23 @@ def _attention() -> set[Any]:
         aten._scaled_dot_product_attention_math.default,
         torch.ops.higher_order.flex_attention,
     }
+    if keep == "matmuls":
+        products = "mm addmm bmm baddbmm _grouped_mm _scaled_mm"
+        kept |= {getattr(aten, name).default for name in products.split()}
 
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-def _products() -> set[Any]:
-    aten = torch.ops.aten
-    return {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._grouped_mm.default,
-        aten._scaled_mm.default,
-    }
+    return policy
 
 
 MULTIPLE = 16
-"""Sizes that 8-bit products are defined for (torch._scaled_mm)."""
+"""8-bit products are defined for multiples of this size (torch._scaled_mm)."""
 
 
 def use_fp8(model: Any, settings: Fp8) -> None:
-    """Have linear layers multiply in 8 bits, but for the head and those of odd sizes. Raises
-    StageError when there is none."""
+    """Have linear layers multiply in 8 bits, except the head and layers of odd sizes. Raises
+    StageError if no layer is left."""
     with optional("fp8 needs torchao", hint="pip install 'pipetrain[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     config = Float8LinearConfig.from_recipe_name(settings.recipe)
@@ -149,8 +163,8 @@ def use_fp8(model: Any, settings: Fp8) -> None:
 
 
 def use_liger(model: Any) -> None:
-    """Replace parts of the model by Liger's kernels. Raises StageError for an architecture that it
-    does not know."""
+    """Replace parts of the model by Liger's kernels. Raises StageError for an architecture without
+    kernels."""
     needed = "kernels: liger needs liger-kernel, and that needs Triton"
     with optional(needed, hint="pip install liger-kernel"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -158,14 +172,7 @@ def use_liger(model: Any) -> None:
     kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise StageError(f"Liger has no kernels for {kind}", hint="leave out kernels")
-    # Its losses would take the place of the one that is normalised over the whole step.
+    # Its own losses would replace the loss that is normalised over the whole step.
     _apply_liger_kernel_to_instance(
         model=model, cross_entropy=False, fused_linear_cross_entropy=False
     )
-
-
-def compile_checkpoints_with_casts() -> None:
-    """Have torch compile recomputed blocks whose modules a strategy changes and changes back while
-    they run (`stages/wrap/compute_cast.py`); by default it compiles no recomputed part that
-    assigns to anything."""
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

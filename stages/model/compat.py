@@ -1,4 +1,4 @@
-"""The parts of transformers that are not its documented API, in one place."""
+"""Names of transformers that are not its documented API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and advice; its errors still show."""
+    """Silence transformers' progress bars and advice in the body; its errors still show."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_init() -> Iterator[None]:
-    """Modules constructed inside run no weight initialisation and tie no weights."""
+    """Skip weight initialisation and tying of modules that are built in the body."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -49,8 +49,8 @@ def without_init() -> Iterator[None]:
 
 
 def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """How tensors of files become those of the module, as the architecture declares it: older
-    names, a missing or superfluous prefix, stacked experts. A name that fits nothing is kept."""
+    """The changes that turn tensors of files into those of the module, as the architecture declares
+    them: older names, a missing or superfluous prefix, stacked experts. Unknown names are kept."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -68,12 +68,12 @@ def changes_on_load(model: nn.Module, names: Iterable[str]) -> list[Change]:
 
 
 def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
-    """The reverse: how tensors of the module become those of the architecture's files."""
+    """The reverse: the changes that turn tensors of the module into those of files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
     mapping = get_model_conversion_mapping(model, add_legacy=False)
-    # Nobody knows whether the files had a prefix that the module has not.
+    # Whether the files had a prefix that the module lacks is not known.
     kept = [entry for entry in mapping[::-1] if not isinstance(entry, PrefixChange)]
     reverse = [entry.reverse_transform() for entry in kept]
     renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
@@ -86,7 +86,7 @@ def changes_on_save(model: nn.Module, names: Iterable[str]) -> list[Change]:
 
 
 def _first_match(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
-    """The name that the first converter which knows it gives, and the pattern that matched."""
+    """The name that the first matching converter gives, and the pattern that matched."""
     for converter in converters:
         target, pattern = converter.rename_source_key(name)
         if pattern is not None:
@@ -101,14 +101,14 @@ def _all_matches(name: str, renamings: Sequence[Any]) -> str:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Numbers in names count as numbers, so that experts are stacked in their order."""
+    """The names sorted with numbers as numbers, so that experts are stacked in their order."""
     from transformers.core_model_loading import dot_natural_key
 
     return sorted(names, key=dot_natural_key)
 
 
 class _Groups:
-    """Tensors that a converter takes together: those that it gives the same first name."""
+    """Groups the tensors that a converter takes together, as it gives them the same first name."""
 
     def __init__(self, model: nn.Module, converters: Sequence[Any]) -> None:
         self._model = model
@@ -123,7 +123,7 @@ class _Groups:
             self._members.setdefault(target, []).append((name, pattern))
 
     def changes(self, rename: Callable[[str], str]) -> list[Change]:
-        """`rename` is applied to what converters give."""
+        """The changes; `rename` is applied to the names of converted tensors."""
         plain = [renamed(old, new) for old, new in self._plain.items()]
         return plain + [self._change(target, rename) for target in self._members]
 
@@ -150,7 +150,7 @@ def converts_weights(model: nn.Module) -> bool:
 
 
 def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
-    """The converter of a GGUF file's arrays into the module's, and its names -> the module's."""
+    """The converter of a GGUF file's arrays, and a map of the file's names to the module's."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as mapping
 
@@ -166,7 +166,7 @@ def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
 
 
 def initialise(owner: Any, module: nn.Module) -> None:
-    """Run the architecture's own initialisation over a module and what is in it, children first."""
+    """Run the architecture's own initialisation over a module, children first."""
     for child in module.children():
         initialise(owner, child)
     owner._init_weights(module)
@@ -189,7 +189,7 @@ def vocabulary(model: Any) -> list[str]:
 
 
 def compute_plainly(model: Any) -> None:
-    """Attention and experts by plain torch operations, which have no demands on sizes."""
+    """Compute attention and experts by plain torch operations, which accept all sizes."""
     model.set_attn_implementation("eager")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
@@ -201,9 +201,9 @@ def block_classes(model: nn.Module) -> Collection[str]:
 
 
 def ignorable(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """Patterns of names that files may lack, and that they may have too much.
+    """Patterns of names that files may lack, and of superfluous names that they may have.
 
-    Besides the architecture's own: rotary tables and position indices, which old releases stored.
+    Beside the architecture's own: rotary tables and position indices, which old releases stored.
     """
     missing = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -232,8 +232,8 @@ TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
 
 @functools.cache
 def causal_types() -> Collection[str]:
-    """The `model_type`s of its table; empty when that is not found. Importing the table would
-    import torch, which takes seconds."""
+    """The `model_type`s of transformers' table; empty if that is not found. It is parsed, as to
+    import it would import torch, which takes seconds."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return ()
@@ -247,9 +247,11 @@ def causal_types() -> Collection[str]:
 
 @contextlib.contextmanager
 def masks_of_values(*, packed: bool) -> Iterator[None]:
-    """Inside, models make the masks that they would make of real samples. Of tensors without
-    values transformers takes nothing for granted, and makes a whole mask, which is what packed
-    samples need; for others it is told to look at the values."""
+    """Make models build the masks of real samples from tensors without values, in the body.
+
+    Without values transformers builds a whole mask, which is right for packed samples; for others
+    it is made to look at the values.
+    """
     from transformers import masking_utils
 
     original = masking_utils.is_tracing

@@ -1,30 +1,26 @@
-"""Are samples longer than the model's positions? Told from the config, before anything starts."""
+"""Mistakes that show in a model's config and tokenizer files before anything starts."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem
+from pipeline.errors import Problem, StageError
 from stages.model.files import has_tokenizer, is_gguf, is_local, local
 from stages.model.hf import HfModel
-from stages.model.read import config_at_hand
-
-if TYPE_CHECKING:
-    from stages.model.hf import HfModel
-
+from stages.model.read import config_at_hand, read_json
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def tokenizer_problems(plan: PlanView, *, template: bool) -> Iterator[Problem]:
-    """Yield the problem of a stage that needs the tokenizer, and perhaps its chat template, where
-    the model has none. Files on the hub are not looked at."""
+    """The problem of a stage that needs the tokenizer, or with `template` its chat template, if the
+    model has none. Files on the hub are not looked at."""
     model = plan.find(HfModel)
     if model is None or plan.forecast:
         return
@@ -32,7 +28,7 @@ def tokenizer_problems(plan: PlanView, *, template: bool) -> Iterator[Problem]:
     if given is None and model.config is None:
         return
     if given is not None and (not is_local(given) or not local(given).exists()):
-        return  # which is the model slot's to say
+        return  # the model slot reports a missing path
     has, has_template = (False, False) if given is None else _found(model, local(given))
     if not has:
         yield Problem(
@@ -52,15 +48,15 @@ def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
         place = place / model.gguf_file
     if is_gguf(place.name):
         return _in_gguf(place)
-    return has_tokenizer(place), any((place / name).exists() for name in TEMPLATES) or _told(place)
+    return has_tokenizer(place), any((place / name).exists() for name in TEMPLATES) or _in_config(
+        place
+    )
 
 
-def _told(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-        return bool(config.get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+def _in_config(folder: Path) -> bool:
+    with contextlib.suppress(StageError):
+        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    return False
 
 
 def _in_gguf(file: Path) -> tuple[bool, bool]:
@@ -69,7 +65,7 @@ def _in_gguf(file: Path) -> tuple[bool, bool]:
     try:
         metadata, _ = read_header(file)
     except (OSError, ValueError):
-        return True, True  # which the run tells
+        return True, True  # the run reports a damaged file
     return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
 
 
@@ -77,18 +73,15 @@ TABLES = {
     "biogpt": 1024, "codegen": 2048, "ctrl": 256, "gpt2": 1024, "gpt_bigcode": 1024,
     "gpt_neo": 2048, "gptj": 2048, "openai-gpt": 512, "opt": 2048,
 }  # fmt: skip
-"""Kinds of models that look positions up in a table, in which those beyond it are not -> how many
-there are where a config does not say."""
+"""Models that look positions up in a table, and fail beyond it -> positions, by default."""
 
 
 def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
-    """A problem where a slot's samples may be longer than the model's positions: a mistake where
+    """The problem of each slot whose samples may be longer than the model's positions: a mistake if
     positions are rows of a table, else a warning."""
     config = config_at_hand(stage) or {}
     kind = config.get("model_type")
-    context = stated_context(config)
-    if context is None:
-        context = TABLES.get(str(kind))
+    context = stated_context(config) or TABLES.get(str(kind))
     if context is None:
         return
     for slot, other in plan.slots.items():
@@ -111,7 +104,7 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
 
 
 def stated_context(config: Mapping[str, Any]) -> int | None:
-    """Positions that a config states, with those that scaling its rotary angles adds."""
+    """Positions that a config states, including those that scaling its rotary angles adds."""
     stated = config.get("max_position_embeddings", config.get("n_positions"))
     if type(stated) is not int or stated < 1:
         return None
@@ -125,7 +118,7 @@ def stated_context(config: Mapping[str, Any]) -> int | None:
 
 
 MOST = 2**31 - 1
-"""The largest size of anything: what is larger is a slip, and would be no size of memory."""
+"""The largest size of anything; a larger one is a slip, and no memory could hold it."""
 MOST_BLOCKS = 1024
 """More than any model has (1000: Wang et al. 2022, DeepNet)."""
 _SIZE = re.compile(r"(num|n)_.+|.*(size|_dim|_rank|_embeddings|_positions|_layers|_heads|d_model)")
@@ -137,13 +130,13 @@ _NEVER_0 = (
 
 
 def wrong_size(config: Mapping[str, Any]) -> str:
-    """The first size that cannot be, in words, also in the configs of a model's parts; empty when
-    all can."""
+    """A sentence about the first impossible size, also in the configs of a model's parts; empty if
+    all sizes are possible."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            told = wrong_size(value)
-            if told:
-                return f"{key}.{told}"
+            inner = wrong_size(value)
+            if inner:
+                return f"{key}.{inner}"
         elif type(value) is int and _SIZE.fullmatch(str(key)):
             least = 1 if key in _NEVER_0 else 0
             most = MOST_BLOCKS if key in _BLOCKS else MOST

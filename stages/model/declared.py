@@ -1,31 +1,32 @@
-"""Which state-dict names share one tensor, and what may be missing or too much."""
+"""Helpers of model sources: a module without memory, its ties, tolerated differences of weights,
+and the base of sources that change another one."""
 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import TensorReader, Weights
 from pipeline.errors import StageError
 from stages.model import compat
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeline.contracts.model import ModelSource
-
 
 SHOWN = 10
-WAYS_OUT = (
-    "what is meant to differ is declared in the model slot: new_weights, unused_weights, vocab_size"
-)
+WAYS_OUT = "declare intended differences in the model slot: new_weights, unused_weights, vocab_size"
 
 
 def ties(model: nn.Module) -> dict[str, str]:
     """Every name that shares its tensor with another -> the name that files keep.
 
-    `model` has its weights tied. The kept name is the one the architecture declares as the source
-    (the input embedding, as a rule), or the first in the state dict.
+    `model` has its weights tied. The kept name is the source that the architecture declares
+    (usually the input embedding), or the first in the state dict.
     """
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -38,13 +39,13 @@ def ties(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def stands_for(model: nn.Module) -> dict[str, int]:
-    """Parameters that hold a weight in another form -> the elements that the weight has. A module
-    says it of its own in an attribute of this name."""
+def logical_numel(model: nn.Module) -> dict[str, int]:
+    """Name of each parameter that holds a packed weight -> elements of that weight. A module lists
+    its own parameters in an attribute of this name."""
     return {
         f"{owner}.{leaf}": elements
         for owner, module in model.named_modules()
-        for leaf, elements in getattr(module, "stands_for", {}).items()
+        for leaf, elements in getattr(module, "logical_numel", {}).items()
     }
 
 
@@ -55,21 +56,16 @@ def refuse_differences(
     unexpected: Iterable[str],
     misshapen: Collection[str] = (),
 ) -> None:
-    """Raise StageError, listing names, except where the architecture calls it harmless.
+    """Raise StageError that lists the differences, except those that the architecture tolerates.
 
-    `misshapen` are what `misfit` says of tensors.
+    `misshapen` are sentences of `misfit`.
     """
     may_lack, may_have = compat.ignorable(model)
     lacking = _without(missing, may_lack)
     extra = _without(unexpected, may_have)
-    if lacking or extra or misshapen:
-        parts = []
-        if lacking:
-            parts.append(f"missing {listed(lacking)}")
-        if extra:
-            parts.append(f"unexpected {listed(extra)}")
-        if misshapen:
-            parts.append(f"of another shape {listed(misshapen)}")
+    found = {"missing": lacking, "unexpected": extra, "of another shape": misshapen}
+    parts = [f"{kind} {listed(names)}" for kind, names in found.items() if names]
+    if parts:
         raise StageError(
             f"the weights in {where} do not fit {type(model).__name__}: {'; '.join(parts)}",
             hint=WAYS_OUT,
@@ -77,13 +73,13 @@ def refuse_differences(
 
 
 def misfit(name: str, found: Sequence[int], needed: Sequence[int]) -> str:
-    """`name 4x3 instead of 5x3`."""
+    """Shapes that differ, as in `name 4x3 instead of 5x3`."""
     shapes = ("x".join(map(str, shape)) or "scalar" for shape in (found, needed))
     return f"{name} {' instead of '.join(shapes)}"
 
 
 def listed(names: Collection[str]) -> str:
-    """`3 tensors (a, b, c)`, cut after ten."""
+    """Number and names, as in `3 tensors (a, b, c)`; names after the tenth are left out."""
     shown = sorted(names)[:SHOWN]
     more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{len(names)} tensor{'s' * (len(names) != 1)} ({', '.join(shown)}{more})"
@@ -101,3 +97,71 @@ def outline(source: ModelSource) -> nn.Module:
         model = source.build()
     source.tie(model)
     return model
+
+
+class DerivedSource(ModelSource):
+    """Everything as in `base`; a subclass changes some of it."""
+
+    def __init__(self, base: ModelSource) -> None:
+        self.base = base
+        self.name = base.name
+
+    def build(self) -> nn.Module:
+        return self.base.build()
+
+    def weights(self) -> TensorReader:
+        return self.base.weights()
+
+    def tie(self, model: nn.Module) -> None:
+        self.base.tie(model)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.blocks(model)
+
+    def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.external_parameter_modules(model)
+
+    def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.compiled_modules(model)
+
+    def tokenizer(self) -> Any:
+        return self.base.tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        return self.base.fingerprint
+
+    @property
+    def contents(self) -> str | None:
+        return self.base.contents
+
+    @property
+    def location(self) -> str | None:
+        return self.base.location
+
+    @property
+    def revision(self) -> str | None:
+        return self.base.revision
+
+    @property
+    def frozen_base(self) -> Collection[str]:
+        return self.base.frozen_base
+
+    @property
+    @abstractmethod
+    def inference_view(self) -> ModelSource:
+        """The same on top of the base's inference view."""
+
+    @property
+    def export_view(self) -> ModelSource:
+        return self.base.export_view
+
+    def merge_trained(self, trained: Weights) -> Weights:
+        return self.base.merge_trained(trained)
+
+    def save_assets(self, folder: Path, *, dtype: str) -> None:
+        self.base.save_assets(folder, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The weight files of a folder in Hugging Face layout."""
+"""Files of a model: a folder in Hugging Face layout, a GGUF file, or a download of the hub."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from stages.model.hf import HfModel
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """A local folder, and the GGUF file in it when that is what counts."""
+    """A local folder, or with `gguf` that file in it."""
 
     folder: Path
     gguf: str | None = None
@@ -51,7 +50,7 @@ def local(path: str) -> Path:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a file name from outside stays inside the folder it is taken relative to."""
+    """Whether a file name that is not ours stays inside the folder it is taken relative to."""
     parts = Path(name).parts
     return bool(parts) and not Path(name).is_absolute() and ".." not in parts
 
@@ -61,23 +60,69 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-BIN_INDEX = "pytorch_model.bin.index.json"
+def find_files(stage: HfModel) -> Files | None:
+    """The files of a slot's `path`, downloaded if it is a hub id; None for a config's random
+    weights. Raises StageError if there are none."""
+    if stage.path is None:
+        return None
+    if is_local(stage.path):
+        return _local_files(stage.path, stage.gguf_file)
+    weights = stage.init == "pretrained"
+    return _hub_files(stage.path, stage.revision, stage.gguf_file, weights=weights)
+
+
+def find_tokenizer(path: str) -> Files:
+    """The files of a tokenizer, downloaded if `path` is a hub id. Raises StageError."""
+    return (
+        _local_files(path, None) if is_local(path) else _hub_files(path, None, None, weights=False)
+    )
+
+
+def _local_files(path: str, gguf: str | None) -> Files:
+    place = local(path)
+    if is_gguf(path):
+        place, gguf = place.parent, place.name
+    if not place.is_dir():
+        raise StageError(f"no such folder: {place}")
+    if gguf is not None and not (place / gguf).is_file():
+        raise StageError(f"no such file: {place / gguf}")
+    return Files(folder=place.absolute(), gguf=gguf)
+
+
+ASSETS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+
+
+def _hub_files(repo: str, revision: str | None, gguf: str | None, *, weights: bool) -> Files:
+    """Download what is needed into the hub's cache, without a network if it is complete."""
+    wanted = [gguf] if gguf else ["*.safetensors"] if weights else []
+    folder = _snapshot(repo, revision, [*ASSETS, *wanted])
+    if weights and not gguf and not any(folder.glob("*.safetensors")):
+        folder = _snapshot(repo, revision, [*ASSETS, "pytorch_model*.bin"])
+    return Files(folder=folder, gguf=gguf)
+
+
+def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise StageError(
+            f"cannot get {repo} (revision {revision or 'main'}) from the hub: {error}",
+            hint="download it where there is a network and give `path` the folder",
+        ) from error
 
 
 def safetensors_files(folder: Path) -> list[Path]:
     """The safetensors files of the folder, in order; empty when it has none."""
-    return _files(folder, SAFETENSORS_INDEX, "model.safetensors")
-
-
-def bin_files(folder: Path) -> list[Path]:
-    """The torch files of the folder, in order; empty when it has none."""
-    return _files(folder, BIN_INDEX, "pytorch_model.bin")
+    return _indexed(folder, "model.safetensors.index.json", "model.safetensors")
 
 
 def weight_files(folder: Path, gguf: str | None) -> list[Path]:
     """The files that the weights are read from. Raises StageError when there are none."""
-    files = [folder / gguf] if gguf else safetensors_files(folder) or bin_files(folder)
+    files = [folder / gguf] if gguf else safetensors_files(folder)
+    files = files or _indexed(folder, "pytorch_model.bin.index.json", "pytorch_model.bin")
     if not files:
         raise StageError(
             f"no weights in {folder}",
@@ -89,7 +134,8 @@ def weight_files(folder: Path, gguf: str | None) -> list[Path]:
     return files
 
 
-def _files(folder: Path, index: str, single: str) -> list[Path]:
+def _indexed(folder: Path, index: str, single: str) -> list[Path]:
+    """The files that an index lists, or the single one."""
     if (folder / single).is_file():
         return [folder / single]
     if not (folder / index).is_file():
@@ -120,10 +166,10 @@ UNSTABLE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "_m
 def source_fingerprint(
     config: Any, files: Iterable[Path], *, seed: int | None, new: Sequence[str] = ()
 ) -> str:
-    """sha256 over the config, the weight files, and the seed and names of what is drawn.
+    """sha256 over the config, the weight files, and the seed and names of the weights drawn.
 
-    Of a file count its name, size, first and last MiB: cheap for any model, and the first MiB of a
-    safetensors file is (or starts with) its header.
+    Each file counts by its name, size, first and last MiB, which is cheap for any model; the header
+    of a safetensors file begins with the first MiB.
     """
     stable = {key: value for key, value in config.to_dict().items() if key not in UNSTABLE}
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
+from pipeline.utils.optional import optional
 from stages.model import compat
 from stages.model.gguf_header import read_header
 from stages.weights.change import Change
@@ -25,18 +25,13 @@ if TYPE_CHECKING:
 AGAIN = "download or copy it again"
 
 
-def require_gguf() -> None:
-    """Raise StageError when the package that reads GGUF files is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise StageError(
-            "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
-        )
-
-
 def require_whole(file: Path) -> None:
-    """Raise StageError for a file that is cut short or none, which libraries say in riddles."""
-    from gguf import GGML_QUANT_SIZES
-
+    """Raise StageError for a file that is no GGUF or is cut short, and where the package that reads
+    it is not installed."""
+    with optional(
+        "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
+    ):
+        from gguf import GGML_QUANT_SIZES
     try:
         read_header(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
     except (OSError, ValueError) as error:
@@ -44,8 +39,8 @@ def require_whole(file: Path) -> None:
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:
-    """The file's tensors in fp32 under the names of `model`; those that it has no use for are left
-    out, as transformers does. Raises StageError."""
+    """The file's tensors in fp32 under the names of `model`; unknown ones are left out, as by
+    transformers. Raises StageError for an architecture that it does not know."""
     tensors = GgufTensors(file)
     try:
         processor, names = compat.gguf_names(tensors.architecture, model)
@@ -61,7 +56,7 @@ def open_gguf(file: Path, model: nn.Module) -> TensorReader:
 
 
 class GgufTensors(TensorReader):
-    """Under their own names, in fp32."""
+    """A file's tensors under their own names, in fp32."""
 
     def __init__(self, file: Path) -> None:
         from gguf import GGUFReader
@@ -131,7 +126,7 @@ def _change(sources: Sequence[str], processor: Any, names: Mapping[str, str]) ->
 
 
 def _array(tensor: Tensor) -> Any:
-    """Of a tensor without memory, an array without memory."""
+    """A numpy array of the tensor, without memory if the tensor has none."""
     if tensor.is_meta:
         return np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
     return tensor.numpy()

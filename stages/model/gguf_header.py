@@ -1,4 +1,4 @@
-"""The sizes in a GGUF file's header (ggml's docs/gguf.md), without reading its weights.
+"""The header of a GGUF file (ggml's docs/gguf.md): metadata and shapes, without arrays or weights.
 
 The gguf package makes an array of every token of the vocabulary, which takes seconds.
 """
@@ -10,33 +10,20 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-"""Version 1 has other numbers' sizes; one that reads as 2^24 or more has another byte order."""
+"""Version 1 has numbers of other sizes; 2^24 or more is a version in another byte order."""
 MOST = 1 << 26
 """Bytes of a header: more than any tokenizer takes, and read in seconds."""
 MOST_DIMENSIONS = 4
 ALIGNMENT = 32
-"""Bytes, if a file does not say."""
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-"""Type of a value -> how struct calls it."""
+"""Bytes, unless the file says otherwise."""
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Type of a value -> its format in `struct`."""
 STRING, ARRAY = 8, 9
 
 
@@ -51,13 +38,15 @@ class Array:
 
 
 def read_header(
-    file: Path, sizes: Mapping[int, tuple[int, int]] = MappingProxyType({})
+    file: Path, sizes: Mapping[int, tuple[int, int]] | None = None
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Metadata, arrays by their length, and the shape of every tensor, innermost dimension first.
-    With `sizes`, type of a tensor -> elements and bytes of a block, the tensors must be there too.
-    Raises ValueError for a file that is none or is cut short, OSError."""
+    """Metadata, and the shape of every tensor, innermost dimension first.
+
+    `sizes` maps a tensor's type to elements and bytes of a block; with it, the tensors have to be
+    in the file too. Raises ValueError for a file that is no GGUF or is cut short, OSError.
+    """
     with file.open("rb") as stream:
-        header = _Header(stream, file.stat().st_size, sizes)
+        header = _Header(stream, file.stat().st_size, sizes or {})
         if header.bytes(len(MAGIC)) != MAGIC:
             raise ValueError("it is no GGUF file")
         version, tensors, pairs = header.numbers("IQQ")
@@ -80,13 +69,11 @@ def _unique(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 class _Header:
-    """Takes one thing after another. Raises ValueError where the file, or what a header may take,
-    does not have as much as the header claims: nothing is allocated or walked through before."""
+    """Reads one thing after another. Raises ValueError where the header claims more than the file,
+    or any header, can hold, before anything is allocated or walked through."""
 
     def __init__(self, stream: BinaryIO, size: int, sizes: Mapping[int, tuple[int, int]]) -> None:
-        self._stream = stream
-        self._size = size
-        self._sizes = sizes
+        self._stream, self._size, self._sizes = stream, size, sizes
         self._tensors = 0
         """Bytes behind the header."""
         self._left = min(size, MOST)
@@ -97,16 +84,21 @@ class _Header:
         return self._stream.read(count)
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        """Numbers as struct calls them."""
+        """Little-endian numbers of a `struct` format."""
         return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
 
     def pair(self) -> tuple[str, Any]:
-        """A name and its value."""
-        return self._text(), self._value(self._number("I"))
+        """Name and value of a piece of metadata."""
+        name, (kind,) = self._text(), self.numbers("I")
+        if kind == STRING:
+            return name, self._text()
+        if kind == ARRAY:
+            return name, self._array()
+        return name, self.numbers(_scalar(kind))[0]
 
     def tensor(self) -> tuple[str, tuple[int, ...]]:
-        """A name and a shape."""
-        name, dimensions = self._text(), self._number("I")
+        """Name and shape of a tensor."""
+        name, (dimensions,) = self._text(), self.numbers("I")
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = self.numbers(f"{dimensions}Q")
@@ -116,7 +108,7 @@ class _Header:
         return name, shape
 
     def require_tensors(self, alignment: Any) -> None:
-        """They begin at a multiple of `alignment`."""
+        """Raise ValueError if the tensors, which begin at a multiple of `alignment`, are cut."""
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"its alignment is {alignment!r}")
         wanted = -(-self._stream.tell() // alignment) * alignment + self._tensors
@@ -128,31 +120,21 @@ class _Header:
             raise ValueError(self._why)
         self._left -= count
 
-    def _skip(self, count: int) -> None:
-        self._claim(count)
-        self._stream.seek(count, 1)
-
-    def _number(self, form: str) -> int:
-        return int(self.numbers(form)[0])
-
     def _text(self) -> str:
-        return self.bytes(self._number("Q")).decode("utf-8", "replace")
-
-    def _value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self._text()
-        if kind == ARRAY:
-            return self._array()
-        return self.numbers(_scalar(kind))[0]
+        return self.bytes(self.numbers("Q")[0]).decode("utf-8", "replace")
 
     def _array(self) -> Array:
         kind, count = self.numbers("IQ")
         if kind == STRING:
             for _ in range(count):
-                self._skip(self._number("Q"))
+                self._skip(self.numbers("Q")[0])
         else:
             self._skip(count * struct.calcsize(f"<{_scalar(kind)}"))
         return Array(count)
+
+    def _skip(self, count: int) -> None:
+        self._claim(count)
+        self._stream.seek(count, 1)
 
 
 def _scalar(kind: int) -> str:

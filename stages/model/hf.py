@@ -38,8 +38,8 @@ class HfModel:
     """Architecture of a model with random weights: the content of a `config.json`
     (`{model_type: llama, hidden_size: 64, ...}`) or the path of one."""
     tokenizer: str | None = None
-    """Folder, GGUF file or hub id of the tokenizer where `path` is not to supply it. A hub id is
-    taken at its main branch and so needs `allow_floating_revision`."""
+    """Folder, GGUF file or hub id of the tokenizer, if not that of `path`. A hub id is taken at its
+    main branch and so needs `allow_floating_revision`."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the architecture from `path` and initialises the weights from the run's
     seed. With `config` the weights are always random."""
@@ -47,10 +47,10 @@ class HfModel:
     """Rows of the embedding and of the head, if not those of `path`: rows beyond its are
     initialised as the architecture does, from the run's seed; surplus ones are cut off."""
     new_weights: tuple[str, ...] = ()
-    """Patterns (`lm_head.*`) of tensors to be initialised from the run's seed instead of loaded:
-    what `path` lacks, such as a head, or holds for another purpose."""
+    """Patterns (`lm_head.*`) of tensors to be initialised from the run's seed instead of loaded: a
+    head that `path` lacks, or has for another purpose."""
     unused_weights: tuple[str, ...] = ()
-    """Patterns of tensors in `path` that this model has no use for."""
+    """Patterns of tensors in `path` that this model does not use."""
     attention: str = "sdpa"
     """Attention implementation of transformers: `sdpa`, `eager`, `flex_attention`,
     `flash_attention_2` (or 3, 4), or a kernel of the hub (`kernels-community/flash-attn2`)."""
@@ -59,7 +59,7 @@ class HfModel:
     compile: Compile | None = None
     """Compile the transformer blocks with torch.compile; null does not."""
     fp8: Fp8 | None = None
-    """Multiply in 8 bits, on GPUs that can; null does not. Only faster with `compile`."""
+    """Multiply in 8 bits, on GPUs that have it; null does not. Only faster with `compile`."""
     kernels: Literal["liger"] | None = None
     """Fused Triton kernels for normalisation, rotary embedding and gated activations: Liger Kernel
     (Hsu et al. 2024). Its fused loss is `loss_chunk_size` in the train slot."""
@@ -75,7 +75,7 @@ class HfModel:
         yield from too_long(self, plan)
 
     def run(self, ctx: Context) -> ModelSource:
-        from stages.model.open import open_source
+        from stages.model.source import open_source
 
         return open_source(self, ctx)
 
@@ -89,8 +89,8 @@ class ActivationCheckpointing:
     """Every n-th block is computed again, from the first on; 1 means all."""
 
     keep: Literal["nothing", "attention", "matmuls"] = "nothing"
-    """What is kept all the same, as it costs most to compute: results of attention, or of attention
-    and all matrix products."""
+    """Results that are kept, as they cost most to compute: those of attention, or of attention and
+    all matrix products."""
 
     offload: bool = False
     """Keep the inputs of these blocks in host memory until backward needs them."""
@@ -120,7 +120,7 @@ class Fp8:
     precision slot's dtypes."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """What has a scale of its own: a tensor, which is fastest, or a row, which is more precise;
+    """Part with a scale of its own: a tensor, which is fastest, or a row, which is more precise;
     `rowwise_with_gw_hp` computes gradients of weights in the compute dtype."""
 
     emulate: bool = False

@@ -19,11 +19,11 @@ LEFT_OUT = {
     "fp8": "copies of weights and activations in 8 bits are not counted",
     "kernels": "fused kernels keep less for backward than is counted here",
 }
-"""Fields that need values or a GPU -> what they do that is not followed."""
+"""Fields that a plan leaves out, as they need values or a GPU -> the effect that is missed."""
 
 
 class HfPlanner(Planner[HfModel]):
-    """Planner of `model.hf`: the model is made from its config alone."""
+    """Planner of `model.hf`; the model is built from its config alone."""
 
     def depends(self) -> Mapping[str, Any]:
         return {
@@ -42,7 +42,7 @@ class HfPlanner(Planner[HfModel]):
             yield Saving(order=RECOMPUTE, what=what, fields={"activation_checkpointing": {}})
 
     def trace(self, ctx: Context, extent: Extent) -> ModelSource:
-        from stages.model.open import open_source
+        from stages.model.source import open_source
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
         stage = dataclasses.replace(self.stage, init="random", **left_out)
@@ -56,13 +56,13 @@ class HfPlanner(Planner[HfModel]):
 
 
 def cut(config: Any, blocks: int) -> None:
-    """Leave the first so many blocks, and what the config lists of each block. Raises StageError
-    for one that does not count blocks."""
+    """Keep the first `blocks` blocks of a config, and their part of its lists. Raises StageError
+    for a config without num_hidden_layers."""
     count = getattr(config, "num_hidden_layers", None)
     if count is None:
         raise StageError(
             f"a {config.model_type} cannot be planned: its config has no num_hidden_layers",
-            hint="`pipe bench` measures what it takes",
+            hint="`pipe bench` measures its memory and time",
         )
     for name, value in vars(config).items():
         if isinstance(value, list | tuple) and len(value) == count:

@@ -1,8 +1,8 @@
 """Random initial weights as a pure function of seed and module name.
 
-A tensor has the same value whatever is read before it, on whichever rank, in whichever world size:
+A tensor has the same value on every rank and in every world size, and whatever is read before it:
 each transformer block, and each module outside the blocks, is initialised from a seed of its own
-by the architecture's own rule, which so keeps its depth-dependent scaling.
+by the architecture's own rule, which keeps its depth-dependent scaling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RandomReader(TensorReader):
-    """`model` has meta parameters and real buffers. One block is in memory at a time."""
+    """Tensors of a `model` with meta parameters and real buffers; holds one block at a time."""
 
     def __init__(
         self, model: nn.Module, blocks: Collection[nn.Module], tied: Mapping[str, str], *, seed: int
@@ -92,7 +92,7 @@ def unit_seed(seed: int, unit: str) -> int:
 
 
 def _units(model: nn.Module, blocks: Collection[int]) -> dict[str, str]:
-    """Parameter name -> name of the block, or module outside blocks, that it is drawn with."""
+    """Parameter name -> name of the block, or module outside blocks, that draws it."""
     block_names = [name for name, module in model.named_modules() if id(module) in blocks]
     units = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -102,7 +102,7 @@ def _units(model: nn.Module, blocks: Collection[int]) -> dict[str, str]:
 
 
 def _allocate(module: nn.Module, *, recurse: bool) -> None:
-    """Real memory for the parameters, set to NaN so that one left out shows."""
+    """Give the parameters memory, filled with NaN so that one that is not initialised shows."""
     for child in module.modules() if recurse else [module]:
         for name, parameter in child.named_parameters(recurse=False):
             values = torch.full(parameter.shape, math.nan, dtype=torch.float32)

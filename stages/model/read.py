@@ -1,4 +1,4 @@
-"""The config of a `model.hf` slot, without transformers."""
+"""The config of a `model.hf` slot, read without transformers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from stages.model.hf import HfModel
 
 TUNED = ("-Instruct", "-instruct", "-chat-hf", "-Base", "-base", "-Chat", "-it", "-pt")
-"""Ends of hub ids that say how a model was tuned."""
+"""Endings of hub ids that name a kind of tuning."""
 
 
 def known_config(repo: str) -> dict[str, Any] | None:
-    """The config of a well-known model of the hub, which needs no network and no accepted licence;
-    None for one that is not in `known_models.json`."""
+    """The config of a well-known model of the hub, by `known_models.json`; None for other models.
+
+    It needs no network and no accepted licence.
+    """
     base = repo
     for ending in TUNED:
         base = base.removesuffix(ending)
-    models = _json(Path(__file__).with_name("known_models.json"))
+    models = read_json(Path(__file__).with_name("known_models.json"))
     return models.get(base) or models.get(f"{base}-hf") or models.get(repo)
 
 
 def read_config(stage: HfModel) -> dict[str, Any]:
-    """The architecture, with the slot's own vocabulary. Raises StageError when it cannot be had; a
-    hub model's config alone is downloaded, if it is not in the hub's cache."""
+    """The config, with the slot's own vocabulary size; a hub model's config.json is downloaded, if
+    it is not in the hub's cache. Raises StageError if it cannot be read."""
     config = _read(stage)
     if stage.vocab_size is not None:
         config["vocab_size"] = stage.vocab_size
@@ -38,11 +40,10 @@ def read_config(stage: HfModel) -> dict[str, Any]:
 
 
 def config_at_hand(stage: HfModel) -> dict[str, Any] | None:
-    """The architecture, if it can be had without a network."""
-    elsewhere = stage.path is not None and not is_local(stage.path)
-    if (stage.path is None and stage.config is None) or (
-        elsewhere and known_config(str(stage.path)) is None
-    ):
+    """The config, if it can be read without a network."""
+    if stage.path is None and stage.config is None:
+        return None
+    if stage.path is not None and not is_local(stage.path) and known_config(stage.path) is None:
         return None
     try:
         return read_config(stage)
@@ -54,18 +55,19 @@ def _read(stage: HfModel) -> dict[str, Any]:
     if isinstance(stage.config, Mapping):
         return dict(stage.config)
     if stage.config is not None:
-        return _json(local(stage.config))
+        return read_json(local(stage.config))
     assert stage.path is not None
     if not is_local(stage.path):
-        return known_config(stage.path) or _json(_from_hub(stage.path, stage.revision))
+        return known_config(stage.path) or read_json(_from_hub(stage.path, stage.revision))
     if is_gguf(stage.path):
         return _gguf(local(stage.path))
     if stage.gguf_file is not None:
         return _gguf(local(stage.path) / stage.gguf_file)
-    return _json(local(stage.path) / "config.json")
+    return read_json(local(stage.path) / "config.json")
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises StageError for anything else."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -94,13 +96,13 @@ GGUF_KEYS = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
 }
-"""Metadata of a GGUF file, behind the architecture's name -> the config's key."""
+"""Metadata of a GGUF file, after the architecture's name -> the config's key."""
 GGUF_OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "context_length": "max_position_embeddings",
 }
-"""Fields that a file may leave out; the config's default stands for it then."""
+"""The same for metadata that a file may leave out, as the config has a default."""
 
 
 def _gguf(file: Path) -> dict[str, Any]:
@@ -115,14 +117,14 @@ def _gguf(file: Path) -> dict[str, Any]:
     experts = metadata.get(f"{kind}.expert_count", 0)
     if experts != 0:
         raise StageError(
-            f"{file}: its header does not tell all sizes of a {kind} with {experts} experts",
+            f"{file}: its header does not have all sizes of a {kind} with {experts} experts",
             hint="plan it from a folder in Hugging Face layout",
         )
-    given = {key: name for key, name in GGUF_OPTIONAL.items() if f"{kind}.{key}" in metadata}
-    keys = {**GGUF_KEYS, **given}
+    given = {name: metadata.get(f"{kind}.{key}") for key, name in GGUF_OPTIONAL.items()}
     return {
         "model_type": kind,
-        **{name: metadata.get(f"{kind}.{key}") for key, name in keys.items()},
+        **{name: metadata.get(f"{kind}.{key}") for key, name in GGUF_KEYS.items()},
+        **{name: value for name, value in given.items() if value is not None},
         "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in shapes,
     }

@@ -1,4 +1,4 @@
-"""Bring what a source holds and what the module needs together, or say where they differ."""
+"""Reconcile the tensors of a source with those that a module needs, or report the differences."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAMPLE = 1 << 18
-"""Elements that are compared at a time."""
+"""Elements of a sample of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """Differences between source and module that the recipe declares to be intended."""
+    """Differences between source and module that the recipe intends."""
 
     new: Sequence[str] = ()
-    """Patterns of names that are initialised whatever the source has."""
+    """Patterns of names that are initialised, also where the source has them."""
     unused: Sequence[str] = ()
-    """Patterns of names in the source that the module has no use for."""
+    """Patterns of names in the source that the module does not use."""
     vocabulary: Collection[str] = ()
-    """Names of the tensors that have a row for each token, and may have more or fewer."""
+    """Names of the tensors with a row per token, which may have more or fewer rows."""
 
 
 def fit(
@@ -44,11 +44,11 @@ def fit(
     fresh: Callable[[], TensorReader],
     log: Logger,
 ) -> TensorReader:
-    """A reader of `held` with exactly the names and shapes of `model`; `fresh` initialises what the
-    recipe wants new, and what the architecture does not mind to be missing, which is logged. Raises
-    StageError that lists every other difference.
+    """A reader of `held` with exactly the names and shapes of `model`.
 
-    `held` may have a tied tensor under any of its names.
+    `fresh` initialises the tensors that the recipe wants new, and those that the architecture
+    tolerates to be missing, which are logged. `held` may have a tied tensor under any of its names.
+    Raises StageError that lists every other difference.
     """
     declared = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in model.state_dict().items()}
     wanted = {name: spec.shape for name, spec in declared.items()}
@@ -82,7 +82,7 @@ def fit(
 
 
 def _source(name: str, given: Collection[str], tied: Mapping[str, str]) -> str | None:
-    """The name under which the source has the tensor, or one that shares it."""
+    """The name under which the source has the tensor or one that it is tied to."""
     kept = tied.get(name, name)
     alike = (name, kept, *(alias for alias, other in tied.items() if other == kept))
     return next((one for one in alike if one in given), None)
@@ -91,7 +91,7 @@ def _source(name: str, given: Collection[str], tied: Mapping[str, str]) -> str |
 def _refuse_idle(
     where: str, allowed: Allowed, wanted: Collection[str], given: Collection[str]
 ) -> None:
-    """A pattern that matches nothing is a spelling mistake."""
+    """Raise StageError for a pattern that matches nothing, which is a spelling mistake."""
     for key, patterns, names, whose in (
         ("new_weights", allowed.new, wanted, "the model"),
         ("unused_weights", allowed.unused, given, where),
@@ -129,8 +129,8 @@ def _refuse_untied(
 
 
 def _equal(held: TensorReader, one: Origin, other: Origin) -> bool:
-    """Whether two tensors agree in samples from all over them: a head that was trained apart from
-    the embedding differs everywhere, and every process makes this comparison."""
+    """Whether two tensors agree in three samples. Every process compares, so samples have to do: a
+    head that was trained apart from the embedding differs everywhere."""
     first, second = held.spec(one.source), held.spec(other.source)
     if first.shape != second.shape:
         return False

@@ -19,18 +19,20 @@ from pipeline.contracts.tensors import TensorReader
 from pipeline.errors import StageError
 from stages.data.sources import file_digests
 from stages.model import assets, compat
-from stages.model.block_changes import checkpoint_blocks, compile_blocks, use_fp8, use_liger
+from stages.model.block_changes import CHANGES, change_blocks
 from stages.model.declared import outline, ties
 from stages.model.files import (
     COMMIT,
     Files,
+    find_files,
+    find_tokenizer,
     has_tokenizer,
     is_local,
     safetensors_files,
     source_fingerprint,
     weight_files,
 )
-from stages.model.gguf import open_gguf
+from stages.model.gguf import open_gguf, require_whole
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
 from stages.weights.converted import ConvertedReader
@@ -42,69 +44,55 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stages.model.hf import ActivationCheckpointing, Compile, Fp8
+    from pipeline.contracts.stage import Context
+    from stages.model.hf import HfModel
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """Changes of the module for the sake of training alone."""
+def open_source(stage: HfModel, ctx: Context) -> HfSource:
+    """The model that a slot declares. Raises StageError for files or a config that cannot be used.
 
-    checkpointing: ActivationCheckpointing | None = None
-    compile: Compile | None = None
-    fp8: Fp8 | None = None
-    kernels: str | None = None
-
-    def prepare(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Change a module and its blocks in place. Raises StageError when blocks are asked for that
-        there are not."""
-        if not blocks and (self.checkpointing is not None or self.compile is not None):
-            raise StageError(
-                f"{type(model).__name__}'s blocks cannot be told, so none can be computed again or "
-                "compiled",
-                hint="leave out activation_checkpointing and compile",
-            )
-        if self.kernels is not None:
-            use_liger(model)
-        if self.fp8 is not None:
-            use_fp8(model, self.fp8)
-        if self.checkpointing is not None:
-            checkpoint_blocks(blocks, self.checkpointing)
-        if self.compile is not None:
-            compile_blocks(blocks, self.compile)
+    Rank 0 goes first, so that the others find the files that it has downloaded.
+    """
+    with ctx.dist.rank0_first():
+        files = find_files(stage)
+        tokenizer = files if stage.tokenizer is None else find_tokenizer(stage.tokenizer)
+    for place in (files, tokenizer):
+        if place is not None and place.gguf is not None:
+            require_whole(place.folder / place.gguf)
+    if stage.config is not None:
+        config = assets.config_of_recipe(stage.config)
+    else:
+        assert files is not None
+        config = assets.config_of_files(files, trust_remote_code=stage.trust_remote_code)
+    if stage.vocab_size is not None:
+        config.get_text_config().vocab_size = stage.vocab_size
+    return HfSource(stage, config, files, tokenizer, seed=ctx.seed, log=ctx.log)
 
 
 class HfSource(ModelSource):
-    """Declared by `model.hf`. Either `files` has the weights, or they are `random`; what is
-    `allowed` to be new, and new rows of a `resized` vocabulary, are drawn from the seed."""
+    """The model of a `model.hf` slot. Its weights are those of `files`, or random; declared new
+    weights, and new rows of a resized vocabulary, are drawn from the seed."""
 
     def __init__(
         self,
-        *,
-        name: str,
+        stage: HfModel,
         config: Any,
         files: Files | None,
         tokenizer_files: Files | None,
+        *,
         seed: int,
-        random: bool,
-        allowed: Allowed,
-        resized: bool,
-        attention: str,
-        training: Training,
-        trust_remote_code: bool,
         log: Logger,
     ) -> None:
-        self.name = name
+        self.name = stage.path or "random initialisation"
         self.config = config
+        self._stage = stage
         self._files = files
         self._tokenizer_files = tokenizer_files
         self._seed = seed
-        self._random = random
-        self._declared = allowed
-        self._resized = resized
-        self._attention = attention
-        self._training = training
-        self._trust_remote_code = trust_remote_code
         self._log = log
+        self._random = stage.config is not None or stage.init == "random"
+        self._resized = stage.vocab_size is not None
+        self._draws = self._random or self._resized or bool(stage.new_weights)
 
     def build(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -118,23 +106,25 @@ class HfSource(ModelSource):
                 model = AutoModelForCausalLM.from_config(
                     config,
                     dtype=torch.float32,
-                    attn_implementation=self._attention,
-                    trust_remote_code=self._trust_remote_code,
+                    attn_implementation=self._stage.attention,
+                    trust_remote_code=self._stage.trust_remote_code,
                 )
-        except Exception as error:  # whatever transformers makes of an odd config
+        except Exception as error:  # transformers raises anything for an odd config
             kind = "" if isinstance(error, ValueError | ImportError) else type(error).__name__
             reason = f"{kind}{': ' * bool(kind)}{error}"
             raise StageError(f"{self.name} cannot be built: {reason}") from error
         model.tie_weights()
-        self._training.prepare(model, self.blocks(model))
+        change_blocks(self._stage, model, self.blocks(model))
         return cast("nn.Module", model)
 
     @property
     def inference_view(self) -> ModelSource:
-        if self._training == Training():
+        without: dict[str, Any] = dict.fromkeys(CHANGES)
+        unchanged = dataclasses.replace(self._stage, **without)
+        if unchanged == self._stage:
             return self
         same = copy.copy(self)
-        same._training = Training()
+        same._stage = unchanged
         return same
 
     @functools.cached_property
@@ -145,7 +135,8 @@ class HfSource(ModelSource):
     @functools.cached_property
     def _allowed(self) -> Allowed:
         tables = compat.vocabulary(self._outline) if self._resized else ()
-        return dataclasses.replace(self._declared, vocabulary=tables)
+        stage = self._stage
+        return Allowed(new=stage.new_weights, unused=stage.unused_weights, vocabulary=tables)
 
     @functools.cached_property
     def _ties(self) -> Mapping[str, str]:
@@ -154,7 +145,6 @@ class HfSource(ModelSource):
     def weights(self) -> TensorReader:
         if self._random:
             return self._initialised()
-        assert self._files is not None
         held = self._stored()
         try:
             return fit(
@@ -171,13 +161,20 @@ class HfSource(ModelSource):
 
     def _stored(self) -> TensorReader:
         """Tensors of the files, under the names of the module as far as they are known."""
-        assert self._files is not None
-        folder, gguf = self._files.folder, self._files.gguf
-        files = weight_files(folder, gguf)
-        if gguf is not None:
+        files = self._weight_files
+        if files[0].suffix.lower() == ".gguf":
             return open_gguf(files[0], self._outline)
-        base = SafetensorsReader(files) if safetensors_files(folder) else TorchFilesReader(files)
+        safe = bool(safetensors_files(files[0].parent))
+        base = SafetensorsReader(files) if safe else TorchFilesReader(files)
         return ConvertedReader(base, compat.changes_on_load(self._outline, base.names()))
+
+    @property
+    def _weight_files(self) -> Sequence[Path]:
+        """Files that weights are read from; none for random weights."""
+        if self._random:
+            return ()
+        assert self._files is not None
+        return weight_files(self._files.folder, self._files.gguf)
 
     def tie(self, model: nn.Module) -> None:
         model.tie_weights()  # type: ignore[operator]
@@ -188,14 +185,19 @@ class HfSource(ModelSource):
         return [block for blocks in lists for block in blocks if type(block).__name__ in classes]
 
     def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        return () if self._training.compile is None else self.blocks(model)
+        return () if self._stage.compile is None else self.blocks(model)
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        files = self._tokenizer_files
+        return files is not None and (files.gguf is not None or has_tokenizer(files.folder))
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
         files = self._tokenizer_files
-        if files is None or not (files.gguf or has_tokenizer(files.folder)):
+        if files is None or not self._has_tokenizer:
             raise StageError(
                 f"{self.name} comes without a tokenizer",
                 hint="set `tokenizer` in the model's slot to a folder that has one",
@@ -205,7 +207,7 @@ class HfSource(ModelSource):
                 return AutoTokenizer.from_pretrained(
                     files.folder,
                     gguf_file=files.gguf,
-                    trust_remote_code=self._trust_remote_code,
+                    trust_remote_code=self._stage.trust_remote_code,
                     local_files_only=True,
                 )
         except (OSError, ValueError, ImportError, KeyError) as error:
@@ -220,36 +222,23 @@ class HfSource(ModelSource):
         return int(table.shape[0])
 
     @functools.cached_property
-    def _fingerprint(self) -> str:
-        files: Sequence[Path] = ()
-        if not self._random:
-            assert self._files is not None
-            files = weight_files(self._files.folder, self._files.gguf)
-        drawn = self._random or self._resized or bool(self._declared.new)
+    def fingerprint(self) -> str:
         return source_fingerprint(
-            self.config, files, seed=self._seed if drawn else None, new=self._declared.new
+            self.config,
+            self._weight_files,
+            seed=self._seed if self._draws else None,
+            new=self._stage.new_weights,
         )
 
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
     @functools.cached_property
-    def _contents(self) -> str | None:
+    def contents(self) -> str | None:
         if self._random:
             return None
-        assert self._files is not None
-        files = weight_files(self._files.folder, self._files.gguf)
-        return hashlib.sha256("\n".join(file_digests(files)).encode()).hexdigest()
-
-    @property
-    def contents(self) -> str | None:
-        return self._contents
+        return hashlib.sha256("\n".join(file_digests(self._weight_files)).encode()).hexdigest()
 
     @property
     def location(self) -> str | None:
-        changed = self._random or self._resized or bool(self._declared.new)
-        if changed or self._files is None or self._files.gguf:
+        if self._draws or self._files is None or self._files.gguf:
             return None
         return self.name if not is_local(self.name) else str(self._files)
 
@@ -269,9 +258,7 @@ class HfSource(ModelSource):
                 self.config, folder, architecture=type(model).__name__, dtype=torch_name
             )
             assets.save_generation_config(self.config, origin, folder)
-            if self._tokenizer_files is not None and (
-                self._tokenizer_files.gguf or has_tokenizer(self._tokenizer_files.folder)
-            ):
+            if self._has_tokenizer:
                 assets.save_tokenizer(self.tokenizer(), folder)
         if compat.is_remote_code(model):
             assets.copy_code(origin, folder)

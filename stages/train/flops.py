@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pipeline.contracts.engine import Engine
 from pipeline.hardware.gpus import find_accelerator
-from stages.model.declared import stands_for
+from stages.model.declared import logical_numel
 
 NARROW = (["bf16"], ["fp16"])
 """Compute dtypes of an engine to which the peaks apply."""
@@ -81,7 +81,7 @@ def known_cost(engine: Engine) -> Cost | None:
 
 def _multiplied(engine: Engine, model: Any) -> float:
     """6 for each trained parameter of a matrix product, 4 for each frozen one."""
-    state, known = engine.state(), stands_for(model)
+    state, known = engine.state(), logical_numel(model)
     inputs = model.get_input_embeddings()
     module = next((name for name, other in model.named_modules() if other is inputs), "")
     embedding = f"{module}.weight"

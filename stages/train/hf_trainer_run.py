@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -23,7 +22,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision, torch_dtype
+from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Callbacks, Progress, StepCallback, TrainedRun
 from pipeline.errors import StageError
@@ -35,17 +34,9 @@ from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
 from stages.train.step import advance
-from stages.wrap.accelerate_compat import forget
-from stages.wrap.compute_cast import cast_on_use
-from stages.wrap.load_weights import load_weights
-from stages.wrap.materialize import (
-    build_empty,
-    cast_buffers,
-    materialize,
-    named_parameters,
-    stored_tensors,
-)
-from stages.wrap.torch_engine import local_parts
+from stages.wrap.accelerate_compat import reset_state
+from stages.wrap.build import build_module, named_parameters
+from stages.wrap.load_weights import stored_tensors
 
 if TYPE_CHECKING:
     from stages.train.hf_trainer import HfTrainer
@@ -74,15 +65,17 @@ def train(
         return TrainedRun(checkpoint=str(newest), progress=progress)
     micro = config.microbatch_size(shard.count)
     accumulation = len(microbatches(config.global_batch_size, shard, micro))
+    everyone = torch.distributed.group.WORLD
+    module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     trainer = _RecipeTrainer(
-        model=_model(model, precision, ctx),
+        model=module,
         args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
         loader=MicroBatches(feed, data, shard, accumulation, progress, steps),
         plan=plan,
         frozen_base=frozenset(model.frozen_base),
     )
-    ctx.on_exit(forget)
+    ctx.on_exit(reset_state)
     trainer.remove_callback(PrinterCallback)
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
     callbacks = Callbacks(reporter, callback)
@@ -114,19 +107,6 @@ def _newest(ctx: Context) -> tuple[Path | None, Progress]:
         return None, Progress()
     newest = _root(ctx) / name
     return newest, Progress.from_record(read_json(newest / PROGRESS))
-
-
-def _model(model: ModelSource, precision: Precision, ctx: Context) -> nn.Module:
-    """The whole model on this rank's device, with the precision slot's compute dtype."""
-    with contextlib.closing(model.weights()) as reader:  # it reports tensors that do not fit
-        module = build_empty(model, precision)
-        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        world = torch.distributed.group.WORLD if ctx.dist.world_size > 1 else None
-        load_weights(local_parts(module), reader, ctx, world)
-    cast_buffers(module, precision)
-    if precision.compute != precision.master:
-        cast_on_use(module, torch_dtype(precision.compute))
-    return module
 
 
 def _arguments(

@@ -1,4 +1,4 @@
-"""What an accelerate configuration file says."""
+"""Wrapping by Hugging Face accelerate, as its configuration file says."""
 
 from __future__ import annotations
 
@@ -16,151 +16,139 @@ from pipeline.errors import PipeError, Problem
 from pipeline.importing.files import read_config
 from stages.importing.engines import ACCELERATE
 from stages.importing.report import Report
-from stages.wrap.accelerate_handed import HandedOn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerate:
     """Replicate or shard the model as a configuration file of Hugging Face accelerate says: with
-    torch's DistributedDataParallel, on GPUs with fully_shard (FSDP2), or with DeepSpeed.
+    torch's DistributedDataParallel, or on GPUs with fully_shard (FSDP2).
 
     `accelerate.Accelerator` wraps model and optimizer; the file is read by accelerate's own
-    launcher. Settings that accelerate would only hand on to DeepSpeed go to wrap.zero. Batches,
-    accumulation, clipping, dtypes and processes are those of the recipe. Every process holds the
-    whole model in host memory until FSDP shards it. `pipe import` translates such a file into a
-    recipe that does without accelerate.
+    launcher. Batches, accumulation, clipping, dtypes and processes are those of the recipe. Every
+    process holds the whole model in host memory until FSDP shards it. `pipe import` translates such
+    a file, also one for DeepSpeed, into a recipe without accelerate.
     """
 
     config: str
     """The file, as `accelerate config` writes it."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-
-        yield from problems(self, plan)
+        try:
+            content = read_config(Path(self.config).expanduser()).content
+        except PipeError as error:
+            yield Problem(key=KEY, message=str(error))
+            return
+        for message, hint in _problems(self.config, content, plan):
+            yield Problem(key=KEY, message=message, hint=hint)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:
-        from stages.wrap.accelerate_handed import HandedOn
-
-        path = Path(self.config).expanduser()
-        if is_handed_on(read_config(path).content):
-            engine: Engine = HandedOn(path, KEY).stage.run(ctx, model, precision, optimizer)
-            return engine
         from stages.wrap.accelerate_engine import build
 
         return build(self, ctx, model, precision, optimizer)
 
 
 KEY = "config"
+"""The only field, so the key of every problem; keys of the file are in the message."""
 SHARDING = {"fsdp_config", "parallelism_config"}
 """Blocks that accelerate reads for FSDP alone."""
 NARROW = ("fp16", "bf16")
 
 
-def problems(stage: Accelerate, plan: PlanView) -> Iterator[Problem]:
-    """Every problem of the file; keys of it are named in the message."""
-    path = Path(stage.config).expanduser()
-    try:
-        content = read_config(path).content
-    except PipeError as error:
-        yield Problem(key=KEY, message=str(error))
-        return
+def is_sharded(content: Mapping[str, Any]) -> bool:
+    """Whether the file asks for FSDP."""
+    return _kind(content) == "FSDP"
+
+
+def _kind(content: Mapping[str, Any]) -> str:
+    return str(content.get("distributed_type")).upper()
+
+
+def _problems(file: str, content: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
+    """Message and hint of every problem."""
     if "distributed_type" not in content:
-        yield Problem(
-            key=KEY, message=f"{path} is no accelerate configuration: no distributed_type"
+        yield f"{file} is no accelerate configuration: no distributed_type", ""
+        return
+    if _kind(content) == "DEEPSPEED":
+        yield (
+            "distributed_type is DEEPSPEED: accelerate only hands the settings on to DeepSpeed",
+            f"run `pipe import {file}`, which makes a recipe of them",
         )
         return
     yield from _launch(content, plan)
-    if is_handed_on(content):
-        yield from HandedOn(path, KEY).problems(plan)
-        return
-    yield from _refused(path.name, content)
+    yield from _untranslatable(Path(file).name, content)
     yield from _strategy(content, plan)
     for policy in plan.giving(Precision):
         yield from _precision(content, policy)
 
 
-def is_sharded(content: Mapping[str, Any]) -> bool:
-    """Whether the file asks for FSDP."""
-    return str(content.get("distributed_type")).upper() == "FSDP"
+def _launch(content: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
+    count = content.get("num_processes")
+    if isinstance(count, int) and count not in (-1, plan.procs):
+        yield (
+            f"num_processes is {count}, but the recipe starts {plan.procs}",
+            "set launch.procs, or num_processes: -1",
+        )
+    if content.get("use_cpu") is True and plan.device != "cpu":
+        yield "use_cpu is set, but the recipe runs on GPUs", ""
 
 
-def is_handed_on(content: Mapping[str, Any]) -> bool:
-    """Whether accelerate would only hand its settings on."""
-    return str(content.get("distributed_type")).upper() == "DEEPSPEED"
-
-
-def _refused(file: str, content: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for every key that no recipe expresses."""
+def _untranslatable(file: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys that no recipe expresses: accelerate cannot add them to a recipe either."""
     unread = {"deepspeed_config"} | (set() if is_sharded(content) else SHARDING)
     report = Report()
     report.read(file, {k: v for k, v in content.items() if k not in unread}, ACCELERATE)
     for entry in report.entries:
         if entry.left_out:
-            message = f"{entry.key} in {file}: {entry.why or 'is not translated'}"
-            yield Problem(key=KEY, message=message, hint=entry.hint)
+            yield f"{entry.key} in {file}: {entry.why or 'is not translated'}", entry.hint
 
 
-def _strategy(content: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
-    kind = str(content["distributed_type"]).upper()
-    block = content.get("fsdp_config")
-    if kind == "FSDP":
-        version = block.get("fsdp_version", 1) if isinstance(block, Mapping) else 1
-        if str(version) != "2":
-            yield Problem(
-                key=KEY,
-                message="FSDP1 joins parameters into flat ones, which no checkpoint tells apart",
-                hint="set fsdp_version: 2 (`accelerate to-fsdp2` converts the file)",
-            )
-        if isinstance(block, Mapping) and block.get("fsdp_activation_checkpointing"):
-            yield Problem(
-                key=KEY,
-                message="accelerate's fsdp_activation_checkpointing renames parameters, so that "
-                "nothing else reads the checkpoints",
-                hint="set it false there, and activation_checkpointing: {} in the model slot",
-            )
-        if plan.device == "cpu":
-            message = "accelerate shards on GPUs only; on the CPU it would replicate"
-            yield Problem(key=KEY, message=message, hint="use wrap.fsdp there")
-    elif kind == "NO" and plan.procs > 1:
-        message = f"distributed_type NO is for one process, and there are {plan.procs}"
-        yield Problem(key=KEY, message=message, hint="set it to MULTI_GPU or MULTI_CPU")
-
-
-def _launch(content: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
-    count = content.get("num_processes")
-    if isinstance(count, int) and count not in (-1, plan.procs):
-        yield Problem(
-            key=KEY,
-            message=f"num_processes is {count}, but the recipe starts {plan.procs}",
-            hint="set launch.procs, or num_processes: -1",
+def _strategy(content: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
+    if _kind(content) == "NO" and plan.procs > 1:
+        yield (
+            f"distributed_type NO is for one process, and there are {plan.procs}",
+            "set it to MULTI_GPU or MULTI_CPU",
         )
-    if content.get("use_cpu") is True and plan.device != "cpu":
-        yield Problem(key=KEY, message="use_cpu is set, but the recipe runs on GPUs")
+    if not is_sharded(content):
+        return
+    given = content.get("fsdp_config")
+    block: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    if str(block.get("fsdp_version", 1)) != "2":
+        yield (
+            "FSDP1 joins parameters into flat ones, which no checkpoint tells apart",
+            "set fsdp_version: 2 (`accelerate to-fsdp2` converts the file)",
+        )
+    if block.get("fsdp_activation_checkpointing"):
+        yield (
+            "accelerate's fsdp_activation_checkpointing renames parameters, so that nothing else "
+            "reads the checkpoints",
+            "set it false there, and activation_checkpointing: {} in the model slot",
+        )
+    if plan.device == "cpu":
+        yield (
+            "accelerate shards on GPUs only; on the CPU it would replicate",
+            "use wrap.fsdp there",
+        )
 
 
-def _precision(content: Mapping[str, Any], policy: Any) -> Iterator[Problem]:
-    said = str(content.get("mixed_precision")).lower()
-    asked = said if said in NARROW else "fp32"
-    if asked != policy.compute:
-        yield Problem(
-            key=KEY,
-            message=f"mixed_precision computes in {asked}, the precision slot in {policy.compute}",
-            hint="say the same in both",
+def _precision(content: Mapping[str, Any], policy: Any) -> Iterator[tuple[str, str]]:
+    named = str(content.get("mixed_precision")).lower()
+    compute = named if named in NARROW else "fp32"
+    if compute != policy.compute:
+        yield (
+            f"mixed_precision computes in {compute}, the precision slot in {policy.compute}",
+            "say the same in both",
         )
-    elif asked != "fp32" and not is_sharded(content):
-        yield Problem(
-            key=KEY,
-            message=f"accelerate replicates in {asked} by autocast, which leaves operators in fp32",
-            hint="use wrap.ddp, which casts as the precision slot says",
+    elif compute != "fp32" and not is_sharded(content):
+        yield (
+            f"accelerate replicates in {compute} by autocast, which leaves operators in fp32",
+            "use wrap.ddp, which casts as the precision slot says",
         )
-    elif asked != "fp32" and policy.reduce != asked:
-        yield Problem(
-            key=KEY,
-            message=f"accelerate averages gradients in {asked}, the precision slot in "
-            f"{policy.reduce}",
-            hint=f"set reduce: {asked} there",
+    elif compute != "fp32" and policy.reduce != compute:
+        yield (
+            f"accelerate averages gradients in {compute}, the precision slot in {policy.reduce}",
+            f"set reduce: {compute} there",
         )
     if policy.master != "fp32":
-        yield Problem(key=KEY, message="accelerate keeps fp32 masters", hint="set master: fp32")
+        yield "accelerate keeps fp32 masters", "set master: fp32"

@@ -1,7 +1,7 @@
-"""What accelerate keeps private about its launcher and its state, in one place.
+"""Private names of accelerate: its launcher and its process-wide state.
 
-Its launcher turns a configuration file into environment variables, from which an Accelerator takes
-everything. The same is done here, without the launch.
+`accelerate launch` turns a configuration file into environment variables, from which an Accelerator
+takes everything. The same is done here without the launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def launch_environment(config: Path, procs: int) -> dict[str, str]:
     given = ["--config_file", str(config), "--num_processes", str(procs), "recipe"]
     arguments = launch_command_parser().parse_args(given)
     arguments, _, _ = _validate_launch_command(arguments)
-    # Addresses are told by this run's launcher.
+    # This run's own launcher decides addresses.
     arguments.num_machines, arguments.main_process_port = 1, 0
     if arguments.use_fsdp or arguments.multi_gpu:
         variables = prepare_multi_gpu_env(arguments)
@@ -37,9 +37,9 @@ def launch_environment(config: Path, procs: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def launched(config: Path, procs: int) -> Iterator[None]:
-    """Under the environment that the file makes."""
-    mine = {key: value for key, value in os.environ.items() if not key.startswith(PREFIXES)}
-    with mock.patch.dict(os.environ, mine | launch_environment(config, procs), clear=True):
+    """Set the variables of `launch_environment` in the body, and no others of accelerate's."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIXES)}
+    with mock.patch.dict(os.environ, kept | launch_environment(config, procs), clear=True):
         yield
 
 
@@ -48,7 +48,7 @@ def make_accelerator(device: torch.device) -> Accelerator:
     return Accelerator(cpu=device.type == "cpu", gradient_accumulation_steps=1)
 
 
-def forget() -> None:
-    """Accelerators of a process share their state; the next one is to have its own."""
+def reset_state() -> None:
+    """Drop the state that all Accelerators of a process share, so that the next has its own."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

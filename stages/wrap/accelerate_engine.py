@@ -1,9 +1,9 @@
-"""The live side of wrap.accelerate."""
+"""The live half of wrap.accelerate."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
@@ -20,18 +19,9 @@ from pipeline.contracts.stage import Context
 from pipeline.importing.files import read_config
 from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
-from stages.wrap.load_weights import load_weights
-from stages.wrap.materialize import (
-    build_empty,
-    cast_buffers,
-    expected_buffers,
-    materialize,
-    named_parameters,
-)
-from stages.wrap.optimizer_step import make_optimizer, make_scaler
+from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.torch_compat import reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.verify_engine import verify_engine
+from stages.wrap.torch_engine import TorchEngine, make_optimizer
 
 if TYPE_CHECKING:
     from stages.wrap.accelerate import Accelerate
@@ -44,16 +34,11 @@ def build(
     path = Path(config.config).expanduser()
     sharded = is_sharded(read_config(path).content)
     # Sharding moves each rank's part to the device; a replica lives there from the start.
-    home = torch.device("cpu") if sharded else ctx.dist.device
-    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
-        module = build_empty(model, precision)
-        materialize(module, home, buffer_device=ctx.dist.device)
-        load_weights(local_parts(module), reader, ctx)
-    cast_buffers(module, precision)
-    optimizer = make_optimizer(plan, plan.groups(named_parameters(module)))
+    module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
+    optimizer = make_optimizer(plan, module)
     with compat.launched(path, ctx.dist.world_size):
         accelerator = compat.make_accelerator(ctx.dist.device)
-        ctx.on_exit(compat.forget)
+        ctx.on_exit(compat.reset_state)
         wrapped, prepared = accelerator.prepare(module, optimizer)
     engine = AcceleratedEngine(accelerator, wrapped, prepared.optimizer, ctx, precision, plan)
     verify_engine(ctx, engine, _expected(ctx, precision, sharded=sharded))
@@ -63,34 +48,18 @@ def build(
 def _expected(ctx: Context, precision: Precision, *, sharded: bool) -> dict[str, Any]:
     replicated = "DistributedDataParallel" if ctx.dist.world_size > 1 else "none"
     return {
+        **declared_facts(ctx, precision),
         "engine": "fully_shard" if sharded else replicated,
-        "world_size": ctx.dist.world_size,
-        "master": [precision.master],
-        "compute": [precision.compute],
         "reduce": [precision.reduce if sharded else precision.master],
-        **expected_buffers(precision),
     }
 
 
 class AcceleratedEngine(TorchEngine):
     """Model and optimizer as accelerate has wrapped them. Accumulation, clipping and loss scaling
-    are this engine's, so that they mean what they mean everywhere."""
+    are this engine's, as under every other strategy."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ctx: Context,
-        precision: Precision,
-        plan: OptimizerPlan,
-    ) -> None:
-        self.model = model
-        self.device = ctx.dist.device
-        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
-        self.optimizer = optimizer
-        self.scaler = make_scaler(precision, next(model.parameters()).device)
-        self.plan = plan
+    def __init__(self, accelerator: Accelerator, *rest: Any) -> None:
+        super().__init__(*rest)
         self._accelerator = accelerator
 
     @property
@@ -98,11 +67,11 @@ class AcceleratedEngine(TorchEngine):
         module: nn.Module = self._accelerator.unwrap_model(self.model)
         return module
 
-    @contextlib.contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
-        waiting = contextlib.nullcontext() if last else self._accelerator.no_sync(self.model)
-        with waiting:
-            yield
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        if last:
+            return nullcontext()
+        waiting: AbstractContextManager[None] = self._accelerator.no_sync(self.model)
+        return waiting
 
     def to_sharded(self) -> None:
         reshard(self.model)
@@ -127,7 +96,7 @@ class AcceleratedEngine(TorchEngine):
         return "none" if self.model is self.module else type(self.model).__name__
 
     def _sharding(self, master: list[str]) -> dict[str, Any]:
-        """As torch holds it. A policy without a dtype leaves the parameters' own."""
+        """Facts of torch's sharding, if any. A policy without a dtype keeps the parameters' own."""
         if not isinstance(self.model, FSDPModule):
             return {}
         facts = sharding_facts(self.model)

@@ -1,11 +1,11 @@
-"""Run a module's forward and backward in the compute dtype while its parameters stay in master
+"""Run a module's forward and backward in the compute dtype while its parameters stay in the master
 dtype.
 
-Every module sees its own parameters cast, as sharding strategies do when they gather; gradients
-come back through the cast in master dtype. Unlike autocast no operator keeps another dtype, so a
-policy means the same with and without sharding. Works under activation checkpointing: the cast is
-repeated whenever a module's forward is. A module also finds its children's parameters cast, but
-not those of their children, which it can only use by calling them.
+Every module sees its own parameters cast, as sharding strategies cast when they gather; gradients
+come back through the cast in the master dtype. Unlike under autocast, no operator keeps another
+dtype, so a policy means the same with and without sharding. Works under activation checkpointing:
+the cast is repeated whenever a module's forward is. A module also finds its children's parameters
+cast, but not its grandchildren's, which it can only use by calling the children.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
-    """Install the cast on every module of `model` that owns a floating parameter of another
+    """Install the cast on every module of `model` that finds a floating parameter of another
     dtype."""
     for module in model.modules():
         if isinstance(module, CONTAINERS):
             continue
         owners = [
             owner
-            for owner in _within_reach(module)
+            for owner in _visible(module)
             if any(_differs(parameter, dtype) for parameter in owner.parameters(recurse=False))
         ]
         if owners:
-            shadow = Shadow(dtype, owners)
-            around_forward(module, shadow, shadow.lift)
+            cast = ParameterCast(dtype, owners)
+            around_forward(module, cast, cast.undo)
 
 
-def _within_reach(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and its children; containers, which nothing calls, are no generation."""
+def _visible(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and its children; a container's children, as nothing calls it, count too."""
     yield module
     for child in module.children():
         if isinstance(child, CONTAINERS):
-            yield from _within_reach(child)
+            yield from _visible(child)
         else:
             yield child
 
@@ -51,9 +51,12 @@ def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.is_floating_point() and tensor.dtype != dtype
 
 
-class Shadow:
-    """Forward pre-hook: attributes found in `__dict__` come before `_parameters`, so the cast
-    tensors are what the forward reads. What a caller has cast already is used, and left to it."""
+class ParameterCast:
+    """Forward pre-hook that casts parameters for the time of a forward.
+
+    The cast tensors are put into a module's `__dict__`, where attributes are found before those in
+    `_parameters`. A tensor that a caller's hook has put there is used, and left in place.
+    """
 
     def __init__(self, dtype: torch.dtype, owners: Sequence[nn.Module]) -> None:
         self.dtype = dtype
@@ -73,13 +76,13 @@ class Shadow:
             owner.__dict__[name] = owner._parameters[name].to(self.dtype)  # type: ignore[union-attr]
         self._cast.append(cast)
 
-    def lift(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The forward hook that goes with it."""
+    def undo(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: remove the cast tensors of the latest forward."""
         for owner, name in self._cast.pop() if self._cast else ():
             owner.__dict__.pop(name, None)
 
 
-def installed_casts(model: nn.Module) -> list[Shadow]:
-    """The casts that really are on the model's modules."""
+def installed_casts(model: nn.Module) -> list[ParameterCast]:
+    """The casts that are on the model's modules."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return [hook for hook in hooks if isinstance(hook, Shadow)]
+    return [hook for hook in hooks if isinstance(hook, ParameterCast)]

@@ -1,9 +1,9 @@
-"""The live side of wrap.ddp."""
+"""The live half of wrap.ddp, and its stand-in for traces."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with its classes.
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -15,47 +15,40 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision, dtype_name, torch_dtype
 from pipeline.contracts.stage import Context
-from stages.wrap.compute_cast import cast_on_use, installed_casts
-from stages.wrap.load_weights import load_weights
-from stages.wrap.materialize import (
-    build_empty,
-    cast_buffers,
-    expected_buffers,
-    materialize,
-    named_parameters,
+from stages.wrap.build import build_module, declared_facts, trained, verify_engine
+from stages.wrap.compute_cast import installed_casts
+from stages.wrap.torch_compat import (
+    cut,
+    hook_states,
+    keeps_gradients,
+    no_buffer_sync,
+    prime_buckets,
 )
-from stages.wrap.optimizer_step import make_optimizer, make_scaler
-from stages.wrap.torch_compat import hook_states, keeps_gradients, no_buffer_sync, settle_buckets
-from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.verify_engine import verify_engine
+from stages.wrap.torch_engine import TorchEngine, make_optimizer
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
 
 
 def build(
-    config: Ddp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
+    config: "Ddp", ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
-    """Build, load_weights, cast, replicate; the optimizer last."""
-    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
-        module = build_empty(model, precision)
-        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        load_weights(local_parts(module), reader, ctx, torch.distributed.group.WORLD)
-    cast_buffers(module, precision)
-    if precision.compute != precision.master:
-        cast_on_use(module, torch_dtype(precision.compute))
-    engine = DdpEngine(_replicate(config, module, ctx, precision), ctx, precision, plan)
-    verify_engine(ctx, engine, _expected(ctx, precision))
+    """Replicate the model; the same values are sent to every rank as weights are loaded."""
+    everyone = torch.distributed.group.WORLD
+    module = build_module(ctx, model, precision, replicas=everyone, casts=True)
+    replica = _replicate(config, module, ctx, precision)
+    engine = DdpEngine(replica, make_optimizer(plan, module), ctx, precision, plan)
+    expected = {"engine": "DistributedDataParallel", "device": ctx.dist.device.type}
+    verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
     return engine
 
 
 def _replicate(
-    config: Ddp, module: nn.Module, ctx: Context, precision: Precision
+    config: "Ddp", module: nn.Module, ctx: Context, precision: Precision
 ) -> DistributedDataParallel:
     device = ctx.dist.device
     replicated = DistributedDataParallel(
@@ -65,27 +58,15 @@ def _replicate(
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
         find_unused_parameters=config.find_unused_parameters,
-        init_sync=False,  # load_weights() has sent every rank the same values
+        init_sync=False,  # every rank was loaded with the same values
         **no_buffer_sync(),
     )
     if precision.reduce != precision.master:
         reduction = ReduceIn(torch_dtype(precision.reduce), replicated.process_group)
         replicated.register_comm_hook(reduction, reduce_in)
-    if not config.static_graph:  # which settles with its first real backward
-        settle_buckets(replicated)
+    if not config.static_graph:  # a static graph lays out its buckets in the first real backward
+        prime_buckets(replicated)
     return replicated
-
-
-def _expected(ctx: Context, precision: Precision) -> dict[str, Any]:
-    return {
-        "engine": "DistributedDataParallel",
-        "world_size": ctx.dist.world_size,
-        "device": ctx.dist.device.type,
-        "master": [precision.master],
-        "compute": [precision.compute],
-        "reduce": [precision.reduce],
-        **expected_buffers(precision),
-    }
 
 
 class DdpEngine(TorchEngine):
@@ -93,20 +74,9 @@ class DdpEngine(TorchEngine):
 
     model: DistributedDataParallel
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        ctx: Context,
-        precision: Precision,
-        plan: OptimizerPlan,
-    ) -> None:
-        self.model = model
-        self.device = ctx.dist.device
-        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
-        self.optimizer = make_optimizer(plan, plan.groups(named_parameters(model.module)))
-        self.scaler = make_scaler(precision, self.device)
-        self.plan = plan
-        self._to_record = model.static_graph
+    def __init__(self, model: DistributedDataParallel, *rest: Any) -> None:
+        super().__init__(model, *rest)
+        self._records_graph = model.static_graph
         self.keeps_gradients = keeps_gradients(model)
 
     @property
@@ -116,14 +86,13 @@ class DdpEngine(TorchEngine):
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         # torch records a static graph in the very first backward, which must then reduce; averaging
-        # what is averaged again at the end of the step changes nothing but rounding.
-        reduce, self._to_record = last or self._to_record, False
+        # averaged gradients again at the end of the step changes nothing but rounding.
+        reduce, self._records_graph = last or self._records_graph, False
         return contextlib.nullcontext() if reduce else self.model.no_sync()
 
     def describe(self) -> Mapping[str, Any]:
-        module = self.model.module
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
-        casts = {dtype_name(cast.dtype) for cast in installed_casts(module)}
+        casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         common = self.common_facts()
         return {
             "engine": type(self.model).__name__,
@@ -134,19 +103,16 @@ class DdpEngine(TorchEngine):
         }
 
 
-# No postponed annotations here: DDP compares the hook's annotations with its own classes.
-
-
 @dataclass(frozen=True)
 class ReduceIn:
-    """What the hook is registered with: the dtype to reduce in, among which processes."""
+    """State of the hook `reduce_in`: the dtype to reduce in, and the ranks to average over."""
 
     dtype: torch.dtype
     group: torch.distributed.ProcessGroup
 
 
 def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
-    """A DDP communication hook: cast a bucket, average it over all ranks, cast it back.
+    """DDP communication hook: cast a bucket, average it over all ranks, cast it back.
 
     torch's own hooks do the same for NCCL only.
     """
@@ -160,3 +126,54 @@ def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
         return gradient.copy_(future.value()[0])
 
     return cast(Future[Tensor], work.get_future().then(widen))
+
+
+class TracedReplica(TorchEngine):
+    """A replica with DDP's buckets, for a trace: DDP's own reducer reads addresses of gradients,
+    which tensors without values do not have.
+
+    Gradients are views of the buckets, or beside them. A bucket is sent when the gradient of its
+    last weight arrives, which is the last to arrive, or nearly.
+    """
+
+    def __init__(
+        self,
+        ddp: "Ddp",
+        ctx: Context,
+        model: ModelSource,
+        precision: Precision,
+        plan: OptimizerPlan,
+    ) -> None:
+        module = build_module(ctx, model, precision, casts=True)
+        super().__init__(module, make_optimizer(plan, module), ctx, precision, plan)
+        self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
+        self.keeps_gradients = self._views and not (ddp.find_unused_parameters or ddp.static_graph)
+        self._reduces = True
+        for bucket in cut([*trained(module)], lambda one: one.nbytes, ddp.bucket_cap_mb << 20):
+            self._reduce_together(bucket)
+
+    def _reduce_together(self, weights: list[nn.Parameter]) -> None:
+        sizes = [weight.numel() for weight in weights]
+        bucket = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=self.device)
+        parts = dict(zip(weights, torch.split(bucket, sizes), strict=True))
+
+        def arrived(weight: Tensor) -> None:
+            if self._reduces and self._views:
+                weight.grad = parts[weight].view_as(weight)  # type: ignore[index]
+            if self._reduces and weight is weights[-1]:
+                bucket.to(self._sent_in)
+
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        self._reduces = last
+        yield
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.common_facts()

@@ -1,4 +1,4 @@
-"""The share of wrap.ddp: a replica on every rank (torch's DistributedDataParallel)."""
+"""Memory and traffic of wrap.ddp: a replica on every rank (torch's DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Replicated(TorchMemory):
     n: elements; m, c: bytes of a number in the master and compute dtype. A rank holds
 
     - always m n of weights, their optimizer state, and m n of gradients in buckets. Without
-      `views`, gradients are tensors of their own beside them, from backward until the next step's;
-    - where c is another dtype, c n of each block from its forward until its backward has used it,
-      or while it runs, if backward runs it again; the same of the head.
+      `views`, gradients are tensors beside the buckets, from one backward to the next;
+    - if c is another dtype, c n of each block from its forward to the end of its backward, or only
+      while it runs if it is recomputed; the same for the head.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Replicated(TorchMemory):
             return 0 if same else weight.bytes(sizes.compute)
 
         self._cast = UnitAmounts(model, cast)
-        """Bytes of weights in the compute dtype, of those that are held in another."""
+        """Bytes of the casts of weights that are held in another dtype than the compute dtype."""
         kept = zip(model.kinds, profile.recomputed, strict=True)
         kinds = tuple(() if again else weights for weights, again in kept)
         self._kept = UnitAmounts(replace(model, kinds=kinds), cast)
-        """Bytes of these of blocks that are not run again."""
+        """Bytes of the casts in blocks that are not recomputed."""
         table = 0 if model.tied else cast(model.embedding)
         self._behind = self._cast[ROOT] - table
 
@@ -64,8 +64,8 @@ class Replicated(TorchMemory):
             yield Item(strategy.BUFFERS, "device", sent)
 
     def _reduced(self, moment: Moment) -> int:
-        """In buckets, and beside them: all that have come, without those of the unit in backward.
-        The first gradient of a tied weight waits for the second."""
+        """In buckets, and beside them the gradients that have arrived, without those of the unit in
+        backward. The first gradient of a tied weight waits for the second."""
         trained, table = self._own.all, self._model.embedding
         if moment.event == "load":  # gradients are laid into buckets, whole or one by one
             return trained + (self._own.largest if self._views else trained)
@@ -84,7 +84,7 @@ class Replicated(TorchMemory):
         m, c = self._sizes.master, self._sizes.compute
         kept = 0 if self._views or not moment.first else m
         if self._model.tied and moment.unit == "embeddings":
-            # Both gradients of a tied weight, one of which has waited, and their sum.
+            # Both gradients of a tied weight, the earlier of which has waited, and their sum.
             return Gradients(kept, 2 * m - c - kept)
         return Gradients(kept, m if m != c else 0)
 
@@ -111,6 +111,6 @@ class DdpPlanner(Planner[Ddp]):
     def trace(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:
-        from stages.wrap.ddp_trace import TracedReplica
+        from stages.wrap.ddp_engine import TracedReplica
 
         return TracedReplica(self.stage, ctx, model, precision, optimizer)

@@ -23,16 +23,16 @@ class Fsdp:
     """Shard parameters, gradients and optimizer state across ranks (torch fully_shard, FSDP2)."""
 
     sharding: Sharding = "full_shard"
-    """What is sharded: full_shard gathers parameters again in backward; shard_grad_op keeps them
-    gathered from forward to backward; hybrid_shard shards within groups of `shard_size` ranks and
-    replicates across them; no_shard replicates everything."""
+    """full_shard gathers parameters again in backward; shard_grad_op keeps them gathered from
+    forward to backward; hybrid_shard shards within groups of `shard_size` ranks and replicates
+    across them; no_shard replicates everything."""
 
     shard_size: Annotated[int, Gt(0)] | None = None
-    """With hybrid_shard: ranks that share one copy of the model; null means those of one node."""
+    """With hybrid_shard: ranks that share one copy of the model; null means the ranks of a node."""
 
     units: Literal["block", "size"] | tuple[str, ...] = "block"
-    """What is gathered at a time: each transformer block, modules of at least `unit_size`
-    parameters, or modules of the named classes."""
+    """Modules whose parameters are gathered together: each transformer block, modules of at least
+    `unit_size` parameters, or modules of the named classes."""
 
     unit_size: Annotated[int, Gt(0)] = 20_000_000
     """With units: size. Fewest parameters of a unit."""
@@ -55,14 +55,14 @@ class Fsdp:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if self.shard_size is not None and self.sharding != "hybrid_shard":
-            yield Problem(key="shard_size", message="only means something with hybrid_shard")
+            yield Problem(key="shard_size", message="only applies to hybrid_shard")
         if self.shard_size is not None and plan.procs % self.shard_size:
             yield Problem(
                 key="shard_size",
                 message=f"{plan.procs} processes do not divide into groups of {self.shard_size}",
             )
         if self.sharding == "no_shard" and self.cpu_offload:
-            yield Problem(key="cpu_offload", message="needs a sharding", hint="use full_shard")
+            yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

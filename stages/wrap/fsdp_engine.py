@@ -1,4 +1,4 @@
-"""The live side of wrap.fsdp."""
+"""The live half of wrap.fsdp."""
 
 from __future__ import annotations
 
@@ -18,25 +18,15 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.stage import Context
 from pipeline.errors import StageError
 from pipeline.utils.fake_tensors import with_values
-from stages.wrap.load_weights import load_weights
-from stages.wrap.materialize import (
-    build_empty,
-    cast_buffers,
-    expected_buffers,
-    materialize,
-    named_parameters,
-)
-from stages.wrap.optimizer_step import make_optimizer, make_scaler
+from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.torch_compat import reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine, local_parts
-from stages.wrap.verify_engine import verify_engine
+from stages.wrap.torch_engine import TorchEngine, make_optimizer
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
@@ -45,21 +35,26 @@ if TYPE_CHECKING:
 def build(
     config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
-    """Declare on meta, shard units then the root, materialize the shards, load_weights them."""
-    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
-        module = build_empty(model, precision)
-        with with_values():
-            mesh = make_mesh(config, ctx)
-        units = choose_units(config, module, model.blocks(module))
-        _shard(config, module, units, mesh, precision)
-        device = ctx.dist.device
-        home = torch.device("cpu") if config.cpu_offload else device
-        materialize(module, home, buffer_device=device)
-        replicas = mesh["replicate"].get_group() if mesh.ndim == 2 else None
-        load_weights(local_parts(module), reader, ctx, replicas)
-    cast_buffers(module, precision)
-    _prefetch(config, units)
-    engine = FsdpEngine(module, mesh, config, ctx, precision, plan)
+    """Shard units then the root on the meta device; each rank materializes and loads its shards."""
+    with with_values():
+        mesh = make_mesh(config, ctx)
+    units: list[nn.Module] = []
+
+    def shard(module: nn.Module) -> None:
+        units.extend(choose_units(config, module, model.blocks(module)))
+        _shard(config, [*units, module], mesh, precision)
+        _prefetch(config, units)
+
+    module = build_module(
+        ctx,
+        model,
+        precision,
+        shard=shard,
+        replicas=mesh["replicate"].get_group() if mesh.ndim == 2 else None,
+        home=torch.device("cpu") if config.cpu_offload else None,
+    )
+    optimizer = make_optimizer(plan, module, shard=mesh.get_local_rank("shard"))
+    engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan)
     verify_engine(ctx, engine, _expected(config, ctx, mesh, units, precision))
     return engine
 
@@ -79,11 +74,7 @@ def make_mesh(config: Fsdp, ctx: Context) -> DeviceMesh:
 
 
 def _shard(
-    config: Fsdp,
-    module: nn.Module,
-    units: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    precision: Precision,
+    config: Fsdp, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision
 ) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
@@ -91,9 +82,9 @@ def _shard(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=config.pin_memory and mesh.device_type == "cuda")
-    # None: every unit but the root, which backward needs at once.
-    reshard = None if config.sharding in ("full_shard", "hybrid_shard") else False
-    for unit in (*units, module):
+    # None reshards every unit but the root, which backward needs at once.
+    reshard = None if _reshards(config) else False
+    for unit in units:
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
         )
@@ -112,44 +103,29 @@ def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
 def _expected(
     config: Fsdp, ctx: Context, mesh: DeviceMesh, units: Sequence[nn.Module], precision: Precision
 ) -> dict[str, Any]:
-    reshard = config.sharding in ("full_shard", "hybrid_shard")
     return {
+        **declared_facts(ctx, precision),
         "engine": "fully_shard",
-        "world_size": ctx.dist.world_size,
         "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
         "units": len(units) + 1,
-        "reshard_after_forward": [reshard] if units else [False],
+        "reshard_after_forward": [_reshards(config) and bool(units)],
         "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
-        "master": [precision.master],
-        "compute": [precision.compute],
-        "reduce": [precision.reduce],
         "cpu_offload": config.cpu_offload,
-        **expected_buffers(precision),
     }
+
+
+def _reshards(config: Fsdp) -> bool:
+    """Whether units are gathered for forward, and again for backward."""
+    return config.sharding in ("full_shard", "hybrid_shard")
 
 
 class FsdpEngine(TorchEngine):
     """Shards on every rank; parameters gathered unit by unit, gradients reduce-scattered."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        config: Fsdp,
-        ctx: Context,
-        precision: Precision,
-        plan: OptimizerPlan,
-    ) -> None:
-        self.model = module
-        self.device = ctx.dist.device
-        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
-        parameters = named_parameters(module, shard=mesh.get_local_rank("shard"))
-        self.optimizer = make_optimizer(plan, plan.groups(parameters))
-        home = torch.device("cpu") if config.cpu_offload else self.device
-        self.scaler = make_scaler(precision, home)
+    def __init__(self, config: Fsdp, mesh: DeviceMesh, *rest: Any) -> None:
+        super().__init__(*rest)
         self._mesh = mesh
         self._reduce_always = config.reduce_every_microbatch
-        self.plan = plan
 
     @property
     def module(self) -> nn.Module:
@@ -160,7 +136,7 @@ class FsdpEngine(TorchEngine):
         assert isinstance(self.model, FSDPModule)
         reduces = last or self._reduce_always
         self.model.set_requires_gradient_sync(reduces)
-        # Or the buffer of the root's gradients would stay through the next forward.
+        # Otherwise the buffer of the root's gradients stays through the next forward.
         self.model.set_is_last_backward(reduces)
         yield
 
@@ -182,7 +158,7 @@ class FsdpEngine(TorchEngine):
 def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The units in forward order, inner before outer, without the root.
 
-    Raises StageError when the recipe's choice finds none in this model, or would part tied weights.
+    Raises StageError if the recipe's choice finds none in this model, or separates tied weights.
     """
     if config.units == "block":
         units, what = list(blocks), "transformer blocks; name their classes in `units`"
@@ -208,7 +184,6 @@ def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -
 def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
     taken: set[nn.Parameter] = set()
     owners = _owners(module)
-
     for owner in _inner_first(module):
         own = set(owner.parameters()) - taken
         container = isinstance(owner, nn.ModuleList | nn.ModuleDict)
@@ -233,6 +208,6 @@ def _owners(module: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
 
 
 def _closed(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
-    """Whether no weight of `unit` is tied to one outside; torch gathers a weight in one unit."""
+    """Whether `unit` holds all owners of its weights; torch gathers a weight in one unit."""
     inside = set(unit.modules())
     return all(owners[parameter] <= inside for parameter in unit.parameters())

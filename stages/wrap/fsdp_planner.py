@@ -1,4 +1,4 @@
-"""The share of wrap.fsdp, by the source of torch.distributed.fsdp.fully_shard (2.13)."""
+"""Memory and traffic of wrap.fsdp, by the source of torch.distributed.fsdp.fully_shard (2.13)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 
 WHOLE = {"reduce_every_microbatch": False}
-"""Gradients stay whole until a step's last micro-batch, and are sent once."""
+"""Fields that keep gradients whole until a step's last micro-batch, and reduce them once."""
 PRESETS = {
     "fsdp-shard-grad-op": (Tier.PARTLY_SHARDED, "shard_grad_op", "shards, gathered once a pass"),
     "fsdp": (Tier.SHARDED, "full_shard", "shards over all ranks, gathered block by block"),
@@ -34,9 +34,9 @@ class Sharded(TorchMemory):
 
     - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
       its backward on;
-    - c n of the root, and of the unit in use: of all up to it where they stay after forward;
-    - c n of each buffer that a unit is copied out of, when it is gathered; one ahead, or as told;
-    - c n of the gradients of the unit in backward. Where they are reduced once a step, r n of each
+    - c n of the root and of the unit in use; of all units up to it if they stay after forward;
+    - c n of each buffer that a gathered unit is copied from; one ahead, or as many as configured;
+    - c n of the gradients of the unit in backward. If they are reduced once a step, r n of each
       unit stays until then;
     - r n of the unit whose gradients were reduced last.
     """
@@ -51,7 +51,7 @@ class Sharded(TorchMemory):
         super().__init__(topology.ranks, model, optimizer, sizes, shards=shards, home=home)
         self._config = config
         self._stays = config.sharding not in ("full_shard", "hybrid_shard")
-        """Whether what forward has gathered is there until backward."""
+        """Whether units that forward has gathered stay until backward."""
         self._late = not config.reduce_every_microbatch
         self._whole = UnitAmounts(model, lambda w: w.shard(shards, sizes.compute) * shards)
         """Bytes of gathered units."""
@@ -73,7 +73,7 @@ class Sharded(TorchMemory):
         return self._whole[ROOT] + self._whole.between(first, place if through else place + 1)
 
     def _gathering(self, moment: Moment, place: int) -> int:
-        """Bytes of the buffers that units are gathered into: the one before's and those ahead."""
+        """Bytes of the buffers that units are gathered into: of the unit before and those ahead."""
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
         if moment.event not in strategy.IN_BACKWARD:
@@ -87,8 +87,8 @@ class Sharded(TorchMemory):
         return self._whole.between(max(end - self._config.backward_prefetch, 0), end)
 
     def _reducing(self, moment: Moment, place: int) -> int:
-        """Bytes of the gradients that were reduced last. Where those in the master dtype are
-        others, shards that replicas have averaged stay as well."""
+        """Bytes of the gradients that were reduced last. If master gradients are other tensors, the
+        shards that replicas have averaged stay as well."""
         if moment.event not in strategy.IN_BACKWARD or (self._late and not moment.last):
             return 0
         m, c, r = self._sizes.master, self._sizes.compute, self._sizes.reduce
@@ -97,14 +97,14 @@ class Sharded(TorchMemory):
         stays = r * self._own.after(place) if others and replicas else 0
         if moment.event != "reduce":
             return stays + r * self._own[place + 1] * self._shards
-        # The whole gradients but the last are given up before there is a shard.
+        # Whole gradients but the last are freed before there is a shard.
         given_up = c * (self._trained[place] - self._last * (place == ROOT))
         shard = (r if r == m else r + m) * self._own[place] - given_up
         return stays + r * self._own[place] * self._shards + max(shard, 0)
 
     def _unreduced(self, moment: Moment, place: int) -> int:
-        """Bytes of whole gradients but those of the unit in backward: of the head, and of units
-        that wait for the last micro-batch."""
+        """Bytes of whole gradients outside of the unit in backward: of the head, and of units that
+        wait for the last micro-batch."""
         c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
         backward, through = moment.event in strategy.IN_BACKWARD, moment.event == "reduce"
         done = trained.after(place) if backward else 0

@@ -1,20 +1,22 @@
-"""Fill the parts of the weights that this rank holds from the model's source.
+"""This rank's shards of the weights, and how they are loaded from the model's source.
 
-Every rank reads the bytes of its own parts and no others, into the memory where they stay. Ranks
-that hold the same parts share the reading and send each other what they read, unless reading is
-quicker than sending.
+Every rank reads the bytes of its own shards and no others, into the memory where they stay. Ranks
+that hold the same shards share the reading and send each other what they read, unless reading is
+faster than sending.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
+from pipeline.errors import StageError
 from pipeline.utils.text import Throughput
 
 if TYPE_CHECKING:
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from pipeline.contracts.tensors import TensorReader
 
 CUT = 1 << 24
-"""Elements; smaller parts are read by one rank."""
+"""Elements; a smaller shard is read by one rank."""
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """A flat, live view of elements [start, start + its length) of a tensor of the source."""
 
     name: str
@@ -35,76 +37,136 @@ class Part(NamedTuple):
     target: Tensor
 
 
-def load_weights(
-    parts: Iterable[Part], reader: TensorReader, ctx: Context, replicas: ProcessGroup | None = None
-) -> None:
-    """Overwrite every part with the reader's values, cast to its dtype.
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of all that a checkpoint of the model holds, tied ones once: parameters, then
+    persistent buffers."""
+    yield from module.named_parameters()
+    persistent = module.state_dict(keep_vars=True)
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            yield name, buffer
 
-    Each part is filled before the next is taken. With `replicas`, the ranks that hold exactly the
-    same parts, it is collective over them, and all parts must stay valid. Raises StageError.
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Tied parameter's name -> the name under which `named_parameters` lists it."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        name: first[parameter]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first[parameter] != name
+    }
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """This process's elements as a live, flat view."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().view(-1)
+
+
+def local_shards(module: nn.Module) -> Iterator[LocalShard]:
+    """This rank's shard of every parameter and stored buffer that it has elements of."""
+    for name, tensor in stored_tensors(module):
+        start, length = local_span(name, tensor)
+        if length:
+            yield LocalShard(name, start, flat(tensor))
+
+
+def local_span(name: str, tensor: Tensor) -> tuple[int, int]:
+    """Start and length, in elements, of this rank's shard within the flattened full tensor.
+
+    Raises StageError for a tensor that is sharded otherwise than by rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.numel()
+    rows, first = tensor.shape[0], 0
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard or placement.dim != 0:
+            raise StageError(f"{name} is placed as {placement}, which cannot be saved")
+        # torch.chunk's rule, which DTensor follows
+        chunk = -(-rows // tensor.device_mesh.size(axis))
+        skip = min(chunk * tensor.device_mesh.get_local_rank(axis), rows)
+        first, rows = first + skip, min(chunk, rows - skip)
+    here = tensor.to_local().shape[0]
+    assert here == rows, f"{name}: {here} rows are here, expected {rows}"
+    width = tensor.numel() // max(tensor.shape[0], 1)
+    return first * width, rows * width
+
+
+def load_weights(
+    shards: Iterable[LocalShard],
+    reader: TensorReader,
+    ctx: Context,
+    replicas: ProcessGroup | None = None,
+) -> None:
+    """Overwrite every shard with the reader's values, cast to its dtype.
+
+    Each shard is filled before the next is taken. With `replicas`, the ranks that hold exactly the
+    same shards, it is collective over them, and all shards must stay valid. Raises StageError for
+    files that cannot be read.
     """
     with torch.no_grad():
         if replicas is None or torch.distributed.get_world_size(replicas) == 1:
-            _read(parts, reader, ctx)
+            _read(shards, reader, ctx)
             return
-        shares = _shares(list(parts), torch.distributed.get_world_size(replicas))
+        shares = _shares(list(shards), torch.distributed.get_world_size(replicas))
         rank = torch.distributed.get_rank(replicas)
         if reader.as_stored and ctx.dist.device.type == "cpu":
-            # gloo sends 1 GB/s, the page cache gives 10. As each begins with another share, a disk
-            # gives each byte once, as fast as all of them together ask for it.
+            # gloo sends 1 GB/s, the page cache gives 10. Each rank begins with another share, so
+            # that all of them together read each byte from the disk once.
             _read(itertools.chain(*shares[rank:], *shares[:rank]), reader, ctx)
         else:
             _read(shares[rank], reader, ctx)
             _exchange(shares, replicas, ctx.dist.device)
 
 
-def _read(parts: Iterable[Part], reader: TensorReader, ctx: Context) -> None:
-    watch = Throughput(ctx.log, "loading weights")
+def _read(shards: Iterable[LocalShard], reader: TensorReader, ctx: Context) -> None:
+    throughput = Throughput(ctx.log, "loading weights")
     before = reader.bytes_read
-    for part in parts:
-        start, target = part.start, part.target
-        if reader.spec(part.name).dtype == torch.uint8:  # bytes, whatever they are held in
+    for name, start, target in shards:
+        if reader.spec(name).dtype == torch.uint8:  # packed bytes, whatever dtype they are held in
             start, target = start * target.itemsize, target.view(torch.uint8)
-        reader.read_into(part.name, start, target)
-        watch.advance(reader.bytes_read - before)
+        reader.read_into(name, start, target)
+        throughput.advance(reader.bytes_read - before)
         before = reader.bytes_read
     if reader.bytes_read:
-        ctx.log.info("weights loaded: this process read %s", watch.summary())
+        ctx.log.info("weights loaded: this process read %s", throughput.summary())
 
 
 def _exchange(
-    shares: Sequence[Sequence[Part]], replicas: ProcessGroup, device: torch.device
+    shares: Sequence[Sequence[LocalShard]], replicas: ProcessGroup, device: torch.device
 ) -> None:
     for number, share in enumerate(shares):
         owner = torch.distributed.get_global_rank(replicas, number)
-        for part in share:
-            # What is offloaded travels over the device's own network all the same.
-            value = part.target.to(device)
+        for shard in share:
+            # Offloaded values travel over the device's network too.
+            value = shard.target.to(device)
             torch.distributed.broadcast(value, src=owner, group=replicas)
-            if value is not part.target:
-                part.target.copy_(value)
+            if value is not shard.target:
+                shard.target.copy_(value)
 
 
-def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
-    """The parts in order, for `count` ranks to read about as many elements each.
+def _shares(shards: Sequence[LocalShard], count: int) -> list[list[LocalShard]]:
+    """The shards in order, in `count` shares of about as many elements each, one for each rank.
 
-    A large one is cut where a share ends; a small one goes whole to the rank in whose share its
-    middle lies, as some readers make whole tensors anyway.
+    A large shard is cut where a share ends; a small one goes whole into the share that its middle
+    lies in, as some readers make whole tensors anyway.
     """
-    total = sum(part.target.numel() for part in parts)
-    shares: list[list[Part]] = [[] for _ in range(count)]
+    total = sum(shard.target.numel() for shard in shards)
+    shares: list[list[LocalShard]] = [[] for _ in range(count)]
     begin = 0
-    for part in parts:
-        end = begin + part.target.numel()
+    for name, start, target in shards:
+        end = begin + target.numel()
         if end - begin < CUT:
             middle = (begin + end) // 2
-            shares[min(middle * count // max(total, 1), count - 1)].append(part)
+            place = min(middle * count // max(total, 1), count - 1)
+            shares[place].append(LocalShard(name, start, target))
         else:
             for rank in range(count):
-                low = max(begin, total * rank // count)
-                high = min(end, total * (rank + 1) // count)
+                low = max(begin, total * rank // count) - begin
+                high = min(end, total * (rank + 1) // count) - begin
                 if low < high:
-                    target = part.target[low - begin : high - begin]
-                    shares[rank].append(Part(part.name, part.start + low - begin, target))
+                    shares[rank].append(LocalShard(name, start + low, target[low:high]))
         begin = end
     return shares

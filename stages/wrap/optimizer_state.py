@@ -1,4 +1,4 @@
-"""What optimizers keep for each parameter."""
+"""The state that an optimizer keeps for each parameter: moments, and a count of updates."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.errors import StageError
+from stages.wrap.load_weights import flat
 
 UPDATES = "step"
-"""torch's name of the count of updates."""
+"""Key under which torch counts updates."""
 
 
 def start_state(optimizer: Optimizer, plan: OptimizerPlan) -> None:
-    """Give every parameter the state that its first update would give it. Exactly what the
-    optimizer would do itself, but before a first step, so that state can be saved and restored."""
+    """Create every parameter's state as the optimizer's first step would, so that it can be saved
+    and restored before there is one."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
@@ -34,17 +34,11 @@ def _start(parameter: Tensor, plan: OptimizerPlan) -> dict[str, Tensor]:
     return plan.packing.start(own, own.numel())
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """This process's elements as a live, flat view."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().view(-1)
-
-
 def read_moments(
     state: Mapping[str, Any], plan: OptimizerPlan, start: int, stop: int
 ) -> dict[str, Tensor]:
-    """Elements [start, stop) of each moment, flat: live views, or copies of packed ones, which
-    `write_moments` takes back."""
+    """Elements [start, stop) of each moment, flat: live views, or unpacked copies, which
+    `write_moments` packs again."""
     if plan.packing is None:
         return {name: flat(state[name])[start:stop] for name in plan.moments}
     return {name: plan.packing.unpack(state, name, start, stop) for name in plan.moments}
@@ -53,29 +47,28 @@ def read_moments(
 def write_moments(
     state: Mapping[str, Any], plan: OptimizerPlan, moments: Mapping[str, Tensor]
 ) -> None:
-    """Keep what was written into all elements of `read_moments`' tensors."""
+    """Pack what was written into `read_moments`' tensors of all elements; views need nothing."""
     if plan.packing is not None:
         for name, values in moments.items():
             plan.packing.pack(state, name, values)
 
 
 def _zero(group: Mapping[str, Any], parameter: nn.Parameter) -> Tensor:
-    """torch's fused and capturable kernels read the count on the device."""
+    """A count of 0, on the device for torch's fused and capturable kernels, which read it there."""
     on_device = group.get("fused") or group.get("capturable")
     device = parameter.device if on_device else torch.device("cpu")
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def updates(state: Mapping[str, Any], uncounted: int) -> int:
-    """How often a parameter was updated; `uncounted` under a rule that does not count."""
+    """Number of a parameter's updates; `uncounted` under a rule that keeps no count."""
     return int(state.get(UPDATES, uncounted))
 
 
 def set_updates(
     state: dict[str, Any], count: int, optimizer: Optimizer, group: int | None = None
 ) -> None:
-    """Put the count of updates back; `group` is the number of the optimizer group, for kernels that
-    count in it."""
+    """Set the count of updates; some kernels keep it in the optimizer group too, number `group`."""
     if isinstance(state.get(UPDATES), Tensor):
         state[UPDATES].fill_(count)
     elif UPDATES in state:
@@ -85,8 +78,8 @@ def set_updates(
 
 
 def require_known(state: Mapping[str, Any], plan: OptimizerPlan, optimizer: str) -> None:
-    """Raises StageError for state that belongs to no element of the parameter, such as factors of
-    its second moment. What is packed is what the packing has made."""
+    """Raise StageError for tensors other than the plan's moments, such as a factored second moment:
+    they cannot be split by parameter. Packed state is the packing's own."""
     tensors = {key for key, value in state.items() if isinstance(value, Tensor) and key != UPDATES}
     if plan.packing is None and tensors != set(plan.moments):
         raise StageError(

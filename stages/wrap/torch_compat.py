@@ -1,4 +1,4 @@
-"""What is private or differs between torch versions about DistributedDataParallel, in one place."""
+"""Names of torch that are private or differ between its versions: hooks, DDP and fully_shard."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.contracts.precision import dtype_name
 
 SHARED = -1
-"""The key of these hooks on every module; torch counts its own from 0."""
+"""Key of these hooks on every module; torch counts its own from 0."""
 
 
 def around_forward(
     module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
 ) -> None:
-    """Have `before` called ahead of `module`'s forward, and `after` behind it, even where that
-    raises.
+    """Call `before` ahead of `module`'s forward, and `after` behind it, even if forward raises.
 
-    torch's own registration numbers hooks, and what it compiles looks up their numbers: each block
-    would have a graph of its own, up to a limit from which on blocks are not compiled.
+    torch's own registration numbers hooks, and compiled graphs look up the numbers: each block
+    would get a graph of its own, up to a limit beyond which blocks are not compiled.
     """
     module._forward_pre_hooks[SHARED] = before
     module._forward_hooks[SHARED] = after
@@ -33,7 +32,7 @@ def around_forward(
 def no_buffer_sync() -> dict[str, Any]:
     """Arguments that keep buffers from being broadcast at every forward.
 
-    They are the same everywhere from birth, and no causal language model updates one in forward.
+    Every rank builds the same ones, and no causal language model updates one in forward.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     # torch 2.13 renamed the argument and deprecates the old name.
@@ -42,31 +41,32 @@ def no_buffer_sync() -> dict[str, Any]:
 
 
 def hook_states(model: DistributedDataParallel) -> list[object]:
-    """What the registered communication hooks were registered with."""
+    """States of the registered communication hooks."""
     return [state for _, state in model._comm_hooks]
 
 
-def settle_buckets(model: DistributedDataParallel) -> None:
-    """Have torch lay out its buckets for good (collective).
+def prime_buckets(model: DistributedDataParallel) -> None:
+    """Make torch lay out its final buckets now (collective).
 
-    It does so anew after the first backward, in the order in which gradients came. On three or more
-    ranks the layout decides the order of summation, so a resumed run's first step would differ in
-    the last bits from an undisturbed run's. A backward of nothing at birth settles it in both.
+    It lays them out again after the first backward, in the order in which gradients arrived. On
+    three or more ranks the layout decides the order of summation, so a resumed run's first step
+    would differ in the last bits from an undisturbed run's. A backward of zeros before any step
+    makes both runs alike.
     """
     nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
-    # As its forward does: what it finds no way to from here counts as ready.
+    # As in its forward: parameters that are unreachable from here count as ready.
     model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
     nothing.backward()
     model.zero_grad(set_to_none=not keeps_gradients(model))
 
 
 def keeps_gradients(model: DistributedDataParallel) -> bool:
-    """Whether gradients stay as zeros between steps. They are views of buckets, which are there
-    anyway; without them, micro-batches before the last would take as much again. Where a parameter
-    may be left without one, it must be none.
+    """Whether gradients stay as zeros between steps, and not as None.
 
-    From the first step on: torch multiplies by 1 / n what it copies into a bucket, and divides by n
-    what is there already, which differs in the last bits.
+    They are views of buckets, which exist anyway; freed, micro-batches before the last would
+    allocate as much again. They must be None where a parameter may get none. It holds from the
+    first step on, as torch multiplies a gradient that it copies into a bucket by 1 / n, and divides
+    one that is there already by n, which differs in the last bits.
     """
     return bool(
         model.gradient_as_bucket_view
@@ -78,11 +78,11 @@ def keeps_gradients(model: DistributedDataParallel) -> bool:
 T = TypeVar("T")
 
 FIRST = 1 << 20
-"""Bytes of torch's first bucket."""
+"""Capacity of torch's first bucket, bytes."""
 
 
 def cut(parameters: Sequence[T], size: Callable[[T], int], cap: int) -> Iterator[list[T]]:
-    """Trained parameters from the last to the first, in buckets that are full at `cap` bytes."""
+    """DDP's buckets: parameters from the last to the first, `cap` bytes or a little more each."""
     bucket: list[T] = []
     filled, full = 0, FIRST
     for parameter in reversed(parameters):
@@ -96,7 +96,7 @@ def cut(parameters: Sequence[T], size: Callable[[T], int], cap: int) -> Iterator
 
 
 def sharding_facts(model: nn.Module) -> dict[str, Any]:
-    """Units, dtypes and resharding as torch's own state objects hold them.
+    """Units, dtypes and resharding, read from torch's own state objects.
 
     `reshard_after_forward` is that of the units below the root.
     """
@@ -114,8 +114,7 @@ def sharding_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Give up what is gathered: after a forward pass without backward (evaluation), units may still
-    be whole."""
+    """Free gathered units; after a forward pass without backward (evaluation) some may remain."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

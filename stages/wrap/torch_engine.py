@@ -1,4 +1,4 @@
-"""An engine that is a torch module and a torch optimizer: its step, and its whole state."""
+"""An engine that is a torch module and a torch optimizer: its step, and its training state."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeline.contracts.engine import (
     WEIGHT,
+    DataAxis,
     Engine,
     EngineState,
     Fragment,
@@ -24,11 +26,11 @@ from pipeline.contracts.engine import (
     StepReport,
 )
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.errors import StageError
-from stages.wrap.load_weights import Part
-from stages.wrap.materialize import aliases, dtype_names, parameter_count, stored_tensors
+from pipeline.contracts.precision import Precision
+from pipeline.contracts.stage import Context
+from stages.wrap.build import dtype_names, named_parameters, parameter_count
+from stages.wrap.load_weights import aliases, flat, local_span, stored_tensors
 from stages.wrap.optimizer_state import (
-    flat,
     read_moments,
     require_known,
     set_updates,
@@ -36,40 +38,52 @@ from stages.wrap.optimizer_state import (
     updates,
     write_moments,
 )
-from stages.wrap.optimizer_step import apply_step, scaled
 
 
-class _Part(NamedTuple):
-    """What a fragment is made of: a tensor, which may be sharded, and its optimizer state."""
+class _Stored(NamedTuple):
+    """A tensor of the training state, which may be sharded, and its optimizer state."""
 
     name: str
     start: int
     tensor: Tensor
-    kept: dict[str, Any] | None
-    """None: not trained."""
+    state: dict[str, Any] | None
+    """None for one that is not trained."""
 
 
 class _Layout(NamedTuple):
-    """Where an engine's training state is: what never changes of it."""
+    """The part of the training state that never changes: which tensors there are, and where."""
 
-    state: EngineState
+    fixed: EngineState
     trained: dict[str, dict[str, Any]]
-    """Optimizer state of every trained parameter."""
-    parts: list[_Part]
+    """Optimizer state of every trained parameter, by its name."""
+    tensors: list[_Stored]
 
 
 class TorchEngine(Engine):
-    """Steps as plain torch does, and tells its training state parameter by parameter, sharded by
-    rows or whole."""
+    """Steps as plain torch does; its training state is read parameter by parameter, each whole or
+    sharded by rows."""
 
-    optimizer: Optimizer
-    scaler: GradScaler | None
-    plan: OptimizerPlan
     keeps_gradients = False
-    """Whether gradients stay where they are between steps, as zeros, instead of being freed."""
+    """Whether gradients are zeroed where they are after a step, instead of being freed."""
     _restored: Mapping[str, int] = {}
+    """Updates of each parameter when the state was restored."""
     _applied = 0
-    """Steps since then: counts of updates, for optimizers that have none."""
+    """Updates since then, for optimizers that keep no count."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        ctx: Context,
+        precision: Precision,
+        plan: OptimizerPlan,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self.device = ctx.dist.device
+        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.scaler = make_scaler(precision, next(model.parameters()).device)
 
     @property
     @abstractmethod
@@ -77,7 +91,7 @@ class TorchEngine(Engine):
         """The model itself, with names as in the source."""
 
     def common_facts(self) -> dict[str, Any]:
-        """What `facts` says of every such engine. Not of shards that are gathered."""
+        """The part of `describe` that all such engines share; parameters have to be sharded."""
         parameters = list(self.module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return {
@@ -92,26 +106,38 @@ class TorchEngine(Engine):
         }
 
     def backward(self, loss: Tensor) -> None:
-        scaled(loss, self.scaler).backward()  # type: ignore[no-untyped-call]
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
-        report = apply_step(
-            self.optimizer,
-            self.scaler,
-            lr_scale=lr_scale,
-            max_grad_norm=self.plan.max_grad_norm,
-            should_step=should_step,
-            keep_gradients=self.keeps_gradients,
-        )
-        self._applied += report.applied
-        return report
+        optimizer, scaler = self.optimizer, self.scaler
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr_scale
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = clip(parameters, self.plan.max_grad_norm)
+        # Without a guard the host starts the update without waiting for the norm.
+        applied, scale = should_step is None or should_step(float(norm)), 1.0
+        if scaler is None:
+            if applied:
+                optimizer.step()
+        else:
+            scale = scaler.get_scale()
+            if applied:
+                scaler.step(optimizer)
+            scaler.update()  # halves the scale if `unscale_` found a gradient that is not finite
+            applied = applied and scaler.get_scale() >= scale
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        self._applied += applied
+        return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
 
     def state(self) -> EngineState:
         return dataclasses.replace(
-            self._layout.state,
+            self._layout.fixed,
             updates={
-                name: updates(kept, self._restored.get(name, 0) + self._applied)
-                for name, kept in self._layout.trained.items()
+                name: updates(state, self._restored.get(name, 0) + self._applied)
+                for name, state in self._layout.trained.items()
             },
             loss_scale=None if self.scaler is None else _loss_scale(self.scaler),
         )
@@ -121,18 +147,17 @@ class TorchEngine(Engine):
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self._restored, self._applied = state.updates, 0
-        for name, kept in self._layout.trained.items():
-            set_updates(kept, state.updates[name], self.optimizer)
+        for name, own in self._layout.trained.items():
+            set_updates(own, state.updates[name], self.optimizer)
         if self.scaler is not None and state.loss_scale is not None:
             _set_loss_scale(self.scaler, state.loss_scale)
         yield from self._fragments(write=True)
 
     def sync_compute_weights(self) -> None:
-        """Masters are the parameters themselves."""
+        """Nothing to do: the parameters are the masters."""
 
     def to_sharded(self) -> None:
-        """Bring parameters into the form in which they are read and written, if they can be in
-        another."""
+        """Reshard parameters that are gathered, as they are read and written sharded."""
 
     @functools.cached_property
     def _layout(self) -> _Layout:
@@ -141,7 +166,7 @@ class TorchEngine(Engine):
         start_state(self.optimizer, self.plan)
         tensors = dict(stored_tensors(self.module))
         trained = dict(self._trained())
-        state = EngineState(
+        fixed = EngineState(
             shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
             aliases=aliases(self.module),
             frozen=[n for n, p in self.module.named_parameters() if not p.requires_grad],
@@ -150,27 +175,27 @@ class TorchEngine(Engine):
             moments=tuple(self.plan.moments),
             loss_scale=None,
         )
-        parts = []
+        stored = []
         for name, tensor in tensors.items():
             start, length = local_span(name, tensor)
             if length:
-                parts.append(_Part(name, start, tensor, trained.get(name)))
-        return _Layout(state, trained, parts)
+                stored.append(_Stored(name, start, tensor, trained.get(name)))
+        return _Layout(fixed, trained, stored)
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         self.to_sharded()
-        for part in self._layout.parts:
-            weight, moments = flat(part.tensor), {}
-            if part.kept is not None:
-                moments = read_moments(part.kept, self.plan, 0, weight.numel())
+        for name, start, tensor, state in self._layout.tensors:
+            weight, moments = flat(tensor), {}
+            if state is not None:
+                moments = read_moments(state, self.plan, 0, weight.numel())
             yield Fragment(
-                name=part.name,
-                shape=tuple(part.tensor.shape),
-                start=part.start,
+                name=name,
+                shape=tuple(tensor.shape),
+                start=start,
                 state={WEIGHT: weight, **moments},
             )
-            if write and part.kept is not None:
-                write_moments(part.kept, self.plan, moments)
+            if write and state is not None:
+                write_moments(state, self.plan, moments)
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and optimizer state of every trained parameter that has elements."""
@@ -189,35 +214,48 @@ class TorchEngine(Engine):
         )
 
 
-def local_parts(module: nn.Module) -> Iterator[Part]:
-    """This rank's part of every parameter and stored buffer."""
-    for name, tensor in stored_tensors(module):
-        start, length = local_span(name, tensor)
-        if length:
-            yield Part(name, start, flat(tensor))
+def make_optimizer(plan: OptimizerPlan, module: nn.Module, *, shard: int = 0) -> Optimizer:
+    """The plan's optimizer of the module; each group keeps its base rate as `initial_lr`. `shard`
+    is this process's number among those that share a sharded parameter."""
+    optimizer = plan.build(plan.groups(named_parameters(module, shard=shard)))
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
 
 
-def local_span(name: str, tensor: Tensor) -> tuple[int, int]:
-    """Where this rank's part starts in the flattened full tensor, and how long it is, in elements.
+def make_scaler(precision: Precision, device: torch.device) -> GradScaler | None:
+    """The policy's dynamic loss scaler, on the gradients' `device`; None without loss scaling."""
+    scaling = precision.loss_scaling
+    if scaling is None:
+        return None
+    scaler = GradScaler(
+        device.type, init_scale=scaling.initial_scale, growth_interval=scaling.growth_interval
+    )
+    # The scale is placed at first use: beside the gradients, not beside an offloaded model's loss.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
 
-    Raises StageError for a tensor that is sharded otherwise than by rows.
+
+def clip(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scale gradients down to the global L2 norm `max_norm`; return the norm before, a scalar.
+
+    Norms are accumulated in fp32 over the whole model, on all ranks that hold a part of it.
     """
-    if not isinstance(tensor, DTensor):
-        return 0, tensor.numel()
-    rows, first = tensor.shape[0], 0
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard or placement.dim != 0:
-            raise StageError(f"{name} is placed as {placement}, which cannot be saved")
-        # torch.chunk's rule, which DTensor follows
-        chunk = -(-rows // tensor.device_mesh.size(axis))
-        skip = min(chunk * tensor.device_mesh.get_local_rank(axis), rows)
-        first, rows = first + skip, min(chunk, rows - skip)
-    here = tensor.to_local().shape[0]
-    assert here == rows, f"{name}: {here} rows are here, expected {rows}"
-    width = tensor.numel() // max(tensor.shape[0], 1)
-    return first * width, rows * width
+    norm = _norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+    # torch's foreach norms accumulate in the gradients' own dtype.
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def _loss_scale(scaler: GradScaler) -> LossScale:

@@ -1,4 +1,4 @@
-"""The share of every engine of plain torch: weights, gradients and optimizer state, by unit."""
+"""Memory of every engine of plain torch: weights, gradients and optimizer state, by unit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
 from pipeline.planning.strategy import Item, Moment, Place, StrategyMemory
 
 ROOT = -1
-"""Place of what belongs to no block."""
+"""Place of the root, which has the weights outside of blocks."""
 
 
 class UnitAmounts:
-    """An amount of each unit, such as its bytes: of the root, and of blocks by number."""
+    """An amount of each unit, such as its bytes, by place: ROOT, or a block's number."""
 
     def __init__(self, model: ModelShape, amount: Callable[[Weight], int]) -> None:
         kinds = [[*map(amount, weights)] for weights in (model.root, *model.kinds)]
@@ -30,18 +30,18 @@ class UnitAmounts:
         return self.between(place, place + 1)
 
     def between(self, first: int, end: int) -> int:
-        """The amount of units from the first on, without the end. There may be none."""
+        """The amount of the units in [first, end); places outside of the model count 0."""
         most = len(self._before) - 1
         low, high = (min(max(place - ROOT, 0), most) for place in (first, end))
         return self._before[max(low, high)] - self._before[low]
 
     def after(self, place: int) -> int:
-        """The amount of the blocks behind this one."""
+        """The amount of the blocks after this one."""
         return self.between(place + 1, len(self._before))
 
 
 class TorchMemory(StrategyMemory):
-    """Shards of weights, of optimizer state and of gradients on every rank, or whole ones."""
+    """Weights, optimizer state and gradients on every rank, sharded or whole."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class TorchMemory(StrategyMemory):
 
     @abstractmethod
     def _reduced(self, moment: Moment) -> int:
-        """Elements whose gradients are there in the master dtype."""
+        """Elements that have a gradient in the master dtype."""
 
     @abstractmethod
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
-        """Items that are there besides while the unit at this place runs: a block's number, ROOT
-        for the embeddings, the number of blocks for the head."""
+        """Further items while the unit at this place runs: a block's number, ROOT for the
+        embeddings, the number of blocks for the head."""
 
     def held(self, moment: Moment) -> Iterator[Item]:
         m, home = self._sizes.master, self._home

@@ -16,7 +16,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.sample_order import SampleOrder
-from stages.wrap.materialize import named_parameters
+from stages.wrap.build import named_parameters
 
 LR, WARMUP, DECAY, CLIP = 1e-3, 2, 0.1, 0.5
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.process_group import DistContext
-from stages.wrap.zero.stage import OptimizerOffload
+from stages.wrap.zero import OptimizerOffload
 from tests.parity.masters import compare, round_once
 from tests.support.processes import run_ranks
 

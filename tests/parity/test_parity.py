@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from pipeline.contracts.precision import torch_dtype
 from pipeline.distributed.process_group import DistContext
-from stages.wrap.zero.stage import OptimizerOffload
+from stages.wrap.zero import OptimizerOffload
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.reference import reference
 from tests.support.processes import run_ranks
@@ -61,14 +61,6 @@ fsdp_config:
   fsdp_state_dict_type: SHARDED_STATE_DICT
 """,
 }
-HANDED_ON = """
-distributed_type: DEEPSPEED
-mixed_precision: 'no'
-deepspeed_config:
-  zero_stage: 3
-  offload_optimizer_device: cpu
-  gradient_clipping: 0.5
-"""
 ACCELERATE_CASES = {
     "accelerate ddp": (case("wrap.accelerate", accelerate=ACCELERATE["multi_cpu"]), (2, 3)),
     "accelerate fsdp2": (case("wrap.accelerate", UNEVEN, accelerate=ACCELERATE["fsdp"]), (2,)),
@@ -80,10 +72,6 @@ ACCELERATE_CASES = {
         (2,),
     ),
 }
-ACCELERATE_CASES["accelerate zero3 cpu_offload"] = (
-    case("wrap.accelerate", accelerate=HANDED_ON),
-    (2,),
-)
 OFFLOAD = {"stage": 3, "offload_optimizer": OptimizerOffload(device="cpu")}
 ZERO_CASES = {
     "zero1": (case("wrap.zero", stage=1), (1, 2)),

@@ -31,7 +31,7 @@ MODULES = (
     "stages.formats.dcp",
     "stages.formats.deepspeed",
     "stages.formats.trainer",
-    "stages.model.open",
+    "stages.model.source",
     "stages.train.loop",
     "stages.wrap.ddp_engine",
     "stages.wrap.fsdp_engine",

@@ -19,7 +19,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
-from stages.wrap.materialize import named_parameters
+from stages.wrap.build import named_parameters
 from stages.wrap.zero import Zero
 from tests.support.runs import TINY, context, tiny_model
 

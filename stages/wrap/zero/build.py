@@ -17,12 +17,16 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
-from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.utils.files import replace_text
+from stages.wrap.build import (
+    build_empty,
+    cast_buffers,
+    declared_facts,
+    materialize,
+    verify_engine,
+)
 from stages.wrap.load_weights import load_weights
-from stages.wrap.materialize import build_empty, cast_buffers, expected_buffers, materialize
-from stages.wrap.verify_engine import verify_engine
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 def build(
     stage: Zero, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> ZeroEngine:
-    """Give birth to the parameters, hand them to DeepSpeed, and say what came of it."""
+    """Create the parameters, initialise DeepSpeed, load its master weights, verify the engine."""
     config = generate(stage, precision, max_grad_norm=plan.max_grad_norm)
     if ctx.dist.is_main:
         replace_text(ctx.run_dir / "deepspeed.json", json.dumps(config, indent=1) + "\n")
@@ -47,23 +51,53 @@ def build(
             "DeepSpeed refuses fp16 on this device, which has no fp16 arithmetic",
             hint="set compute: bf16 in the precision slot",
         )
-    with contextlib.closing(model.weights()) as reader:  # which tells what does not fit
+    # Opened first: this compares the weights with the model.
+    with contextlib.closing(model.weights()) as reader:
+        module = build_empty(model, precision)
         if stage.stage == 3:
-            module = partitioned(model, precision, ctx.dist, config)
+            module = _partitioned(model, module, config, ctx.dist.device)
         else:
-            module = replicated(model, precision, ctx.dist)
+            materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
         cast_buffers(module, precision)
         with compat.quiet(ctx.log):
             live = _initialize(stage, module, plan, config)
         engine = ZeroEngine(live, ctx.dist, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
-        # Masters, not parameters: those that DeepSpeed makes of parameters lack what the compute
-        # dtype rounds off.
-        load_weights(engine.weights(), reader, ctx)
+        # Masters are loaded, and parameters made of them: masters that DeepSpeed makes of
+        # parameters have lost what the compute dtype rounds off.
+        load_weights(engine.master_shards(), reader, ctx)
         engine.sync_compute_weights()
     verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine
+
+
+def _partitioned(
+    model: ModelSource, empty: nn.Module, config: Mapping[str, Any], device: torch.device
+) -> nn.Module:
+    """The module for stage 3, each parameter partitioned as soon as it exists, not yet loaded.
+
+    No process holds more of the model than its part and one whole tensor. Buffers are those of
+    `empty`: zero.Init computes them in the parameters' dtype, too coarse for rotary frequencies.
+    """
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=dict(config)):
+        module = model.build()
+    model.tie(module)
+    for owner in model.external_parameter_modules(module):
+        for parameter in owner.parameters():
+            deepspeed.zero.register_external_parameter(owner, parameter)
+    for block in model.compiled_modules(module):
+        # Gathered as a whole, as hooks within would break its graph. Then frozen parameters are
+        # not gathered in backward, so with an adapter the hooks stay.
+        if all(parameter.requires_grad for parameter in block.parameters()):
+            deepspeed.utils.set_z3_leaf_module(block, True)
+    module.train()
+    for name, buffer in empty.named_buffers(remove_duplicate=False):
+        owner_name, _, leaf = name.rpartition(".")
+        module.get_submodule(owner_name)._buffers[leaf] = buffer.to(device)
+    return module
 
 
 def _initialize(
@@ -73,7 +107,7 @@ def _initialize(
 
     live, *_ = deepspeed.initialize(
         model=module,
-        optimizer=make_optimizer(stage, plan, module),
+        optimizer=_optimizer(stage, plan, module),
         config=dict(config),
         dist_init_required=False,
     )
@@ -89,17 +123,14 @@ def _close(engine: weakref.ref[ZeroEngine]) -> None:
 def _expected(
     stage: Zero, ctx: Context, precision: Precision, plan: OptimizerPlan
 ) -> dict[str, Any]:
-    """What `facts()` must say for the recipe to be what runs."""
+    """The description that the engine must have for the recipe to be what runs."""
     optimizer, parameters = stage.offload_optimizer, stage.offload_param
     return {
+        **declared_facts(ctx, precision),
         "engine": "DeepSpeedEngine",
         "zero_stage": stage.stage,
-        "world_size": ctx.dist.world_size,
         "device": ctx.dist.device.type,
-        "master": [precision.master],
-        "compute": [precision.compute],
         "reduce": precision.reduce,
-        **expected_buffers(precision),
         "offload_optimizer": optimizer.device if optimizer else None,
         "offload_param": parameters.device if parameters else None,
         "max_grad_norm": plan.max_grad_norm,
@@ -109,51 +140,10 @@ def _expected(
     }
 
 
-def replicated(model: ModelSource, precision: Precision, dist: DistContext) -> nn.Module:
-    """Stages 1 and 2: every rank has memory for all parameters, not yet filled."""
-    module = build_empty(model, precision)
-    materialize(module, dist.device, buffer_device=dist.device)
-    return module
-
-
-def partitioned(
-    model: ModelSource, precision: Precision, dist: DistContext, config: Mapping[str, Any]
-) -> nn.Module:
-    """Stage 3: each parameter is partitioned as soon as it exists, not yet filled.
-
-    No process holds more of the model than its part and one whole tensor.
-    """
-    import deepspeed
-
-    declared = build_empty(model, precision)
-    with deepspeed.zero.Init(config_dict_or_path=dict(config)):
-        module = model.build()
-    model.tie(module)
-    for owner in model.external_parameter_modules(module):
-        for parameter in owner.parameters():
-            deepspeed.zero.register_external_parameter(owner, parameter)
-    for block in model.compiled_modules(module):
-        # Gathered as a whole, without hooks within, which would break its graph. Frozen parameters
-        # are not there in backward then: with an adapter the hooks stay.
-        if all(parameter.requires_grad for parameter in block.parameters()):
-            deepspeed.utils.set_z3_leaf_module(block, True)
-    module.train()
-    _redeclare_buffers(module, declared, dist.device)
-    return module
-
-
-def _redeclare_buffers(module: nn.Module, declared: nn.Module, device: torch.device) -> None:
-    """Give `module` the buffers of `declared`: zero.Init computes buffers in the parameters' dtype,
-    which is too coarse for rotary frequencies."""
-    for name, buffer in declared.named_buffers(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-
-
-def make_optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
+def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
     """The optimizer over the module's parameters, before DeepSpeed takes it apart.
 
-    Raises StageError when DeepSpeed's kernel was asked for by name and has no such rule.
+    Raises StageError if DeepSpeed's kernel is asked for by name and computes another rule.
     """
     groups = plan.groups(_named_parameters(module))
     if not uses_deepspeed_kernel(stage, plan.algorithm):
@@ -163,13 +153,9 @@ def make_optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optim
             f"DeepSpeed's kernels compute {RULE}, the optimizer slot asks for {plan.algorithm}",
             hint="set optimizer_implementation: torch",
         )
-    return _adamw(groups, plan, offloaded=stage.offload_optimizer is not None)
-
-
-def _adamw(groups: list[dict[str, Any]], plan: OptimizerPlan, *, offloaded: bool) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-    if offloaded:
+    if stage.offload_optimizer is not None:
         optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
     else:
         optimizer = FusedAdam(groups, adam_w_mode=True, **plan.hyperparameters)
@@ -178,12 +164,9 @@ def _adamw(groups: list[dict[str, Any]], plan: OptimizerPlan, *, offloaded: bool
 
 
 def _named_parameters(module: nn.Module) -> list[NamedParameter]:
-    """Parameters with their full shapes, which a partitioned one keeps in `ds_shape`; every rank
-    has masters of its own."""
-    shard = torch.distributed.get_rank()
+    """Parameters with their full shapes; every rank has masters of its own."""
+    rank = torch.distributed.get_rank()
     return [
-        NamedParameter(
-            name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape)), shard
-        )
+        NamedParameter(name, parameter, compat.full_shape(parameter), rank)
         for name, parameter in module.named_parameters()
     ]

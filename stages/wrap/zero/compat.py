@@ -1,6 +1,6 @@
 """Names of DeepSpeed 0.19 that are private or differ between versions.
 
-With `partitions.py` (masters) and `operators_compat.py` the only files that know them.
+Only this file, `partitions.py` (masters) and `operators_compat.py` use them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from stages.wrap.zero.operators_compat import keep_operators
 
 
 def point_at_device(dist: DistContext) -> None:
-    """Tell DeepSpeed which device this run uses, and keep its operators; call before the process
-    first imports it."""
+    """Set the device that DeepSpeed uses, and keep its operators; call before it is first
+    imported."""
     # Read at import; unset, DeepSpeed guesses from what is installed.
     os.environ.setdefault("DS_ACCELERATOR", dist.device.type)
     # zero.Init reads the device index from here, also without a launcher.
@@ -31,8 +31,7 @@ def point_at_device(dist: DistContext) -> None:
 
 
 def start(dist: DistContext, log: logging.Logger) -> None:
-    """Point DeepSpeed at this run's device, its logger at the run's, and its communication at
-    torch's running process group."""
+    """Make DeepSpeed use this run's device, its log, and torch's running process group."""
     point_at_device(dist)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -50,7 +49,7 @@ def start(dist: DistContext, log: logging.Logger) -> None:
 
 
 class _ToRunLog(logging.Handler):
-    """DeepSpeed's warnings are for the screen; its news is for the log file."""
+    """Passes DeepSpeed's warnings on; all else goes to the log at debug level."""
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()
@@ -62,10 +61,20 @@ class _ToRunLog(logging.Handler):
 
 
 def computes_fp16() -> bool:
-    """Whether DeepSpeed agrees to train in fp16 on the device at hand."""
+    """Whether DeepSpeed trains in fp16 on this device."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().is_fp16_supported())
+
+
+def full_shape(tensor: Any) -> tuple[int, ...]:
+    """The tensor's full shape, also where stage 3 has partitioned it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def full_numel(parameter: Any) -> int:
+    """Elements of the whole parameter, also where stage 3 has partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def zero_stage(optimizer: Any) -> int:
@@ -83,8 +92,7 @@ def zero_stage(optimizer: Any) -> int:
 
 
 def master_partitions(optimizer: Any) -> list[Tensor]:
-    """This rank's flat master weights, one tensor per group or sub-group; swapped-out ones are
-    empty."""
+    """This rank's flat master weights, a tensor per group or sub-group; on disk they are empty."""
     for name in (
         "fp32_partitioned_groups_flat",
         "single_partition_of_fp32_groups",
@@ -96,7 +104,7 @@ def master_partitions(optimizer: Any) -> list[Tensor]:
 
 
 def master_elements(optimizer: Any) -> int:
-    """Elements of this rank's master weights, wherever they are kept."""
+    """Elements of this rank's master weights, also on disk."""
     counts = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
     if counts is not None:
         return int(sum(counts))
@@ -105,29 +113,23 @@ def master_elements(optimizer: Any) -> int:
 
 def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
     """Where optimizer state and parameter shards are kept: `cpu`, `nvme`, or None for neither."""
-    optimizer_on_host = getattr(optimizer, "offload_optimizer", False) or getattr(
-        optimizer, "cpu_offload", False
-    )
-    swapped = getattr(optimizer, "swap_optimizer", False)
-    parameters_on_host = getattr(optimizer, "offload_param", False)
-    parameters_swapped = getattr(optimizer, "params_in_nvme_and_cpu", False)
+
+    def has(*names: str) -> bool:
+        return any(getattr(optimizer, name, False) for name in names)
+
+    states_on_host = has("offload_optimizer", "cpu_offload")
     return (
-        "nvme" if swapped else "cpu" if optimizer_on_host else None,
-        "nvme" if parameters_swapped else "cpu" if parameters_on_host else None,
+        "nvme" if has("swap_optimizer") else "cpu" if states_on_host else None,
+        "nvme" if has("params_in_nvme_and_cpu") else "cpu" if has("offload_param") else None,
     )
 
 
 def accumulation_dtype(optimizer: Any) -> torch.dtype | None:
     """Dtype in which gradients of several micro-batches are summed."""
-    if getattr(optimizer, "cpu_offload", False):
-        # Stages 1 and 2 sum on the host, in the parameters' dtype whatever was asked for.
-        held: torch.dtype = optimizer.dtype
-        return held
-    name = (
-        "grad_acc_dtype" if hasattr(optimizer, "grad_acc_dtype") else "gradient_accumulation_dtype"
-    )
-    dtype: torch.dtype | None = getattr(optimizer, name, None)
-    return dtype
+    # Offloaded stages 1 and 2 sum on the host, in the parameters' dtype whatever was asked for.
+    on_host = getattr(optimizer, "cpu_offload", False)
+    names = ("dtype",) if on_host else ("grad_acc_dtype", "gradient_accumulation_dtype")
+    return next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
 
 
 def reduce_dtype(engine: Any) -> torch.dtype:
@@ -158,8 +160,8 @@ def update_groups(engine: Any) -> Iterator[dict[str, Any]]:
 
 
 def global_grad_norm(engine: Any) -> float:
-    """Norm of the gradients that are about to be applied, in the middle of a step; the engine's own
-    is still that of the step before."""
+    """Norm of the gradients that the running step is about to apply; the engine's own norm is still
+    that of the step before."""
     return float(engine.optimizer._global_grad_norm)
 
 
@@ -175,7 +177,7 @@ def steps_since_overflow(scaler: Any) -> int:
 
 
 def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
-    """Put dynamic loss scaling where it was `good_steps` after the last change of the scale."""
+    """Restore dynamic loss scaling to `good_steps` after the last change of the scale."""
     scaler.cur_scale = scale
     scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
 
@@ -183,7 +185,7 @@ def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
 def start_optimizer_state(
     optimizer: Any, master: Tensor, elements: int, plan: OptimizerPlan
 ) -> None:
-    """What the optimizer would create for a flat master of `elements` at its first step."""
+    """Create the state that the optimizer's first step would for a flat master of `elements`."""
     device = master.device
     own_kernel = type(optimizer).__module__.startswith("deepspeed.")
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
@@ -203,21 +205,21 @@ def is_swapped(shard: Any) -> bool:
 
 @contextlib.contextmanager
 def quiet(log: logging.Logger) -> Iterator[None]:
-    """Send what DeepSpeed prints (memory figures, build messages) to the log's debug level."""
-    spoken = io.StringIO()
+    """Send DeepSpeed's prints (memory figures, build messages) to the log's debug level."""
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(spoken):
+        with contextlib.redirect_stdout(printed):
             yield
     finally:
-        for line in spoken.getvalue().splitlines():
+        for line in printed.getvalue().splitlines():
             log.debug("deepspeed: %s", line)
 
 
 def restore_bias_correction(engine: Any) -> None:
-    """Put the powers of beta that DeepSpeedCPUAdam keeps where they were when saving.
+    """Recompute the powers of beta that DeepSpeedCPUAdam keeps outside of its saved state.
 
-    It keeps beta^t as a running float32 product outside of its saved state and would go on with
-    pow(beta, t), which differs in the last bits; so the product is computed again.
+    It multiplies beta^t up in float32; after loading it would go on with pow(beta, t), which
+    differs in the last bits.
     """
     optimizer = engine.optimizer.optimizer
     kernel = getattr(optimizer, "ds_opt_adam", None)

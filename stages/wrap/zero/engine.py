@@ -1,11 +1,10 @@
-"""The live side of wrap.zero."""
+"""The live half of wrap.zero."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from torch.optim import Optimizer
 
 from pipeline.contracts.engine import DataAxis, Engine, EngineState, Fragment, StepGuard, StepReport
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.precision import Precision, dtype_name
 from pipeline.distributed.process_group import DistContext
-from stages.wrap.load_weights import Part
-from stages.wrap.materialize import dtype_names, parameter_count, trained
+from stages.wrap.build import dtype_names, parameter_count, trained
+from stages.wrap.load_weights import LocalShard
 from stages.wrap.zero import compat
 from stages.wrap.zero.state import ZeroState
 
@@ -35,11 +34,10 @@ class ZeroEngine(Engine):
         self.device = dist.device
         self.shard = DataAxis(index=dist.rank, count=dist.world_size)
         self._scaling = precision.loss_scaling
-        self._max_grad_norm = plan.max_grad_norm
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in compat.update_groups(live)]
         interval = self._scaling.growth_interval if self._scaling else 1
-        self._admission = Admission(compat.inner_optimizers(live))
+        self._veto = StepVeto(compat.inner_optimizers(live))
         self._state = ZeroState(live, plan, self._base_rates, interval)
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -54,12 +52,12 @@ class ZeroEngine(Engine):
             group["lr"] = base * lr_scale
         scaler = compat.loss_scaler(live)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
-        with self._admission.asking(should_step, lambda: compat.global_grad_norm(live)) as answer:
+        with self._veto.by(should_step, lambda: compat.global_grad_norm(live)):
             live.step()
         finite = bool(live.was_step_applied())
         if finite:
             self._grow_scale(scaler)
-        applied = finite and not answer.refused
+        applied = finite and not self._veto.refused
         self._state.applied += applied
         norm = live.get_global_grad_norm()
         return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
@@ -73,7 +71,7 @@ class ZeroEngine(Engine):
             scaler.cur_scale *= scaler.scale_factor
 
     def state(self) -> EngineState:
-        return self._state.tell()
+        return self._state.read()
 
     def fragments(self) -> Iterator[Fragment]:
         return self._state.fragments()
@@ -84,12 +82,40 @@ class ZeroEngine(Engine):
     def sync_compute_weights(self) -> None:
         self._state.sync_compute_weights()
 
-    def weights(self) -> Iterator[Part]:
+    def master_shards(self) -> Iterator[LocalShard]:
         """See ZeroState."""
-        return self._state.weights()
+        return self._state.master_shards()
 
     def describe(self) -> Mapping[str, Any]:
-        return facts(self.deepspeed)
+        """Read off the engine, its optimizers and its tensors, not off a configuration."""
+        live, optimizer = self.deepspeed, self.deepspeed.optimizer
+        masters = compat.master_elements(optimizer)
+        offload_optimizer, offload_param = compat.offload_devices(optimizer)
+        accumulation = compat.accumulation_dtype(optimizer)
+        return {
+            "engine": type(live).__name__,
+            "model": type(live.module).__name__,
+            "zero_optimizer": type(optimizer).__name__,
+            "optimizer": type(optimizer.optimizer).__name__,
+            "zero_stage": compat.zero_stage(optimizer),
+            "world_size": torch.distributed.get_world_size(optimizer.dp_process_group),
+            "device": str(live.device).partition(":")[0],
+            "master": dtype_names(compat.master_partitions(optimizer)),
+            "compute": dtype_names(live.module.parameters()),
+            "reduce": dtype_name(compat.reduce_dtype(live)),
+            "gradient_accumulation": None if accumulation is None else dtype_name(accumulation),
+            "buffers": dtype_names(live.module.buffers()),
+            "offload_optimizer": offload_optimizer,
+            "offload_param": offload_param,
+            "max_grad_norm": optimizer.clip_grad or None,
+            "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
+            "loss_scaling": compat.loss_scaler(live) is not None,
+            "parameters": parameter_count(live.module, compat.full_numel),
+            "trained_parameters": sum(map(compat.full_numel, trained(live.module))),
+            "kept_parameters": compat.kept_elements(live.module),
+            "kept_masters": masters,
+            "partitioned": _is_partitioned(live, masters),
+        }
 
     def close(self) -> None:
         if self.deepspeed is not None:
@@ -98,118 +124,58 @@ class ZeroEngine(Engine):
             live.destroy()
 
 
-@dataclass
-class Answer:
-    """What came of asking in one step."""
+class StepVeto:
+    """Lets a guard veto a step that several optimizers take part in, in one or more groups each.
 
-    refused: bool = False
-
-
-@dataclass
-class _Question:
-    """To be asked once in a step, however many optimizers and groups take part in it."""
-
-    should_step: StepGuard
-    norm: Callable[[], float]
-    answer: Answer
-    asked: bool = False
-    hidden: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-
-    def refused(self) -> bool:
-        if not self.asked:
-            self.asked, self.answer.refused = True, not self.should_step(self.norm())
-        return self.answer.refused
-
-
-class Admission:
-    """Stands before the steps of these optimizers."""
+    The guard is called once per step, when the first optimizer is about to update; if it answers
+    False, gradients are hidden from the optimizers until their step is over.
+    """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._question: _Question | None = None
+        self.refused = False
+        """Whether the guard has refused the latest step."""
+        self._ask: Callable[[], bool] | None = None
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
 
     @contextlib.contextmanager
-    def asking(self, should_step: StepGuard | None, norm: Callable[[], float]) -> Iterator[Answer]:
-        """Let steps in the body depend on what `should_step` says to `norm()`, which is called when
-        an optimizer is about to step; without `should_step`, on nothing."""
-        answer = Answer()
-        self._question = None if should_step is None else _Question(should_step, norm, answer)
+    def by(self, should_step: StepGuard | None, norm: Callable[[], float]) -> Iterator[None]:
+        """Let `should_step(norm())` decide about steps in the body; without it they all happen."""
+        self.refused = False
+        self._ask = None if should_step is None else lambda: should_step(norm())
         try:
-            yield answer
+            yield
         finally:
-            self._question = None
+            self._ask = None
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        question = self._question
-        if question is None or not question.refused():
+        if self._ask is not None:
+            ask, self._ask = self._ask, None
+            self.refused = not ask()
+        if not self.refused:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    question.hidden.append((parameter, parameter.grad))
+                    self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._question is not None:
-            for parameter, gradient in self._question.hidden:
-                parameter.grad = gradient
-            self._question.hidden.clear()
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
 
 
 PADDING = 64
 """Elements that a parameter or group may be padded by, more than any alignment in use."""
 
 
-def facts(live: Any) -> dict[str, Any]:
-    """Read off the engine, its optimizers and its tensors; nothing is taken from a configuration
-    when an object can tell."""
-    optimizer = live.optimizer
-    kept = compat.kept_elements(live.module)
-    masters = compat.master_elements(optimizer)
-    offload_optimizer, offload_param = compat.offload_devices(optimizer)
-    return {
-        "engine": type(live).__name__,
-        "model": type(live.module).__name__,
-        "zero_optimizer": type(optimizer).__name__,
-        "optimizer": type(optimizer.optimizer).__name__,
-        "zero_stage": compat.zero_stage(optimizer),
-        "world_size": torch.distributed.get_world_size(optimizer.dp_process_group),
-        "device": str(live.device).partition(":")[0],
-        "master": dtype_names(compat.master_partitions(optimizer)),
-        "compute": dtype_names(live.module.parameters()),
-        "reduce": _name(compat.reduce_dtype(live)),
-        "gradient_accumulation": _name(compat.accumulation_dtype(optimizer)),
-        "buffers": dtype_names(live.module.buffers()),
-        "offload_optimizer": offload_optimizer,
-        "offload_param": offload_param,
-        "max_grad_norm": optimizer.clip_grad or None,
-        "accumulation": "managed" if live.managed_gradient_accumulation() else "unmanaged",
-        "loss_scaling": compat.loss_scaler(live) is not None,
-        "parameters": parameter_count(live.module, _elements),
-        "trained_parameters": sum(_elements(p) for p in trained(live.module)),
-        "kept_parameters": kept,
-        "kept_masters": masters,
-        "partitioned": _is_partitioned(live, masters),
-    }
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else dtype_names([torch.empty(0, dtype=dtype)])[0]
-
-
-def _elements(parameter: Any) -> int:
-    """Of the whole parameter, also where it is partitioned."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
 def _is_partitioned(live: Any, masters: int) -> bool:
-    """Whether this rank's masters are its share of the trainable elements (plus padding)."""
+    """Whether this rank's masters are its share of the trained elements (plus padding)."""
     world = torch.distributed.get_world_size(live.optimizer.dp_process_group)
-    trainable = list(trained(live.module))
-    elements = sum(_elements(p) for p in trainable)
-    return (
-        masters * world >= elements
-        and (masters - PADDING * (len(trainable) + 1)) * world <= elements
-    )
+    parameters = list(trained(live.module))
+    elements = sum(map(compat.full_numel, parameters))
+    padding = PADDING * (len(parameters) + 1)
+    return masters * world >= elements and (masters - padding) * world <= elements

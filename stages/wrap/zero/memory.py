@@ -1,6 +1,6 @@
 """Memory, traffic and copies of DeepSpeed ZeRO on one rank (Rajbhandari et al. 2020).
 
-docs/zero-memory.md has the formulas, says what their letters are, and how they were measured.
+docs/zero-memory.md has the formulas, explains their letters, and how they were measured.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ENGINE_BUCKET = 500_000_000
 
 
 class Amounts(NamedTuple):
-    """A unit as backward comes to it: trained elements, those of its largest trained parameter, and
-    those whose gradients were computed before; bytes of its largest parameter, and of all that
+    """A unit at its backward: trained elements, those of its largest trained parameter, and those
+    whose gradients were computed before; bytes of its largest parameter, and of all parameters that
     backward still needs."""
 
     trained: int
@@ -51,8 +51,8 @@ class ZeroMemory(StrategyMemory):
         self.contiguous = stage.contiguous_gradients or self.offloaded
         """Whether gradients are copied into a buffer as they come."""
         self.accumulates = stage.stage == 1 and self.compute == "bf16" and not self.offloaded
-        """Whether it is bf16_optimizer.py: gradients are whole and in bf16, their sums whole and
-        in fp32 all the time, and there is no bucket."""
+        """Whether bf16_optimizer.py runs: gradients are whole in bf16, their sums whole in fp32 all
+        the time, and there is no bucket."""
         self.whole = (stage.stage == 1) * (self.c if self.accumulates else SUMMED)
         """Bytes of an element of gradients that are whole until the step."""
         buffers = (2 if stage.overlap_comm else 1) * self.contiguous * (not self.accumulates)
@@ -73,7 +73,7 @@ class ZeroMemory(StrategyMemory):
         self.largest = max(unit.largest for unit in self.units.values())
 
     def share(self, elements: int) -> int:
-        """A rank's part of so many elements, padded."""
+        """A rank's part of this number of elements, padded."""
         return -(-elements // self.ranks)
 
     def _units(self) -> dict[Unit, Amounts]:
@@ -120,14 +120,14 @@ class ZeroMemory(StrategyMemory):
         yield Item("gradient of the tied head", "device", size)
 
     def states(self) -> Iterator[Item]:
-        """Everything that is there from loading to the end."""
+        """Items that last from loading to the end."""
         m, o = self.m, self.moments
         yield Item("master weights", self.states_at, m * self.part)
         yield Item(strategy.OPTIMIZER, self.states_at, round(o * self.part))
         yield from self.beside()
 
     def beside(self) -> Iterator[Item]:
-        """Compute weights, and whatever else is always there."""
+        """Compute weights, and other items that last."""
         c, m, copied = self.c, self.m, self.c * self.largest
         yield Item(strategy.PARAMETERS, "device", self.every)
         if self.accumulates:
@@ -145,7 +145,7 @@ class ZeroMemory(StrategyMemory):
         return 0 if self.accumulates else max(made - masters, masters)
 
     def passing(self, moment: Moment) -> Iterator[Item]:
-        """Summed gradients and buffers that are there at times."""
+        """Summed gradients and buffers, which come and go."""
         unit, event, later = self.units[moment.unit], moment.event, not moment.first
         backward, step = event in strategy.IN_BACKWARD, event == "step"
         if backward or (self.whole and later):
@@ -168,8 +168,8 @@ class ZeroMemory(StrategyMemory):
         return self.c * (unit.largest <= self.bucket) + self.r * (self.r != self.c)
 
     def kept(self, moment: Moment) -> int:
-        """Elements of gradients that are neither in the bucket nor summed. In a rank's own part
-        one larger than the bucket stays until the end of backward."""
+        """Elements of gradients that are neither in the bucket nor summed. A gradient larger than
+        the bucket stays, in a rank's own part, until the end of backward."""
         unit = self.units[moment.unit]
         alone = self.low and unit.largest > self.bucket and isinstance(moment.unit, int)
         most = self.part * alone if self.contiguous else self.part + self.bucket

@@ -1,6 +1,6 @@
-"""DeepSpeed's operators, compiled once for everything that they are compiled from.
+"""DeepSpeed's operators, compiled once for each set of sources, options, compilers and versions.
 
-DeepSpeed and torch compile them anew in every environment, and wait without end for the lock of a
+DeepSpeed and torch compile them again in every environment, and wait forever for the lock of a
 process that was killed.
 """
 
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,13 +35,13 @@ LOG = logging.getLogger("pipe.operators")
 
 
 def folder() -> Path:
-    """Where operators are kept: `TORCH_EXTENSIONS_DIR`, or the user's cache."""
+    """Folder of the compiled operators: `TORCH_EXTENSIONS_DIR`, or one in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "pipetrain" / "operators")
 
 
 def keep_operators() -> None:
-    """Make DeepSpeed import the operators that are kept, and keep those that it compiles."""
+    """Make DeepSpeed import operators from `folder()`, and keep there the ones it compiles."""
     import cpuinfo
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils import cpp_extension
@@ -52,8 +53,8 @@ def keep_operators() -> None:
     @functools.wraps(original)
     def jit_load(builder: Any, verbose: bool = True) -> ModuleType:
         with (
-            _replaced(cpp_extension, "load", functools.partial(load, cpp_extension.load)),
-            _replaced(cpuinfo, "get_cpu_info", _cpu_info),
+            mock.patch.object(cpp_extension, "load", functools.partial(load, cpp_extension.load)),
+            mock.patch.object(cpuinfo, "get_cpu_info", _cpu_info),
         ):
             module: ModuleType = original(builder, verbose)
         return module
@@ -61,19 +62,9 @@ def keep_operators() -> None:
     OpBuilder.jit_load = jit_load
 
 
-@contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    held = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, held)
-
-
 @functools.cache
 def _cpu_info() -> dict[str, Any]:
-    """The answer of a second's search, for which DeepSpeed asks twice per operator."""
+    """Facts about the CPU; finding them takes a second, and DeepSpeed asks twice per operator."""
     from cpuinfo.cpuinfo import get_cpu_info
 
     found: dict[str, Any] = get_cpu_info()
@@ -81,8 +72,8 @@ def _cpu_info() -> dict[str, Any]:
 
 
 def load(compiler: Callable[..., Any], name: str, sources: list[str], **options: Any) -> ModuleType:
-    """The module that torch's compiler of extensions makes of the same arguments; it is asked only
-    for what is not kept."""
+    """The module that `compiler`, torch's `cpp_extension.load`, makes of the same arguments; it is
+    only called for an operator that is not kept."""
     library = folder() / f"{name}-{_key(name, sources, options)}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +85,7 @@ def load(compiler: Callable[..., Any], name: str, sources: list[str], **options:
 
 
 def _key(name: str, sources: list[str], options: dict[str, Any]) -> str:
-    """Equal where the same code is compiled for the same machine, whatever folders it lies in."""
+    """A hash that is equal if the same code is compiled for the same machine, in any folders."""
     import deepspeed
 
     places = [Path(str(package.__file__)).parent.parent for package in (torch, deepspeed)]
@@ -117,7 +108,7 @@ def _key(name: str, sources: list[str], options: dict[str, Any]) -> str:
 
 
 def _compilers(name: str, options: dict[str, Any]) -> list[str]:
-    """Versions that the compilers that would run tell."""
+    """Output of `--version` of the compilers that would run. Raises StageError without any."""
     from torch.utils import cpp_extension
 
     compilers = [shlex.split(cpp_extension.get_cxx_compiler())]  # type: ignore[no-untyped-call]
@@ -134,7 +125,7 @@ def _compilers(name: str, options: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """One process at a time; the system frees the lock of one that was killed."""
+    """Let in one process at a time; the system frees the lock of a process that was killed."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,12 +136,12 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 
 def _compile(compiler: Callable[..., Any], name: str, library: Path) -> None:
-    """Compile in a new folder: what a killed process started may still write into its own."""
+    """Compile in a new folder: children of a killed process may still write into theirs."""
     from torch.utils import cpp_extension
 
     for left in library.parent.glob(f"{library.stem}.*/"):
         shutil.rmtree(left, ignore_errors=True)
-    # A name that this process compiled before would get a number, and so would the entry point.
+    # torch numbers a name that this process compiled before, and the entry point with it.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent) as building:
         made = Path(compiler(build_directory=building, is_python_module=False))

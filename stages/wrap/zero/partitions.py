@@ -1,6 +1,6 @@
 """Where DeepSpeed 0.19 keeps this rank's part of each master weight and its optimizer state.
 
-Masters lie in flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), with the
+Masters are flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), with the
 optimizer's state beside them. `tests/stages/wrap/test_deepspeed_contract.py` guards the private
 names.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,53 +31,70 @@ class MasterPart(NamedTuple):
     start: int
 
 
-class Flat(NamedTuple):
-    """One flat master tensor."""
+@dataclass(frozen=True, eq=False)
+class FlatMaster:
+    """This rank's flat master tensor of a group, at stages 1 and 2."""
 
+    zero: Any
     number: int
     group: int
-    """Number of the optimizer group whose hyperparameters it has."""
+    """Number of the optimizer group that has its hyperparameters."""
     parameters: Sequence[nn.Parameter]
-    """All of it, also those of which this rank has no part."""
+    """All of its parameters, also those of which this rank has no part."""
     parts: Sequence[MasterPart]
 
+    @property
+    def tensor(self) -> Tensor:
+        """The flat tensor itself, which is the key of its optimizer state."""
+        return compat.master_partitions(self.zero)[self.number]
 
-class Partitions(ABC):
-    """The flat masters of a ZeRO optimizer."""
+    @property
+    def numel(self) -> int:
+        """Length of the flat tensor, also while it is on disk."""
+        return self.tensor.numel()
 
-    def __init__(self, zero: Any) -> None:
-        self.zero = zero
-
-    @abstractmethod
-    def flats(self) -> Iterator[Flat]:
-        """All of them, in a fixed order."""
-
-    @abstractmethod
-    def optimizer(self, flat: Flat) -> Any:
+    @property
+    def optimizer(self) -> Any:
         """The torch optimizer that updates it."""
+        return self.zero.optimizer
 
-    @abstractmethod
-    def master(self, flat: Flat) -> Tensor:
-        """The tensor itself; the key of its optimizer state."""
+    def present(self, *, write: bool) -> AbstractContextManager[None]:
+        """Hold the flat tensor and its optimizer state in memory; `write` keeps what the body
+        changed, and updates this rank's part of the compute weights."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
-    def elements(self, flat: Flat) -> int:
-        """Its length, also while it is on disk."""
 
-    @abstractmethod
-    def present(self, flat: Flat, *, write: bool) -> contextlib.AbstractContextManager[None]:
-        """Have it and its optimizer state in memory; `write` keeps what the body changed, and
-        renews this rank's part of the compute weights."""
+class SubGroupMaster(FlatMaster):
+    """This rank's flat master tensor of a sub-group at stage 3, which may be swapped to disk."""
 
-    def own_range(self, parameter: Any, padded: int) -> tuple[int, int]:
-        """Stage 3: where this rank's part of a flattened parameter starts, and how many of its
-        `padded` elements are the parameter's."""
-        start = self.zero._get_param_partition_rank(parameter) * padded
-        return start, min(max(parameter.ds_numel - start, 0), padded)
+    @property
+    def numel(self) -> int:
+        return int(self.zero.fp16_partitioned_groups_flat_numel[self.number])
 
-    @abstractmethod
-    def gather(self) -> None:
-        """Make compute weights follow the masters on all ranks (collective)."""
+    @property
+    def optimizer(self) -> Any:
+        devices = getattr(self.zero, "subgroup_to_device", {})
+        on_host = devices.get(self.number, "cpu") == "cpu"
+        return self.zero.optimizer if on_host else self.zero.backup_optimizer
+
+    @contextlib.contextmanager
+    def present(self, *, write: bool) -> Iterator[None]:
+        swapped = self.zero._swappable_optimizer_subgroup(self.number)
+        if swapped:
+            self.zero._optimizer_states_and_gradient_swap_in(self.number)
+        fresh = not self.optimizer.state.get(self.tensor)
+        try:
+            yield
+        except BaseException:  # also when the reader stops: there are few buffers
+            if swapped:
+                self.zero._release_swap_buffers(self.number)
+            raise
+        if write:
+            self.zero._reassign_or_swap_out_partitioned_parameters(self.number)
+        if swapped and (write or fresh):
+            self.zero._optimizer_states_and_gradient_swap_out(self.number)
+        elif swapped:
+            self.zero._release_swap_buffers(self.number)
 
 
 def own_part(master: Tensor, part: MasterPart) -> Tensor:
@@ -84,37 +102,20 @@ def own_part(master: Tensor, part: MasterPart) -> Tensor:
     return master.detach().view(-1)[part.low : part.low + part.length]
 
 
-def partitions(zero: Any) -> Partitions:
-    """For the stage that `zero` implements."""
-    return _Sharded(zero) if compat.zero_stage(zero) == 3 else _Replicated(zero)
+def flat_masters(zero: Any) -> Iterator[FlatMaster]:
+    """All flat masters of a live ZeRO optimizer, in a fixed order."""
+    return _sub_groups(zero) if compat.zero_stage(zero) == 3 else _groups(zero)
 
 
-class _Replicated(Partitions):
-    """Stages 1 and 2: a group is one vector of all its parameters, cut into a part per rank."""
-
-    def flats(self) -> Iterator[Flat]:
-        groups = getattr(self.zero, "round_robin_bit16_groups", None) or self.zero.bf16_groups
-        padding = getattr(self.zero, "round_robin_bit16_padding", None)
-        rank = torch.distributed.get_rank(self.zero.dp_process_group)
-        for index, flat in enumerate(compat.master_partitions(self.zero)):
-            pads = padding[index] if padding else itertools.repeat(0)
-            parts = _overlaps(groups[index], pads, rank * flat.numel(), flat.numel())
-            yield Flat(index, index, groups[index], list(parts))
-
-    def optimizer(self, flat: Flat) -> Any:
-        return self.zero.optimizer
-
-    def master(self, flat: Flat) -> Tensor:
-        return compat.master_partitions(self.zero)[flat.number]
-
-    def elements(self, flat: Flat) -> int:
-        return self.master(flat).numel()
-
-    def present(self, flat: Flat, *, write: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def gather(self) -> None:
-        self.zero.update_lp_params()
+def _groups(zero: Any) -> Iterator[FlatMaster]:
+    """A group is one vector of all its parameters, cut into a part per rank."""
+    groups = getattr(zero, "round_robin_bit16_groups", None) or zero.bf16_groups
+    padding = getattr(zero, "round_robin_bit16_padding", None)
+    rank = torch.distributed.get_rank(zero.dp_process_group)
+    for index, flat in enumerate(compat.master_partitions(zero)):
+        pads = padding[index] if padding else itertools.repeat(0)
+        parts = _overlaps(groups[index], pads, rank * flat.numel(), flat.numel())
+        yield FlatMaster(zero, index, index, groups[index], list(parts))
 
 
 def _overlaps(
@@ -130,57 +131,33 @@ def _overlaps(
         begin += parameter.numel() + pad
 
 
-class _Sharded(Partitions):
-    """Stage 3: each parameter is cut into a part per rank, the last padded; a rank's parts of a
-    sub-group's parameters make one vector, which may be swapped to disk."""
-
-    def flats(self) -> Iterator[Flat]:
-        for index, parameters in enumerate(self.zero.fp16_groups):
-            parts = list(self._parts(parameters))
-            yield Flat(index, self.zero.sub_group_to_group_id[index], parameters, parts)
-
-    def _parts(self, parameters: Sequence[Any]) -> Iterator[MasterPart]:
+def _sub_groups(zero: Any) -> Iterator[FlatMaster]:
+    """Each parameter is cut into a part per rank, the last padded; a rank's parts of a sub-group's
+    parameters make one vector."""
+    for index, parameters in enumerate(zero.fp16_groups):
+        parts = []
         for parameter in parameters:
-            _, low, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
-            start, length = self.own_range(parameter, padded)
+            _, low, padded = zero.grad_position[zero.get_param_id(parameter)]
+            start, length = own_range(zero, parameter, padded)
             if length:
-                yield MasterPart(parameter, low, length, start)
+                parts.append(MasterPart(parameter, low, length, start))
+        yield SubGroupMaster(zero, index, zero.sub_group_to_group_id[index], parameters, parts)
 
-    def optimizer(self, flat: Flat) -> Any:
-        devices = getattr(self.zero, "subgroup_to_device", {})
-        if devices.get(flat.number, "cpu") == "cpu":
-            return self.zero.optimizer
-        return self.zero.backup_optimizer
 
-    def master(self, flat: Flat) -> Tensor:
-        master: Tensor = self.zero.fp32_partitioned_groups_flat[flat.number]
-        return master
+def own_range(zero: Any, parameter: Any, padded: int) -> tuple[int, int]:
+    """Stage 3: start of this rank's part within the flattened parameter, and how many of the part's
+    `padded` elements are no padding."""
+    start = zero._get_param_partition_rank(parameter) * padded
+    return start, min(max(parameter.ds_numel - start, 0), padded)
 
-    def elements(self, flat: Flat) -> int:
-        return int(self.zero.fp16_partitioned_groups_flat_numel[flat.number])
 
-    @contextlib.contextmanager
-    def present(self, flat: Flat, *, write: bool) -> Iterator[None]:
-        swapped = self.zero._swappable_optimizer_subgroup(flat.number)
-        if swapped:
-            self.zero._optimizer_states_and_gradient_swap_in(flat.number)
-        fresh = not self.optimizer(flat).state.get(self.master(flat))
-        try:
-            yield
-        except BaseException:  # also when the reader gives up: the buffers are few
-            if swapped:
-                self.zero._release_swap_buffers(flat.number)
-            raise
-        if write:
-            self.zero._reassign_or_swap_out_partitioned_parameters(flat.number)
-        if swapped and (write or fresh):
-            self.zero._optimizer_states_and_gradient_swap_out(flat.number)
-        elif swapped:
-            self.zero._release_swap_buffers(flat.number)
-
-    def gather(self) -> None:
-        # What is whole is not gathered again, and second copies (hpZ) are preferred to shards.
-        self.zero.checkpoint_event_prologue()
-        for parameter in self.zero.module.parameters():
-            parameter.ds_secondary_tensor = None
-        self.zero.checkpoint_event_epilogue()
+def update_compute_weights(zero: Any) -> None:
+    """Make compute weights follow the masters on all ranks (collective)."""
+    if compat.zero_stage(zero) < 3:
+        zero.update_lp_params()
+        return
+    # Whole parameters would not be gathered again, and second copies (hpZ) win over shards.
+    zero.checkpoint_event_prologue()
+    for parameter in zero.module.parameters():
+        parameter.ds_secondary_tensor = None
+    zero.checkpoint_event_epilogue()

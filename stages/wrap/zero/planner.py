@@ -1,4 +1,4 @@
-"""The planner of `wrap.zero`, and the share of stage 3."""
+"""The planner of `wrap.zero`, and the memory of stage 3."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stage3Memory(ZeroMemory):
 
     @property
     def _group(self) -> int:
-        """Elements updated at a time."""
+        """Elements that are updated at a time."""
         return min(self.part, self._setting("sub_group_size", 1_000_000_000))
 
     def loading(self) -> int:
@@ -134,7 +134,7 @@ class Stage3Memory(ZeroMemory):
 
 
 class ZeroPlanner(Planner[Zero]):
-    """Tells presets of DeepSpeed ZeRO, and what each rank holds under it."""
+    """Planner of `wrap.zero`: its presets, and the memory of each rank."""
 
     @classmethod
     def presets(cls) -> Presets:

@@ -107,7 +107,7 @@ class Zero:
     """
 
     stage: Literal[1, 2, 3] = 2
-    """What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """1 shards optimizer state, 2 gradients too, 3 parameters too."""
 
     offload_optimizer: OptimizerOffload | None = None
     """Offload optimizer state and the optimizer step; null keeps both on the accelerator."""
@@ -116,14 +116,14 @@ class Zero:
     """Stage 3: offload parameter shards; null keeps them on the accelerator."""
 
     optimizer_implementation: Literal["auto", "torch", "deepspeed"] = "auto"
-    """Who updates the weights: the optimizer stage's torch class, or DeepSpeed's kernel of the same
-    rule (CPU Adam when offloaded, fused Adam otherwise). The kernels compute AdamW with plain
-    moments; auto takes them when offloaded, where the optimizer stage asks for just that. They are
-    compiled at first use, which takes about a minute."""
+    """Implementation of the update: the optimizer stage's torch class, or DeepSpeed's kernel (CPU
+    Adam when offloaded, fused Adam otherwise). The kernels compute AdamW with plain moments; auto
+    takes them when offloaded, if the optimizer stage asks for that rule. They are compiled at first
+    use, which takes about a minute."""
 
     reduce_bucket_size: Elements = 500_000_000
-    """Gradient elements reduced at a time. The buffer for so many is allocated whole, however small
-    the model; stage 1 with bf16 and without offload has none."""
+    """Gradient elements reduced at a time. Their buffer is allocated whole for any model; stage 1
+    with bf16 and without offload has none."""
 
     allgather_bucket_size: Elements = 500_000_000
     """Stages 1 and 2: parameter elements gathered at a time after a step."""
@@ -147,7 +147,7 @@ class Zero:
     """Stage 3: parameter elements that may be gathered at once."""
 
     max_reuse_distance: Annotated[int, Ge(0)] | None = None
-    """Stage 3: keep a parameter gathered if it is used again within so many elements."""
+    """Stage 3: keep a parameter gathered if it is used again within this number of elements."""
 
     sub_group_size: Elements | None = None
     """Stage 3: elements that the optimizer updates (and swaps) at a time."""
@@ -156,8 +156,8 @@ class Zero:
     """Disk access settings of NVMe offload."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed configuration, named as DeepSpeed does (nested blocks too). A key that a
-    field above or another slot already decides, or that DeepSpeed does not know, is refused."""
+    """Further DeepSpeed configuration under DeepSpeed's own keys (nested blocks too). A key that a
+    field above or another slot decides, or that DeepSpeed does not know, is refused."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.wrap.zero.checks import problems
@@ -173,13 +173,12 @@ class Zero:
 
 
 RULE = "adamw"
-"""The update rule that DeepSpeed's kernels (CPU Adam, fused Adam) compute here, as an OptimizerPlan
-names it."""
+"""Name in an OptimizerPlan of the update rule that DeepSpeed's kernels compute."""
 
 
 def uses_deepspeed_kernel(stage: Zero, algorithm: str) -> bool:
-    """Whether DeepSpeed's own kernel updates the weights; `auto` takes it when offloaded, if there
-    is one."""
+    """Whether DeepSpeed's own kernel updates the weights; `auto` takes it when offloaded, if it
+    computes the rule."""
     if stage.optimizer_implementation == "auto":
         return stage.offload_optimizer is not None and algorithm == RULE
     return stage.optimizer_implementation == "deepspeed"

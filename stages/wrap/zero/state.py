@@ -1,4 +1,4 @@
-"""The training state of a DeepSpeed engine, parameter by parameter, as every strategy tells it."""
+"""The training state of a DeepSpeed engine, read and written parameter by parameter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from pipeline.contracts.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterGroup
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.errors import CheckpointError, StageError
-from stages.wrap.load_weights import Part
-from stages.wrap.materialize import aliases, stored_tensors
+from stages.wrap.load_weights import LocalShard, aliases, stored_tensors
 from stages.wrap.optimizer_state import (
     read_moments,
     require_known,
@@ -22,29 +21,33 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.zero import compat
-from stages.wrap.zero.partitions import Flat, Partitions, own_part, partitions
+from stages.wrap.zero.partitions import (
+    FlatMaster,
+    flat_masters,
+    own_part,
+    own_range,
+    update_compute_weights,
+)
 
 
 class ZeroState:
-    """Reads and writes the live state; owns nothing."""
+    """Views of the live state; owns none of it."""
 
     def __init__(
         self, live: Any, plan: OptimizerPlan, base_rates: Sequence[float], growth_interval: int
     ) -> None:
         self._live = live
         self._plan = plan
-        self._moments = tuple(plan.moments)
-        self._settings = tuple(plan.hyperparameters)
         self._base_rates = base_rates
         self._growth_interval = growth_interval
         self._names = {parameter: name for name, parameter in live.module.named_parameters()}
-        self._partitions: Partitions = partitions(live.optimizer)
         self._restored: Mapping[str, int] = {}
+        """Updates of each parameter when the state was restored."""
         self.applied = 0
-        """Steps since then: counts of updates, for optimizers that have none."""
+        """Updates since then, for optimizers that keep no count."""
 
-    def tell(self) -> EngineState:
-        """What is no tensor."""
+    def read(self) -> EngineState:
+        """See `Engine.state`."""
         counts: dict[str, int] = {}
         for flat in self._flats:
             kept = self._optimizer_state(flat)
@@ -53,42 +56,38 @@ class ZeroState:
         return dataclasses.replace(self._fixed, updates=counts, loss_scale=self._loss_scale())
 
     @functools.cached_property
-    def _flats(self) -> list[Flat]:
-        return list(self._partitions.flats())
+    def _flats(self) -> list[FlatMaster]:
+        return list(flat_masters(self._live.optimizer))
 
     @functools.cached_property
     def _members(self) -> dict[int, list[str]]:
-        """Flat master -> names of its parameters, also of those of which this rank has no part."""
+        """Number of a flat master -> names of its parameters, also where this rank has no part."""
         return {flat.number: [self._names[p] for p in flat.parameters] for flat in self._flats}
 
     @functools.cached_property
     def _fixed(self) -> EngineState:
-        """What never changes."""
+        """The part of the state that never changes."""
         groups: dict[int, list[str]] = {}
         for flat in self._flats:
             groups.setdefault(flat.group, []).extend(self._members[flat.number])
         module = self._live.module
         return EngineState(
-            shapes={name: _shape(tensor) for name, tensor in self._stored},
+            shapes={name: compat.full_shape(tensor) for name, tensor in stored_tensors(module)},
             aliases=aliases(module),
             frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
             groups=[self._group(number, groups[number]) for number in sorted(groups)],
             updates={},
-            moments=self._moments,
+            moments=tuple(self._plan.moments),
             loss_scale=None,
         )
 
-    @property
-    def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        return stored_tensors(self._live.module)
-
     def fragments(self) -> Iterator[Fragment]:
-        """See Engine."""
+        """See `Engine.fragments`."""
         yield from self._trained(write=False)
         yield from self._others()
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        """See Engine."""
+        """See `Engine.restore`."""
         self._restored, self.applied = state.updates, 0
         for flat in self._flats:
             self._require_one_count(self._members[flat.number], state)
@@ -98,43 +97,43 @@ class ZeroState:
         self._set_loss_scale(state.loss_scale)
 
     def sync_compute_weights(self) -> None:
-        """See Engine."""
-        self._partitions.gather()
+        """See `Engine.sync_compute_weights`."""
+        update_compute_weights(self._live.optimizer)
 
-    def weights(self) -> Iterator[Part]:
-        """This rank's part of every parameter and stored buffer, the masters of trained ones, to be
-        overwritten, each before the next is taken; then `refresh`."""
+    def master_shards(self) -> Iterator[LocalShard]:
+        """This rank's part of every parameter and stored buffer, of trained ones the masters, to be
+        overwritten, each before the next is taken; then `sync_compute_weights`."""
         for flat in self._flats:
-            with self._partitions.present(flat, write=True):
-                master = self._partitions.master(flat)
+            with flat.present(write=True):
                 for part in flat.parts:
-                    yield Part(self._names[part.parameter], part.start, own_part(master, part))
+                    name = self._names[part.parameter]
+                    yield LocalShard(name, part.start, own_part(flat.tensor, part))
         for fragment in self._others():
-            yield Part(fragment.name, fragment.start, fragment.state[WEIGHT])
+            yield LocalShard(fragment.name, fragment.start, fragment.state[WEIGHT])
 
     def _trained(
         self, *, write: bool, counts: Mapping[str, int] | None = None
     ) -> Iterator[Fragment]:
         for flat in self._flats:
-            with self._partitions.present(flat, write=write):
+            with flat.present(write=write):
                 state = self._optimizer_state(flat)
                 if counts is not None:
                     count = counts[self._members[flat.number][0]]
-                    set_updates(state, count, self._partitions.optimizer(flat), flat.group)
+                    set_updates(state, count, flat.optimizer, flat.group)
                 yield from self._flat_fragments(flat, state, write=write)
 
     def _flat_fragments(
-        self, flat: Flat, state: Mapping[str, Any], *, write: bool
+        self, flat: FlatMaster, state: Mapping[str, Any], *, write: bool
     ) -> Iterator[Fragment]:
-        master, plan = self._partitions.master(flat), self._plan
-        # Written as a whole, as blocks of packed values straddle parameters; read in parts, as a
-        # whole moment unpacked may be more than there is memory for during training.
+        master, plan = flat.tensor, self._plan
+        # Written as a whole, as blocks of packed values straddle parameters; read in parts, as
+        # there may be no memory for a whole unpacked moment during training.
         moments = read_moments(state, plan, 0, master.numel()) if write else {}
         for part in flat.parts:
             own = {name: own_part(values, part) for name, values in moments.items()}
             yield Fragment(
                 name=self._names[part.parameter],
-                shape=_shape(part.parameter),
+                shape=compat.full_shape(part.parameter),
                 start=part.start,
                 state={
                     WEIGHT: own_part(master, part),
@@ -145,7 +144,7 @@ class ZeroState:
 
     def _others(self) -> Iterator[Fragment]:
         """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
-        for name, tensor in self._stored:
+        for name, tensor in stored_tensors(self._live.module):
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 continue
             shard = getattr(tensor, "ds_tensor", None)
@@ -154,7 +153,8 @@ class ZeroState:
             else:
                 view, start = self._frozen_part(name, tensor, shard)
             if view.numel():
-                yield Fragment(name=name, shape=_shape(tensor), start=start, state={WEIGHT: view})
+                shape = compat.full_shape(tensor)
+                yield Fragment(name=name, shape=shape, start=start, state={WEIGHT: view})
 
     def _frozen_part(self, name: str, parameter: Any, shard: Any) -> tuple[Tensor, int]:
         if compat.is_swapped(shard):
@@ -162,17 +162,15 @@ class ZeroState:
                 f"{name} is frozen and on disk, which checkpoints cannot read",
                 hint="offload parameters to cpu instead of nvme",
             )
-        start, length = self._partitions.own_range(parameter, shard.numel())
+        start, length = own_range(self._live.optimizer, parameter, shard.numel())
         return shard.detach().view(-1)[:length], start
 
-    def _optimizer_state(self, flat: Flat) -> dict[str, Any]:
-        """State of a flat master; created as the optimizer would at its first step."""
-        optimizer, master = self._partitions.optimizer(flat), self._partitions.master(flat)
+    def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
+        """Optimizer state of a flat master, created as the optimizer's first step would."""
+        optimizer, master = flat.optimizer, flat.tensor
+        if not optimizer.state[master]:
+            compat.start_optimizer_state(optimizer, master, flat.numel, self._plan)
         state: dict[str, Any] = optimizer.state[master]
-        if not state:
-            elements = self._partitions.elements(flat)
-            compat.start_optimizer_state(optimizer, master, elements, self._plan)
-            state = optimizer.state[master]
         require_known(state, self._plan, type(optimizer).__name__)
         return state
 
@@ -184,8 +182,8 @@ class ZeroState:
             )
 
     def _group(self, number: int, names: Sequence[str]) -> ParameterGroup:
-        groups = list(compat.update_groups(self._live))
-        settings = {key: groups[number][key] for key in self._settings if key in groups[number]}
+        group = list(compat.update_groups(self._live))[number]
+        settings = {key: group[key] for key in self._plan.hyperparameters if key in group}
         return ParameterGroup(
             settings={**settings, "lr": self._base_rates[number]}, parameters=list(names)
         )
@@ -201,8 +199,3 @@ class ZeroState:
         scaler = compat.loss_scaler(self._live)
         if scaler is not None and saved is not None:
             compat.set_loss_scale(scaler, saved.scale, saved.good_steps % self._growth_interval)
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """The full shape, which a partitioned parameter keeps in `ds_shape`."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))

@@ -99,7 +99,7 @@ def test_a_model_without_blocks_is_refused(fields: dict[str, Any], tmp_path: Any
     config = {"model_type": "ctrl", "n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 16,
               "vocab_size": 50}  # fmt: skip
     source(tmp_path, config).build()
-    with pytest.raises(StageError, match="CTRLLMHeadModel's blocks cannot be told"):
+    with pytest.raises(StageError, match="CTRLLMHeadModel does not say which modules"):
         source(tmp_path, config, **fields).build()
 
 

@@ -123,6 +123,9 @@ def test_folder(tmp_path: Path) -> None:
         f"gguf_file: no such file: {tmp_path / 'n.gguf'}"
     ]
     (tmp_path / "config.json").write_text("{")
+    (problem,) = found(path=str(tmp_path))
+    assert problem.startswith(f"path: {tmp_path / 'config.json'} cannot be read: ")
+    (tmp_path / "config.json").write_text("[]")
     assert found(path=str(tmp_path)) == [f"path: {tmp_path / 'config.json'} is not a JSON object"]
     (tmp_path / "config.json").write_text(json.dumps(tiny_llama_config()))
     save_tokenizer(tmp_path)

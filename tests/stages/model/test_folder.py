@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,6 @@ def test_gguf_file(tmp_path: Path) -> None:
 
 def test_gguf_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.gguf").touch()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(StageError, match=r"pip install 'pipetrain\[gguf\]'"):
         opened(tmp_path / "x.gguf")

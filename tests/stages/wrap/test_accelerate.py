@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pipeline.testing import plan_view
-from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.accelerate import Accelerate
 
@@ -41,11 +40,6 @@ def said(
             {},
         ),
         ({"distributed_type": "FSDP", "fsdp_config": FSDP, "num_processes": -1}, {}),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_clipping": "auto"}},
-            {},
-        ),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, {}),
         (
             {"distributed_type": "FSDP", "fsdp_config": FSDP, "mixed_precision": "bf16"},
             {"compute": "bf16", "reduce": "bf16"},
@@ -81,27 +75,6 @@ def test_what_is_right(content: object, settings: dict[str, Any], tmp_path: Path
         (
             {"distributed_type": "FSDP", "fsdp_config": FSDP}, {"device": "cpu"},
             "accelerate shards on GPUs only; on the CPU it would replicate (use wrap.fsdp there)",
-        ),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 4}}, {},
-            "deepspeed_config.zero_stage in a.json: must be 0, 1, 2 or 3, not 4 ()",
-        ),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stag": 3}}, {},
-            "deepspeed_config.zero_stag in a.json: is not translated (did you mean `zero_stage`?)",
-        ),
-        (
-            {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"}, {},
-            "mixed_precision in a.json is 'bf16', but the recipe's precision has compute: 'fp32' "
-            "(say the same in both)",
-        ),
-        (
-            {
-                "distributed_type": "DEEPSPEED",
-                "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "nvme"},
-            },
-            {},
-            "as wrap.zero, offload_optimizer.path: nvme needs the folder to write to ()",
         ),
         (
             {"distributed_type": "NO"}, {},
@@ -143,6 +116,15 @@ def test_what_is_wrong(
     assert said(tmp_path, content, **settings) == [message]
 
 
+def test_a_file_for_deepspeed_is_for_import(tmp_path: Path) -> None:
+    block = {"deepspeed_config": {"zero_stag": 3}, "mixed_precision": "bf16", "num_processes": 8}
+    (found,) = said(tmp_path, {"distributed_type": "DEEPSPEED", **block})
+    assert found == (
+        "distributed_type is DEEPSPEED: accelerate only hands the settings on to DeepSpeed (run "
+        f"`pipe import {tmp_path}/a.json`, which makes a recipe of them)"
+    )
+
+
 def test_other_files(tmp_path: Path) -> None:
     (found,) = said(tmp_path, {"zero_optimization": {}})
     assert found == f"{tmp_path}/a.json is no accelerate configuration: no distributed_type ()"
@@ -163,16 +145,3 @@ def test_the_environment_is_that_of_the_launcher(tmp_path: Path) -> None:
     assert made["FSDP_OFFLOAD_PARAMS"] == "true"
     assert made["ACCELERATE_MIXED_PRECISION"] == "no"
     assert not {"MASTER_ADDR", "MASTER_PORT", "PATH"} & {*made}
-
-
-def test_a_file_that_the_file_names_contradicts_the_recipe(tmp_path: Path) -> None:
-    named = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "bf16": {"enabled": True}}
-    (tmp_path / "ds.json").write_text(json.dumps(named))
-    file = tmp_path / "a.json"
-    block = {"deepspeed_config_file": "ds.json"}
-    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": block}))
-    stages = {"precision": PrecisionPolicy(compute="bf16"), "optimizer": AdamW()}
-    plan = plan_view(stages, procs=2, device="cuda")
-    assert [problem.message for problem in Accelerate(config=str(file)).check(plan)] == [
-        "gradient_clipping in ds.json is 0.5, but the recipe's optimizer has max_grad_norm: 1.0"
-    ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.wrap.optimizer_step import clip
+from stages.wrap.torch_engine import clip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,17 +1,22 @@
-"""Private names of DeepSpeed that the training state is read through: gone, or meaning something
-else, must show here and not in a checkpoint."""
+"""Names of DeepSpeed that this project relies on: private ones that the training state is read
+through, which must not change unnoticed, and the keys of its configuration."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from pydantic import BaseModel
+
+from stages.wrap.zero.config import BLOCKS, KNOWN
 
 METHODS: dict[Any, dict[str, list[str]]] = {
     DeepSpeedZeroOptimizer: {"update_lp_params": ["self"]},
@@ -75,3 +80,58 @@ def test_methods_take_what_they_took(kind: Any) -> None:
 def test_attributes_are_still_set(kind: Any) -> None:
     source = inspect.getsource(kind)
     assert [name for name in ATTRIBUTES[kind] if name not in source] == []
+
+
+class Recorded(dict[str, Any]):
+    """A configuration that notes which keys are asked for."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self
+
+
+def test_top_level_keys_are_those_that_deepspeed_reads() -> None:
+    config = Recorded(train_micro_batch_size_per_gpu=1)
+    DeepSpeedConfig(config)
+    assert {"steps_per_print", "zero_optimization", "fp16"} <= config.asked
+    obsolete = {*_REMOVED_TOP_LEVEL_CONFIG_KEYS, "vocabulary_size"}  # it only warns of that one
+    elsewhere = {"sequence_parallel_size"}
+    assert {key for key in KNOWN if "." not in key} == (config.asked - obsolete) | elsewhere
+
+
+def fields(model: type[BaseModel], place: str) -> set[str]:
+    """Every key of a block, by all its names, with those of the blocks in it."""
+    found = set()
+    for name, field in model.model_fields.items():
+        for key in {name, field.alias or name}:
+            found.add(f"{place}.{key}")
+            if f"{place}.{key}" in BLOCKS:
+                (inner,) = (
+                    t for t in (field.annotation, *get_args(field.annotation)) if is_model(t)
+                )
+                found |= fields(inner, f"{place}.{key}")
+    return found
+
+
+def is_model(kind: Any) -> bool:
+    return inspect.isclass(kind) and issubclass(kind, BaseModel)
+
+
+def test_keys_of_zero_are_those_of_its_model() -> None:
+    known = {key for key in KNOWN if key.startswith("zero_optimization.")}
+    assert known == fields(DeepSpeedZeroConfig, "zero_optimization")

@@ -426,14 +426,14 @@ def test_ddp_never_has_more_than_one_copy_beside_its_gradients(big: Path) -> Non
     case = Case(wrap="ddp static")
     for (engine,) in measured(big, case, "stages.wrap.ddp_engine.build"):
         assert total <= engine <= total + SLACK
-    for (loading,) in measured(big, Case(wrap="ddp"), "stages.wrap.ddp_engine.fill"):
+    for (loading,) in measured(big, Case(wrap="ddp"), "stages.wrap.build.load_weights"):
         assert total <= loading <= total + SLACK
 
 
 def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: Path) -> None:
-    """Until DeepSpeed makes its masters and buffers, and when these are filled."""
+    """Until DeepSpeed makes its masters and buffers, and while these are loaded."""
     total, largest = sizes_of(big)
-    functions = "stages.wrap.zero.build.partitioned", "stages.wrap.zero.build.fill"
-    for birth, loading in measured(big, Case(wrap="zero3"), *functions):
-        assert total / 2 <= birth <= total / 2 + largest + SLACK < total
+    functions = "stages.wrap.zero.build._partitioned", "stages.wrap.zero.build.load_weights"
+    for made, loading in measured(big, Case(wrap="zero3"), *functions):
+        assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK

@@ -14,10 +14,10 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import EngineMismatch
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
+from stages.wrap.build import verify_engine
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_compat import no_buffer_sync
-from stages.wrap.verify_engine import verify_engine
 from tests.parity.body import tiny_source
 from tests.support.processes import run_ranks
 from tests.support.runs import context

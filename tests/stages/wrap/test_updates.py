@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from pipeline import testing
-from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
+from pipeline.contracts.optimizer import OptimizerPlan
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.wrap.optimizer_step import make_optimizer
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import TorchEngine, make_optimizer
 
 
 class Plain(TorchEngine):
@@ -27,9 +26,8 @@ class Plain(TorchEngine):
 
     def __init__(self, plan: OptimizerPlan) -> None:
         self.model = nn.Linear(3, 2, bias=False)
-        named = [NamedParameter("weight", self.model.weight, (2, 3))]
         self.plan = plan
-        self.optimizer = make_optimizer(plan, plan.groups(named))
+        self.optimizer = make_optimizer(plan, self.model)
 
     @property
     def module(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that a recipe gives, and the mistakes told before a run."""
+"""The DeepSpeed configuration that a recipe gives, and the mistakes found before a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.zero import Aio, OptimizerOffload, ParameterOffload, Zero
-from stages.wrap.zero.config import generate, merge
-from stages.wrap.zero.schema import top_level_keys, zero_keys
+from stages.wrap.zero.config import KNOWN, generate, merge
 
 NVME = OptimizerOffload(device="nvme", path="/scratch")
 
@@ -80,12 +79,11 @@ def test_stage_3_offloaded_to_disk() -> None:
     assert "allgather_bucket_size" not in zero
 
 
-def test_every_generated_key_is_one_that_the_installed_deepspeed_reads() -> None:
+def test_every_generated_key_is_known() -> None:
     stage = Zero(stage=3, offload_optimizer=NVME, offload_param=ParameterOffload(), aio=Aio())
     for made in (config(stage, compute="bf16"), config(Zero(round_robin_gradients=True))):
-        # Read through a default argument, which the source scan does not follow.
-        assert made.keys() - top_level_keys() == {"communication_data_type"}
-        assert made["zero_optimization"].keys() <= zero_keys().keys()
+        assert made.keys() <= KNOWN
+        assert {f"zero_optimization.{key}" for key in made["zero_optimization"]} <= KNOWN
 
 
 def test_extra_is_merged_into_blocks() -> None:
@@ -122,16 +120,16 @@ def test_merge_keeps_what_the_other_does_not_touch(base: Any, extra: Any) -> Non
             "extra.zero_optimization.offload_optimizer.super_offload",
             "which no checkpoint reaches",
         ),
-        ({"gradient_clipping": 1}, "extra.gradient_clipping", "the optimizer slot decides"),
-        ({"bf16": {"enabled": True}}, "extra.bf16", "the precision slot decides"),
-        ({"train_batch_size": 8}, "extra.train_batch_size", "the train stage decides"),
+        ({"gradient_clipping": 1}, "extra.gradient_clipping", "is set by the optimizer slot"),
+        ({"bf16": {"enabled": True}}, "extra.bf16", "is set by the precision slot"),
+        ({"train_batch_size": 8}, "extra.train_batch_size", "is set by the train stage"),
         ({"dumpstate": True}, "extra.dumpstate", "did you mean dump_state?"),
         ({"dump_state": "auto"}, "extra.dump_state", "ignores the value auto"),
         ({"zero_optimization": 3}, "extra.zero_optimization", "is not a mapping"),
         (
             {"zero_optimization": {"stage3_prefetch_bucket_size": 1}},
             "extra.zero_optimization.stage3_prefetch_bucket_size",
-            "write the field prefetch_bucket_size",
+            "is set by the field prefetch_bucket_size",
         ),
         (
             {"zero_optimization": {"memory_eficient_linear": False}},
@@ -141,7 +139,7 @@ def test_merge_keeps_what_the_other_does_not_touch(base: Any, extra: Any) -> Non
         (
             {"zero_optimization": {"offload_optimizer": {"nvme_path": "/a"}}},
             "extra.zero_optimization.offload_optimizer.nvme_path",
-            "write the field offload_optimizer.path",
+            "is set by the field offload_optimizer.path",
         ),
         (
             {"zero_optimization": {"leaf_module": {"clases": []}}},
