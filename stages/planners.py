@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipeline.checkpoint.retention import expected_count
@@ -13,7 +14,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.stage import Context
 from pipeline.planning.estimate import Extra
-from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology
+from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology, Trial
 from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape, Step
 from pipeline.planning.strategy import EXPORT, LOADED, StrategyMemory
 from stages.adapter.lora import Lora
@@ -77,6 +78,11 @@ class EmaPlanner(Planner[EmaAverage]):
 class CheckpointPlanner(Planner[CheckpointSettings]):
     """Planner of `checkpoint.sharded` and `checkpoint.full`: disk, and host memory for each rank's
     copy of its share. State that is in host memory is copied piece by piece."""
+
+    def for_benchmark(self, trial: Trial) -> CheckpointSettings:
+        """Save at the end only, into the run's folder, from a fresh start."""
+        once = replace(self.stage, every=None, keep=1, keep_every=None, keep_best=0)
+        return replace(once, start_from=None, folder=None)
 
     def forecast(
         self,

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from pipeline.planning.planner import Topology
 from pipeline.planning.strategy import RESUME, SAVE
 from pipeline.run import failures, metrics, rundir
 from pipeline.run.journal import Journal
-from pipeline.utils.process_tree import none_left
+from pipeline.utils.process_tree import none_left, own_module
 
 STOP_SECONDS = 60.0
 """Time limit of this process when it is stopped; the run gets half of it."""
@@ -138,8 +137,7 @@ def _clear(folder: Path, *, failed: bool) -> None:
 def _call(arguments: list[str], output: int, seconds: float) -> int | None:
     """Exit code of `pipe ARGUMENTS` in a session of its own; None if it was ended after `seconds`.
     No process that it started outlives this call."""
-    # -P: modules in the user's folder must not shadow those that it imports
-    command = [sys.executable, "-P", "-m", "pipeline.commands.supervised", str(os.getpid())]
+    command = own_module("pipeline.commands.supervised", str(os.getpid()))
     with none_left():
         process = subprocess.Popen(
             [*command, *arguments],

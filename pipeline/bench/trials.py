@@ -13,19 +13,18 @@ from pydantic import ValidationError
 
 from pipeline.bench.results import Row
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.stage import Trial
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.hardware.host import cores_each
 from pipeline.plan.plan import Plan, PlannedSlot
 from pipeline.plan.registry import Registry
+from pipeline.planning.planner import Planner, Planners, Trial
 from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter
 
 Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
-METHOD = "for_benchmark"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +127,15 @@ def _shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
     """Slots up to the one that trains, shortened. Raises UsageError if none trains, or the one that
     does cannot be shortened."""
     found, written = {}, plan.recipe.public()["stages"]
+    planners = Planners.installed()
     for step in plan.steps:
+        kind = planners.find(step.use) or Planner
         trains = step.gives is not None and issubclass(step.gives, TrainedRun)
-        if trains and not hasattr(step.stage, METHOD):
-            raise UsageError(f"{step.use} cannot be cut to a few steps: it has no `{METHOD}`")
-        found[step.slot] = _shortened(written[step.slot], step.stage, trial)
+        if trains and kind.for_benchmark is Planner.for_benchmark:
+            raise UsageError(
+                f"{step.use} cannot be cut to a few steps: its planner has no `for_benchmark`"
+            )
+        found[step.slot] = _shortened(written[step.slot], kind(step.stage), trial)
         if trains:
             return found
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that trains")
@@ -145,10 +148,10 @@ def replacement(slot: Slot, trial: Trial, registry: Registry) -> Slot:
         stage = kind.validate_json(json.dumps(_fields(slot)), strict=True)
     except ValidationError:
         return slot
-    return _shortened(slot, stage, trial)
+    planner = Planners.installed().find(slot["use"]) or Planner
+    return _shortened(slot, planner(stage), trial)
 
 
-def _shortened(slot: Slot, stage: Any, trial: Trial) -> Slot:
-    if not hasattr(stage, METHOD):
-        return slot
-    return {"use": slot["use"], **plain_value(getattr(stage, METHOD)(trial))}
+def _shortened(slot: Slot, planner: Planner[Any], trial: Trial) -> Slot:
+    stage = planner.for_benchmark(trial)
+    return slot if stage is planner.stage else {"use": slot["use"], **plain_value(stage)}

@@ -23,8 +23,8 @@ from pipeline.checkpoint.store import Store, locate, open_store, step_name
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
 from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.resources import require_resources
-from pipeline.contracts.stage import Context, ResourceNeed
+from pipeline.contracts.resources import ResourceNeed, require_resources
+from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun, TrainingLength
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.utils.text import human

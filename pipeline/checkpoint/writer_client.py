@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from pipeline.checkpoint.staging import Copy, Staging
 from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import anonymous_file
+from pipeline.utils.process_tree import own_module
 
 if TYPE_CHECKING:
     from pipeline.contracts.engine import Engine, Fragment
@@ -54,8 +54,7 @@ class WriterProcess:
 
     def __init__(self, setup: Setup, buffer: SnapshotBuffer) -> None:
         self._rank = setup.rank
-        # -P: files in the user's folder must not stand in for our modules
-        command = [sys.executable, "-P", "-m", "pipeline.checkpoint.writer_main"]
+        command = own_module("pipeline.checkpoint.writer_main")
         self._process = subprocess.Popen(
             [*command, str(buffer.descriptor), str(os.getpid())],
             stdin=subprocess.PIPE,

@@ -5,12 +5,26 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contracts.stage import ResourceNeed
 from pipeline.errors import StageError
 from pipeline.hardware.host import free_memory
 from pipeline.utils.text import human
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceNeed:
+    """Disk space and host memory that a stage will need on this machine."""
+
+    what: str
+    """Purpose, as in `needs 3.2 GB for ...`."""
+    disk: int = 0
+    """Bytes in `folder`, beyond what is there already."""
+    folder: Path | None = None
+    """Need not exist yet."""
+    memory: int = 0
+    """Bytes of host memory on rank 0's machine, at one time."""
 
 
 def require_resources(needs: Iterable[ResourceNeed]) -> None:

@@ -19,13 +19,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from pipeline.errors import Problem, UsageError
+from pipeline.errors import Problem
 
 if TYPE_CHECKING:
+    from pipeline.contracts.resources import ResourceNeed
     from pipeline.distributed.process_group import DistContext
     from pipeline.run.metrics import Metrics
 
@@ -44,25 +44,6 @@ class Durable(ABC):
     @abstractmethod
     def restore(cls, record: Mapping[str, Any]) -> Durable:
         """The artifact from its record; raises StageError when it is gone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """A way to use a stage that wraps."""
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the slot."""
-    what: str = ""
-    """Short description, as in `every rank holds everything`."""
-    order: int = 0
-    """Position in the order in which `pipe advise` tries strategies
-    (`pipeline.planning.planner.Tier`); 0: never tried."""
-    at_first: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields that `pipe advise` begins with; its planner's `savings` take them back."""
-
-
-Presets = Mapping[str, Preset]
-"""Presets by name."""
 
 
 class Stage(Protocol):
@@ -151,47 +132,6 @@ class PlanView:
             if found is None and id(other) in givers:
                 found = slot
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A few steps of a recipe, to be measured: no evaluation, and one checkpoint, at the end."""
-
-    steps: int
-    """Optimizer steps in all."""
-    profile: tuple[int, ...] = ()
-    """Steps among them that torch.profiler records."""
-    growth: Fraction = Fraction(1)
-    """Samples of one optimizer step, in multiples of the recipe's."""
-    procs: int = 1
-    """World size used for defaults that depend on it (e.g. the micro-batch), so that compared
-    trials share them."""
-
-    def grown(self, samples: int) -> int:
-        """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
-        where they are no whole number."""
-        grown = samples * self.growth
-        if grown.denominator != 1:
-            raise UsageError(
-                f"samples per process cannot stay: {samples} samples a step x {self.growth} would "
-                f"be {float(grown):g}",
-                hint="--weak needs a global batch that divides evenly",
-            )
-        return int(grown)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResourceNeed:
-    """Disk space and host memory that a stage will need on this machine."""
-
-    what: str
-    """Purpose, as in `needs 3.2 GB for ...`."""
-    disk: int = 0
-    """Bytes in `folder`, beyond what is there already."""
-    folder: Path | None = None
-    """Need not exist yet."""
-    memory: int = 0
-    """Bytes of host memory on rank 0's machine, at one time."""
 
 
 @dataclass(kw_only=True)

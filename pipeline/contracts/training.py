@@ -12,7 +12,7 @@ from pipeline.contracts.stage import Durable
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import ResourceNeed
+    from pipeline.contracts.resources import ResourceNeed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from pipeline.distributed.environment import place
 from pipeline.errors import in_words
 from pipeline.hardware.host import cores_each
 from pipeline.utils import jsonl
-from pipeline.utils.process_tree import die_with, kill_sessions, none_left
+from pipeline.utils.process_tree import die_with, kill_sessions, none_left, own_module
 
 POLL_SECONDS = 0.02
 LONGEST_REASON = 300
@@ -89,9 +89,8 @@ def _file(folder: Path, rank: int, kind: str) -> Path:
 def _start(
     target: str, settings: Mapping[str, Any], procs: int, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # -P: modules in the user's folder must not shadow ours
-    command = [sys.executable, "-P", "-m", "pipeline.doctor.ranks", target, str(folder)]
-    command += [str(os.getpid()), json.dumps({**settings, "store": str(folder / "store")})]
+    content = json.dumps({**settings, "store": str(folder / "store")})
+    command = own_module("pipeline.doctor.ranks", target, str(folder), str(os.getpid()), content)
     threads = {"OMP_NUM_THREADS": str(cores_each(procs))}
     for rank in range(procs):
         with _file(folder, rank, "log").open("wb") as log:

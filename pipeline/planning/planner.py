@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.contracts.training import TrainedRun
@@ -24,7 +25,6 @@ from pipeline.plan.registry import Plugins
 from pipeline.planning.shapes import SampleShape, Step
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Presets
     from pipeline.plan.plan import Plan
 
 FORECAST = "forecast"
@@ -99,6 +99,52 @@ class Tier:
     OFFLOADED_TO_DISK = 60
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A way to use a stage that wraps."""
+
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the slot."""
+    what: str = ""
+    """Short description, as in `every rank holds everything`."""
+    order: int = 0
+    """Position in the order in which `pipe advise` tries strategies
+    (`Tier`); 0: never tried."""
+    at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further fields that `pipe advise` begins with; its planner's `savings` take them back."""
+
+
+Presets = Mapping[str, Preset]
+"""Presets by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A few steps of a recipe, to be measured: no evaluation, and one checkpoint, at the end."""
+
+    steps: int
+    """Optimizer steps in all."""
+    profile: tuple[int, ...] = ()
+    """Steps among them that torch.profiler records."""
+    growth: Fraction = Fraction(1)
+    """Samples of one optimizer step, in multiples of the recipe's."""
+    procs: int = 1
+    """World size used for defaults that depend on it (e.g. the micro-batch), so that compared
+    trials share them."""
+
+    def grown(self, samples: int) -> int:
+        """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
+        where they are no whole number."""
+        grown = samples * self.growth
+        if grown.denominator != 1:
+            raise UsageError(
+                f"samples per process cannot stay: {samples} samples a step x {self.growth} would "
+                f"be {float(grown):g}",
+                hint="--weak needs a global batch that divides evenly",
+            )
+        return int(grown)
+
+
 class Planner(Generic[S]):
     """Forecasts of a stage, made with the checked stage. The base class stands for a stage that
     needs nothing worth counting beside a step."""
@@ -114,6 +160,12 @@ class Planner(Generic[S]):
     def savings(self, ranks: int) -> Iterable[Saving]:
         """Changes of the stage's fields with which a step on `ranks` ranks needs less memory."""
         return ()
+
+    def for_benchmark(self, trial: Trial) -> S:
+        """The stage with the settings of a trial: a stage that trains takes `trial.steps` steps and
+        evaluates nothing, one that saves does so once and into the run's folder. Without this
+        method a stage that trains cannot be measured, and others are left as they are."""
+        return self.stage
 
     @classmethod
     def presets(cls) -> Presets:

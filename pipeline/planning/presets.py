@@ -8,10 +8,9 @@ from typing import Any
 
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.signature import gives
-from pipeline.contracts.stage import Preset
 from pipeline.errors import PluginError, UsageError
 from pipeline.plan.registry import Entry, Registry
-from pipeline.planning.planner import Planner, Planners
+from pipeline.planning.planner import Planner, Planners, Preset
 from pipeline.utils.text import closest
 
 

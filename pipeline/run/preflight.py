@@ -16,7 +16,8 @@ from pipeline.plan.binding import Results
 from pipeline.run.metrics import Metrics
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context, ResourceNeed
+    from pipeline.contracts.resources import ResourceNeed
+    from pipeline.contracts.stage import Context
     from pipeline.plan.plan import Plan
 
 Artifacts = Mapping[str, Any]

@@ -6,13 +6,13 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView, Trial
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.contracts.training import Checkpoints
 from pipeline.errors import Problem
 
@@ -60,11 +60,6 @@ class CheckpointSettings(ABC):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from unknown_address("start_from", self.start_from)
-
-    def for_benchmark(self, trial: Trial) -> Self:
-        """Save at the end only, into the run's folder, from a fresh start."""
-        once = replace(self, every=None, keep=1, keep_every=None, keep_best=0)
-        return replace(once, start_from=None, folder=None)
 
     @abstractmethod
     def file_layout(self) -> FileLayout:

@@ -15,7 +15,8 @@ import torch
 from pipeline.checkpoint.layout import CODES
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import dtype_name, torch_dtype
-from pipeline.contracts.stage import Context, ResourceNeed
+from pipeline.contracts.resources import ResourceNeed
+from pipeline.contracts.stage import Context
 from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
 from pipeline.errors import StageError
 from stages.export.target import target_of

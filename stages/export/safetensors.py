@@ -11,7 +11,8 @@ from typing import Literal, Self
 
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView, ResourceNeed
+from pipeline.contracts.resources import ResourceNeed
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import Problem

@@ -13,7 +13,8 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.stage import Context, PlanView, ResourceNeed, Trial
+from pipeline.contracts.resources import ResourceNeed
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.contracts.training import Checkpoints, StepCallback, TrainedRun, TrainingLength
 from pipeline.errors import Problem
 from stages.train.settings import Anomalies, BatchPlan, Count, EarlyStopping, heldout_problems
@@ -93,25 +94,6 @@ class TrainCausalLm(BatchPlan):
         asked = {name: getattr(self, name) for name in ("eval_every", "eval_first")}
         asked |= {"early_stopping": self.early_stopping, "result": best}
         return [name for name, value in asked.items() if value]
-
-    def for_benchmark(self, trial: Trial) -> TrainCausalLm:
-        """Return this stage for a trial's steps and global batch, without evaluations. The
-        micro-batch is kept, or derived for the trial's `procs`; accumulation follows from it."""
-        return replace(
-            self,
-            steps=trial.steps,
-            epochs=None,
-            global_batch_size=trial.grown(self.global_batch_size),
-            micro_batch_size=self.microbatch_size(trial.procs),
-            accumulation=None,
-            eval_every=None,
-            eval_first=False,
-            eval_last=False,
-            early_stopping=None,
-            result="last",
-            anomalies=self.anomalies.without_rollback(),
-            profile_steps=trial.profile,
-        )
 
     def length(self, samples: int | None = None) -> TrainingLength:
         """Length of the training; with epochs, its steps are known if `samples` are."""

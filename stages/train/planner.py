@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.planning import strategy
-from pipeline.planning.planner import CHUNK, SMALLER, Extent, Planner, Saving, Topology
+from pipeline.planning.planner import CHUNK, SMALLER, Extent, Planner, Saving, Topology, Trial
 from pipeline.planning.shapes import SampleShape, Step
 from stages.train.causal_lm import TrainCausalLm
 
@@ -21,6 +22,25 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
     def depends(self) -> Mapping[str, Any]:
         return {"loss_chunk_size": self.stage.loss_chunk_size}
+
+    def for_benchmark(self, trial: Trial) -> TrainCausalLm:
+        """A trial without evaluations. The micro-batch is the stage's own, or the one that follows
+        from the trial's `procs`."""
+        return replace(
+            self.stage,
+            steps=trial.steps,
+            epochs=None,
+            global_batch_size=trial.grown(self.stage.global_batch_size),
+            micro_batch_size=self.stage.microbatch_size(trial.procs),
+            accumulation=None,
+            eval_every=None,
+            eval_first=False,
+            eval_last=False,
+            early_stopping=None,
+            result="last",
+            anomalies=self.stage.anomalies.without_rollback(),
+            profile_steps=trial.profile,
+        )
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.loss_chunk_size is None:

@@ -9,9 +9,9 @@ from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context, Preset, Presets
+from pipeline.contracts.stage import Context
 from pipeline.planning import strategy
-from pipeline.planning.planner import Planner, Tier, Topology
+from pipeline.planning.planner import Planner, Preset, Presets, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
 from pipeline.planning.strategy import Gradients, Item, Moment, Traffic

@@ -8,9 +8,9 @@ from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context, Preset, Presets
+from pipeline.contracts.stage import Context
 from pipeline.planning import strategy
-from pipeline.planning.planner import REDUCE, Planner, Saving, Tier, Topology
+from pipeline.planning.planner import REDUCE, Planner, Preset, Presets, Saving, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes
 from pipeline.planning.strategy import Copies, Gradients, Item, Moment, Place, Traffic

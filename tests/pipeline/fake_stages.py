@@ -13,10 +13,11 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.stage import Context, PlanView, Preset, Presets, ResourceNeed, Trial
+from pipeline.contracts.resources import ResourceNeed
+from pipeline.contracts.stage import Context, PlanView
 from pipeline.contracts.training import Checkpoints, TrainedRun
 from pipeline.errors import Problem
-from pipeline.planning.planner import Planner
+from pipeline.planning.planner import Planner, Preset, Presets, Trial
 
 
 class RedEngine(Engine):
@@ -150,9 +151,6 @@ class Train:
     shuffle: bool = True
     """In another order every epoch."""
 
-    def for_benchmark(self, trial: Trial) -> Train:
-        return replace(self, steps=trial.steps)
-
     def run(
         self, ctx: Context, engine: Engine, data: Data, checkpoints: Checkpoints | None
     ) -> TrainedRun:
@@ -249,3 +247,10 @@ class BluePlanner(Planner[Blue]):
     @classmethod
     def presets(cls) -> Presets:
         return {"blue": Preset()}
+
+
+class TrainPlanner(Planner[Train]):
+    """Of `train.lm`."""
+
+    def for_benchmark(self, trial: Trial) -> Train:
+        return replace(self.stage, steps=trial.steps)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Preset, Presets
-from pipeline.planning.planner import Planner, Tier, Topology
+from pipeline.planning.planner import Planner, Preset, Presets, Tier, Topology
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import OptimizerShape
 from pipeline.planning.strategy import GATHERED, GRADIENTS, PARAMETERS, Copies, Item, Moment, Place

@@ -38,7 +38,12 @@ def planners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planners of the fake stages that offer strategies, where fake stages stand for all."""
-    fakes = {"wrap.red": "RedPlanner", "wrap.blue": "BluePlanner", "wrap.navy": "BluePlanner"}
+    fakes = {
+        "wrap.red": "RedPlanner",
+        "wrap.blue": "BluePlanner",
+        "wrap.navy": "BluePlanner",
+        "train.lm": "TrainPlanner",
+    }
     own = [fake_entry(name, attribute, "other") for name, attribute in fakes.items()]
     if "real" not in request.fixturenames and "built_in" not in request.node.name:
         monkeypatch.setattr(Planners, "installed", lambda: Planners(own))

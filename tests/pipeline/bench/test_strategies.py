@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.contracts.stage import Preset
 from pipeline.errors import PluginError, UsageError
 from pipeline.plan.registry import Entry, Registry
-from pipeline.planning.planner import Planners
+from pipeline.planning.planner import Planners, Preset
 from pipeline.planning.presets import chosen, strategies
 
 

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from pipeline import cli
 from pipeline.bench import trials
 from pipeline.bench.trials import BenchLength
-from pipeline.contracts.stage import Trial
 from pipeline.errors import UsageError
 from pipeline.plan.plan import make_plan, plan_file
 from pipeline.plan.registry import Registry
+from pipeline.planning.planner import Planner, Planners, Trial
 from pipeline.planning.presets import chosen
 from pipeline.recipe import load_recipe
 
@@ -87,9 +87,12 @@ def test_a_micro_batch_that_follows_from_the_processes_is_the_same_on_any_number
 def test_a_strategy_that_can_be_shortened_is(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blue = registry.load("wrap.blue")
-    for_benchmark = lambda self, trial: replace(self, bucket=float(trial.steps))  # noqa: E731
-    monkeypatch.setattr(blue, "for_benchmark", for_benchmark, raising=False)
+    def for_benchmark(self: Planner[Any], trial: Trial) -> Any:
+        return replace(self.stage, bucket=float(trial.steps))
+
+    monkeypatch.setattr(
+        Planners.installed().load("wrap.blue"), "for_benchmark", for_benchmark, raising=False
+    )
     trial = Trial(steps=7)
     assert trials.replacement({"use": "wrap.blue"}, trial, registry) == {
         "use": "wrap.blue", "bucket": 7.0,

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.contracts import resources
-from pipeline.contracts.resources import require_resources
-from pipeline.contracts.stage import ResourceNeed
+from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.errors import StageError
 from pipeline.hardware import host
 

@@ -182,13 +182,13 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         "check yields a problem whose key is no field: `inner.bottom`",
     ),
     "presets that are not of strategies": (
-        ("return {}", "from pipeline.contracts.stage import Preset; return {'big': Preset()}"),
+        ("return {}", "from pipeline.planning.planner import Preset; return {'big': Preset()}"),
         "has presets, which are for stages that give an Engine",
     ),
     "preset that is refused": (
         (
             "return {}",
-            "import pipeline.contracts.stage as s; return {'big': s.Preset(fields={'size': 0})}",
+            "import pipeline.planning.planner as s; return {'big': s.Preset(fields={'size': 0})}",
         ),
         "its preset `big` is refused: size: must be at least 1, not `0`",
     ),

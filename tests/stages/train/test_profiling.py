@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.contracts.stage import Trial
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
+from pipeline.planning.planner import Trial
 from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
+from stages.planners import CheckpointPlanner
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.planner import CausalLmPlanner
 from stages.train.profiling import STEP, communication_share
 from stages.train.settings import Anomalies, EarlyStopping
 from tests.support.processes import run_ranks
@@ -114,7 +116,9 @@ def test_a_trial_of_a_training() -> None:
         early_stopping=EarlyStopping(patience=1),
         anomalies=Anomalies(non_finite="rollback", spike="rollback", spike_factor=2.0),
     )
-    short = stage.for_benchmark(Trial(steps=7, profile=(7,), growth=Fraction(1, 2)))
+    short = CausalLmPlanner(stage).for_benchmark(
+        Trial(steps=7, profile=(7,), growth=Fraction(1, 2))
+    )
     assert short == TrainCausalLm(
         global_batch_size=6,
         steps=7,
@@ -131,16 +135,21 @@ def test_a_trial_of_a_training() -> None:
 )
 def test_the_micro_batch_of_a_trial_is_frozen(fields: dict[str, int], expected: int) -> None:
     stage = TrainCausalLm(global_batch_size=12, steps=9, **fields)
-    short = stage.for_benchmark(Trial(steps=7, growth=Fraction(3, 2), procs=2))
+    short = CausalLmPlanner(stage).for_benchmark(Trial(steps=7, growth=Fraction(3, 2), procs=2))
     assert (short.global_batch_size, short.micro_batch_size) == (18, expected)
     assert short.accumulation is None
 
 
 def test_a_global_batch_that_is_no_whole_number() -> None:
     stage = TrainCausalLm(global_batch_size=10, steps=9)
-    assert stage.for_benchmark(Trial(steps=7, growth=Fraction(1, 2))).global_batch_size == 5
+    assert (
+        CausalLmPlanner(stage)
+        .for_benchmark(Trial(steps=7, growth=Fraction(1, 2)))
+        .global_batch_size
+        == 5
+    )
     with pytest.raises(UsageError) as caught:
-        stage.for_benchmark(Trial(steps=7, growth=Fraction(3, 4)))
+        CausalLmPlanner(stage).for_benchmark(Trial(steps=7, growth=Fraction(3, 4)))
     assert str(caught.value) == (
         "samples per process cannot stay: 10 samples a step x 3/4 would be 7.5 "
         "(--weak needs a global batch that divides evenly)"
@@ -152,4 +161,6 @@ def test_a_trial_of_checkpoints_leaves_nothing_elsewhere() -> None:
         every=5, keep=None, keep_every=10, keep_best=2, folder="s3://b/c", start_from="./x",
         asynchronous=False,
     )  # fmt: skip
-    assert stage.for_benchmark(Trial(steps=7)) == ShardedCheckpoint(keep=1, asynchronous=False)
+    assert CheckpointPlanner(stage).for_benchmark(Trial(steps=7)) == ShardedCheckpoint(
+        keep=1, asynchronous=False
+    )
