@@ -91,13 +91,12 @@ class Report:
         self.defaults.setdefault(fact, (value, why))
 
     def given(self, fact: str) -> bool:
-        """Return whether a key gives the fact."""
-        return fact in self._facts
+        """Return whether a key gives the fact a value, also through `auto`."""
+        return any(not entry.auto or entry.content is not None for entry in self.of(fact))
 
     def known(self, fact: str) -> bool:
-        """Return whether the fact has a value: stated, by default, or through `auto`."""
-        entries = self.of(fact)
-        return fact in self.defaults or any(not e.auto or e.content is not None for e in entries)
+        """Return whether the fact is given or has a default."""
+        return fact in self.defaults or self.given(fact)
 
     def facts(self, prefix: str = "") -> list[str]:
         """Return the facts whose names begin with `prefix`, sorted."""

@@ -7,15 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, max_norm
-from stages.importing.rules import (
-    RuleResult,
-    Table,
-    WrongValueError,
-    allowed,
-    sets,
-    unsupported,
-    when_on,
-)
+from stages.importing.rules import Table, WrongValueError, allowed, sets, when_on
 
 SCHEDULES = {
     "linear": "linear",
@@ -42,7 +34,7 @@ _ORDERS = {"random": True, "sequential": False}
 DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
 
 
-def _warmup(value: Any) -> RuleResult:
+def _warmup(value: Any) -> rules.RuleResult:
     steps = rules.number(value)
     if 0 < steps < 1:
         return rules.translated("warmup_ratio", steps)
@@ -60,7 +52,7 @@ def _targets(value: Any) -> list[str] | str:
     return "all-linear" if found == ["all-linear"] else found
 
 
-def _secret(value: Any) -> RuleResult:
+def _secret(value: Any) -> rules.RuleResult:
     if rules.is_off(value) or value == "<HUB_TOKEN>":  # written by to_json_string
         return rules.unset()
     return rules.refused("secrets do not belong in a recipe", "set HF_TOKEN")
@@ -100,7 +92,7 @@ TRAINER: Table = {
         "num_cycles": allowed(0.5),
     },
     "warmup_steps": _warmup,
-    "adafactor": unsupported("is not available", _CHOOSE),
+    "adafactor": rules.unsupported("is not available", _CHOOSE),
     "optim": sets("optim", rules.choice(OPTIMIZERS, _CHOOSE)),
     "weight_decay": sets("optimizer.weight_decay", rules.number),
     "adam_beta1": sets("beta1", rules.number),
@@ -142,7 +134,7 @@ TRAINER: Table = {
         "split_batches": allowed(False),
         "gradient_accumulation_kwargs": {"num_steps": sets("accumulation", rules.positive)},
     },
-    "resume_from_checkpoint": unsupported(
+    "resume_from_checkpoint": rules.unsupported(
         "a new run starts from the model",
         "pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW",
     ),
@@ -168,7 +160,9 @@ DEFAULTS: Mapping[str, Any] = {
 """Defaults of TrainingArguments that differ from the recipe's."""
 
 _length = sets("data.sequence_length", rules.positive)
-_mixture = unsupported("mixtures have another form", "write data.sources, each with its weight")
+_mixture = rules.unsupported(
+    "mixtures have another form", "write data.sources, each with its weight"
+)
 _tokenizer = sets("model.tokenizer", rules.text)
 _master = allowed("fp32", "float32", hint="set precision.master: bf16 for bf16 master weights")
 SCRIPT: Table = {
@@ -214,7 +208,7 @@ SCRIPT: Table = {
     "use_rslora": when_on("adapter.scaling", "rslora"),
     "use_dora": when_on("adapter.dora", True),
     "load_in_4bit": when_on("quantize", True),
-    "load_in_8bit": unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
+    "load_in_8bit": rules.unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
     "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
     **dict.fromkeys(("hub_token", "token", "use_auth_token"), _secret),
 }

@@ -103,9 +103,9 @@ OWNERS = {
 def _refused(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     for name in arguments:
         key = f"arguments.{name}"
-        if name in TRAINER.keys() - FREE:
-            hint = next(hint for begins, hint in OWNERS.items() if name.startswith(begins))
-            yield Problem(key=key, message="is set by the recipe", hint=hint)
+        hints = [hint for begins, hint in OWNERS.items() if name.startswith(begins)]
+        if name not in FREE and (name in TRAINER or len(hints) > 1):
+            yield Problem(key=key, message="is set by the recipe", hint=hints[0])
         elif name not in FREE:
             similar = closest(name, FREE)
             hint = f"did you mean `{similar}`?" if similar else ""
