@@ -1,4 +1,73 @@
-"""The framework: recipes, stages, plans and runs. It imports no stage and names no strategy.
+"""The framework, and the door for authors of stages: a stage imports all it needs from here.
 
-Authors of stages import from `pipeline.contracts`, `pipeline.errors` and `pipeline.testing`.
+Further doors: `pipeline.planning` (planners), `pipeline.checkpoint` (formats of training state),
+`pipeline.importing` (translators), `pipeline.testing` (tests of a stage), `pipeline.hardware` and
+`pipeline.utils`. Names are imported from their modules when they are first asked for.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from pipeline.contracts.data import NO_TARGET, Data, Sample, Samples
+    from pipeline.contracts.engine import (
+        WEIGHT,
+        DataAxis,
+        Engine,
+        EngineState,
+        Fragment,
+        LossScale,
+        ParameterGroup,
+        StepGuard,
+        StepReport,
+    )
+    from pipeline.contracts.export import EXPORT_MANIFEST, ExportedModel
+    from pipeline.contracts.model import ModelSource
+    from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan, StateCodec
+    from pipeline.contracts.precision import (
+        DtypeName,
+        LossScaling,
+        Precision,
+        dtype_name,
+        torch_dtype,
+    )
+    from pipeline.contracts.resources import ResourceNeed
+    from pipeline.contracts.sample_order import ENDLESS, Order, SampleOrder
+    from pipeline.contracts.stage import (
+        Checked,
+        Context,
+        Durable,
+        NeedsResources,
+        PlanView,
+        RunsDry,
+        Stage,
+        VerifiesResult,
+    )
+    from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
+    from pipeline.contracts.training import (
+        Callbacks,
+        Checkpoints,
+        Progress,
+        StepCallback,
+        TrainedRun,
+        TrainingLength,
+    )
+    from pipeline.distributed.process_group import DistContext
+    from pipeline.errors import (
+        CheckpointError,
+        DataError,
+        EngineMismatch,
+        ExportError,
+        PipeError,
+        Problem,
+        ResumeRefused,
+        StageError,
+        UsageError,
+        in_words,
+        system_errors_as,
+    )
+else:
+    __getattr__ = lazily(__name__, __file__)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.planning.advise import AdviceRequest
+    from pipeline.planning import (
+        AdviceRequest,
+    )
 
 BATCH = 64
 """Samples of a step, if the request does not say."""

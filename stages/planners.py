@@ -7,16 +7,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.checkpoint.retention import expected_count
-from pipeline.checkpoint.staging import PASSAGE
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
-from pipeline.planning.estimate import Extra
-from pipeline.planning.planner import NARROW_FROZEN, Planner, Saving, Topology, Trial
-from pipeline.planning.shapes import BYTES, ModelShape, OptimizerShape, SampleShape, Step
-from pipeline.planning.strategy import EXPORT, LOADED, StrategyMemory
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    Precision,
+)
+from pipeline.checkpoint import (
+    PASSAGE,
+    expected_count,
+)
+from pipeline.planning import (
+    BYTES,
+    EXPORT,
+    LOADED,
+    NARROW_FROZEN,
+    Extra,
+    ModelShape,
+    OptimizerShape,
+    Planner,
+    SampleShape,
+    Saving,
+    Step,
+    StrategyMemory,
+    Topology,
+    Trial,
+)
 from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage
 from stages.checkpoint.settings import CheckpointSettings

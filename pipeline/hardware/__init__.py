@@ -1,1 +1,13 @@
-"""GPUs by their data sheets, and what this machine has."""
+"""GPUs by their data sheets, and memory and cores of this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from pipeline.hardware.gpus import find_accelerator
+    from pipeline.hardware.host import cores_each, free_memory, model_begins
+else:
+    __getattr__ = lazily(__name__, __file__)

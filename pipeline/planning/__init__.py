@@ -1,1 +1,58 @@
-"""`pipe plan` and `pipe advise`: memory and time of a recipe, before anything is rented."""
+"""`pipe plan` and `pipe advise`: memory and time of a recipe, before anything is rented.
+
+This is also the door for authors of planners.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from pipeline.planning.advise import AdviceRequest
+    from pipeline.planning.estimate import Extra
+    from pipeline.planning.planner import (
+        CHUNK,
+        NARROW_FROZEN,
+        NARROW_MASTERS,
+        NARROW_MOMENTS,
+        RECOMPUTE,
+        REDUCE,
+        SMALLER,
+        Extent,
+        Planner,
+        Preset,
+        Presets,
+        Saving,
+        Tier,
+        Topology,
+        Trial,
+    )
+    from pipeline.planning.profile import Profile
+    from pipeline.planning.shapes import (
+        BYTES,
+        ModelShape,
+        OptimizerShape,
+        SampleShape,
+        Sizes,
+        Step,
+        Weight,
+    )
+    from pipeline.planning.strategy import (
+        EXPORT,
+        GATHERED,
+        GRADIENTS,
+        LOADED,
+        PARAMETERS,
+        Copies,
+        Gradients,
+        Item,
+        Moment,
+        Place,
+        StrategyMemory,
+        Traffic,
+        Unit,
+    )
+else:
+    __getattr__ = lazily(__name__, __file__)

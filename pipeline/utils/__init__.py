@@ -1,1 +1,24 @@
 """Files, text and processes, with nothing about training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from pipeline.utils.fake_tensors import has_values, with_values
+    from pipeline.utils.files import (
+        opened,
+        page_aligned,
+        read_at,
+        replace_text,
+        sync,
+        sync_tree,
+        write_at,
+    )
+    from pipeline.utils.optional import optional, unheard
+    from pipeline.utils.process_tree import die_with
+    from pipeline.utils.text import Throughput, closest, did_you_mean, human
+else:
+    __getattr__ = lazily(__name__, __file__)

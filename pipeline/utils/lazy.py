@@ -1,18 +1,33 @@
-"""Names of a package that are imported from its modules when they are first asked for (PEP 562)."""
+"""Doors: packages whose names are imported from their modules when they are first asked for.
+
+A door lists its names once, as imports under `if TYPE_CHECKING`, which type checkers and editors
+read; at run time they are resolved one by one (PEP 562), so importing the door imports nothing.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
-def lazily(package: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`. `sources` maps a module below `package` to the names, separated by
-    blanks, that are taken from it."""
-    homes = {name: module for module, names in sources.items() for name in names.split()}
+@functools.cache
+def names_of(file: str) -> Mapping[str, str]:
+    """Name -> module of every import under `if TYPE_CHECKING` in a door's file."""
+    tree = ast.parse(Path(file).read_text("utf-8"))
+    blocks = (node.body for node in tree.body if isinstance(node, ast.If))
+    imports = (node for body in blocks for node in body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def lazily(package: str, file: str) -> Callable[[str], Any]:
+    """A door's `__getattr__`, given its `__name__` and `__file__`."""
 
     def found(name: str) -> Any:
+        homes = {} if name.startswith("__") else names_of(file)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(homes[name]), name)

@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.utils.optional import optional
+from pipeline.utils import (
+    optional,
+)
 
 
 def import_peft() -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    PlanView,
+    Problem,
+)
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
 

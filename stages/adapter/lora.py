@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    PlanView,
+    Problem,
+)
 from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:

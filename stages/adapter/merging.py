@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.checkpoint.safetensors_format import CHUNK
-from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
+from pipeline import (
+    TensorReader,
+    TensorSpec,
+    Weights,
+)
+from pipeline.checkpoint import (
+    CHUNK,
+)
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import ComputedReader, JoinedReader

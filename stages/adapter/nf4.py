@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.checkpoint.safetensors_format import CHUNK
-from pipeline.contracts.tensors import TensorReader, TensorSpec
+from pipeline import (
+    TensorReader,
+    TensorSpec,
+)
+from pipeline.checkpoint import (
+    CHUNK,
+)
 from stages.adapter.compat import bitsandbytes
 from stages.weights.views import ComputedReader
 

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.tensors import TensorReader
-from pipeline.errors import StageError
+from pipeline import (
+    ModelSource,
+    StageError,
+    TensorReader,
+)
 from stages.adapter.compat import bitsandbytes
 from stages.adapter.nf4 import PackedReader, RoundedReader, packed_bytes, rounded, unpack
 from stages.model.block_changes import linear_layers

@@ -8,10 +8,13 @@ from typing import Annotated
 
 from annotated_types import Gt, Lt
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.training import Checkpoints
-from pipeline.errors import Problem
+from pipeline import (
+    Checkpoints,
+    Context,
+    Engine,
+    PlanView,
+    Problem,
+)
 
 ELEMENT = 4
 """Bytes of an element of the average, in fp32."""

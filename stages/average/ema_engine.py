@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.contracts.engine import WEIGHT, Engine, EngineState, Fragment, StepGuard, StepReport
+from pipeline import (
+    WEIGHT,
+    Engine,
+    EngineState,
+    Fragment,
+    StepGuard,
+    StepReport,
+)
 
 EMA = "ema"
 """Kind of state in checkpoints."""

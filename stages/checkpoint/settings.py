@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.training import Checkpoints
-from pipeline.errors import Problem
+from pipeline import (
+    Checkpoints,
+    Context,
+    Engine,
+    ModelSource,
+    PlanView,
+    Problem,
+)
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.file_layout import FileLayout
-    from pipeline.checkpoint.retention import Retention
+    from pipeline.checkpoint import (
+        FileLayout,
+        Retention,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,9 @@ class CheckpointSettings(ABC):
     @property
     def retention(self) -> Retention:
         """Rules of which checkpoints to keep."""
-        from pipeline.checkpoint.retention import Retention
+        from pipeline.checkpoint import (
+            Retention,
+        )
 
         return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)
 
@@ -66,8 +73,10 @@ class CheckpointSettings(ABC):
         """The layout of files that the stage writes."""
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        from pipeline.checkpoint import location
-        from pipeline.checkpoint.manager import CheckpointManager
+        from pipeline.checkpoint import (
+            CheckpointManager,
+            location,
+        )
 
         return CheckpointManager.open(
             ctx,
@@ -85,7 +94,9 @@ class CheckpointSettings(ABC):
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints beside the run's own, which are gone when the dry run ends."""
-        from pipeline.checkpoint.manager import CheckpointManager
+        from pipeline.checkpoint import (
+            CheckpointManager,
+        )
 
         made = replace(self, start_from=None).run(ctx, engine, model)
         assert isinstance(made, CheckpointManager)

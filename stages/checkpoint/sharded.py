@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    PlanView,
+    Problem,
+)
 from stages.checkpoint.settings import CheckpointSettings, unknown_address
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.file_layout import FileLayout
+    from pipeline.checkpoint import (
+        FileLayout,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,9 @@ class ShardedCheckpoint(CheckpointSettings):
         yield from unknown_address("folder", self.folder)
 
     def file_layout(self) -> FileLayout:
-        from pipeline.checkpoint.file_layout import SHARDED
+        from pipeline.checkpoint import (
+            SHARDED,
+        )
 
         return SHARDED
 
@@ -56,6 +62,8 @@ class FullCheckpoint(CheckpointSettings):
             )
 
     def file_layout(self) -> FileLayout:
-        from pipeline.checkpoint.file_layout import FULL
+        from pipeline.checkpoint import (
+            FULL,
+        )
 
         return FULL

@@ -6,12 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.checkpoint.formats import Formats
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.tensors import Weights
-from pipeline.contracts.training import Checkpoints, TrainedRun
-from pipeline.errors import Problem
+from pipeline import (
+    Checkpoints,
+    Context,
+    Engine,
+    PlanView,
+    Problem,
+    TrainedRun,
+    Weights,
+)
+from pipeline.checkpoint import (
+    Formats,
+)
 from stages.average.ema import EmaAverage
 
 

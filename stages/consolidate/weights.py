@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.checkpoint.formats import Reading, StateSource, open_state
-from pipeline.checkpoint.layout import DTYPES, as_bytes
-from pipeline.contracts.engine import WEIGHT
-from pipeline.contracts.tensors import TensorSpec, Weights
-from pipeline.errors import CheckpointError
+from pipeline import (
+    WEIGHT,
+    CheckpointError,
+    TensorSpec,
+    Weights,
+)
+from pipeline.checkpoint import (
+    DTYPES,
+    Reading,
+    StateSource,
+    as_bytes,
+    open_state,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

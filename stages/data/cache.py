@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
 
 
 FORMAT = 4

@@ -9,10 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    Data,
+    ModelSource,
+    PlanView,
+    Problem,
+)
 from stages.data.fields import Selection, problems
 from stages.data.formats import first_format
 from stages.data.sources import find_files

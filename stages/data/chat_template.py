@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pipeline.errors import DataError
+from pipeline import (
+    DataError,
+)
 from stages.data.messages import Conversation
 from stages.data.tokenize import Span, TextTokenizer, TextTokens
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pipeline.contracts.model import ModelSource
-from pipeline.errors import DataError
+from pipeline import (
+    DataError,
+    ModelSource,
+)
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.rows import TEXT, Reading, read_text, require_text
@@ -19,7 +21,9 @@ from stages.data.sources import Opened, Part
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
     from stages.data.fields import DocumentSettings
 
 Unit = Literal["file", "line"]

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.contracts.data import NO_TARGET
-from pipeline.errors import StageError
+from pipeline import (
+    NO_TARGET,
+    StageError,
+)
 from stages.data import messages
 from stages.data.messages import Conversation, checked, conversation
 from stages.data.rows import JSON_LINES, Reading, Row, kind, require, require_text, rows

@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.data import Data, Samples
-from pipeline.contracts.model import ModelSource
-from pipeline.errors import StageError
+from pipeline import (
+    Data,
+    ModelSource,
+    Samples,
+    StageError,
+)
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import Documents
@@ -23,7 +26,9 @@ from stages.data.tokenize import ProgressLog, TextTokenizer, chunks
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
     from stages.data.chat import ChatData
     from stages.data.fields import Source
     from stages.data.text import TextData

@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.contracts.data import NO_TARGET, Sample, Samples
-from pipeline.errors import StageError
+from pipeline import (
+    NO_TARGET,
+    Sample,
+    Samples,
+    StageError,
+)
 from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.encode import Dropped, Encoded
 from stages.data.formats import Format

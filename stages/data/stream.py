@@ -8,11 +8,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.training import TrainedRun
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    Data,
+    ModelSource,
+    PlanView,
+    Problem,
+    TrainedRun,
+)
 from stages.data.fields import DocumentSettings
 from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.config_checks import tokenizer_problems

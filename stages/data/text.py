@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    Data,
+    ModelSource,
+    PlanView,
+    Problem,
+)
 from stages.data.fields import DocumentSettings, Selection, problems
 from stages.model.config_checks import tokenizer_problems
 

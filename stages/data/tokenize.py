@@ -18,10 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pipeline.contracts.model import ModelSource
-from pipeline.errors import StageError
-from pipeline.hardware.host import cores_each
-from pipeline.utils.process_tree import die_with
+from pipeline import (
+    ModelSource,
+    StageError,
+)
+from pipeline.hardware import (
+    cores_each,
+)
+from pipeline.utils import (
+    die_with,
+)
 from stages.data.cache import digest
 from stages.data.rows import Reading
 

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.contracts.data import Sample, Samples
-from pipeline.errors import StageError
+from pipeline import (
+    Sample,
+    Samples,
+    StageError,
+)
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.samples import CountedSamples, MaskedSamples, require_within
 

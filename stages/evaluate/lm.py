@@ -13,11 +13,18 @@ from annotated_types import Ge, Gt
 from pydantic import Field
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, Durable, PlanView
-from pipeline.errors import Problem, StageError
-from pipeline.utils.files import replace_text
+from pipeline import (
+    Context,
+    Durable,
+    ExportedModel,
+    ModelSource,
+    PlanView,
+    Problem,
+    StageError,
+)
+from pipeline.utils import (
+    replace_text,
+)
 from stages.data.sources import file_problems
 
 Count = Annotated[int, Gt(0)]

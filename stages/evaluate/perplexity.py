@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.contracts.data import NO_TARGET, Sample
-from pipeline.errors import StageError
+from pipeline import (
+    NO_TARGET,
+    Sample,
+    StageError,
+)
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 

@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context
-from pipeline.errors import StageError
-from pipeline.utils.optional import optional
+from pipeline import (
+    Context,
+    ExportedModel,
+    ModelSource,
+    StageError,
+)
+from pipeline.utils import (
+    optional,
+)
 from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.fields import Source

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.tensors import Weights
-from pipeline.contracts.training import TrainedRun
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    ExportedModel,
+    ModelSource,
+    PlanView,
+    Problem,
+    TrainedRun,
+    Weights,
+)
 from stages.adapter.lora import AdaptedModel
 from stages.export.safetensors import ExportSettings
 

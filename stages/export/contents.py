@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import torch_dtype
-from pipeline.contracts.tensors import TensorReader, Weights
-from pipeline.errors import ExportError, StageError
+from pipeline import (
+    ExportError,
+    ModelSource,
+    StageError,
+    TensorReader,
+    Weights,
+    torch_dtype,
+)
 from stages.adapter.compat import WEIGHTS, name_in_file
 from stages.export.logits import loaded, logits, reference, with_adapter
 from stages.export.manifest import Proof

@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.contracts.export import EXPORT_MANIFEST
-from pipeline.errors import ExportError
+from pipeline import (
+    EXPORT_MANIFEST,
+    ExportError,
+)
 from pipeline.run import rundir
-from pipeline.utils.files import replace_text
-from pipeline.utils.text import human
+from pipeline.utils import (
+    human,
+    replace_text,
+)
 from stages.adapter.lora import QuantType
 
 if TYPE_CHECKING:
-    from pipeline.contracts.model import ModelSource
-    from pipeline.contracts.stage import Context
-    from pipeline.contracts.training import TrainedRun
+    from pipeline import (
+        Context,
+        ModelSource,
+        TrainedRun,
+    )
     from stages.export.plan import ExportPlan
 
 NAME = EXPORT_MANIFEST

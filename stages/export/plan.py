@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.checkpoint.layout import CODES
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import dtype_name, torch_dtype
-from pipeline.contracts.resources import ResourceNeed
-from pipeline.contracts.stage import Context
-from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
-from pipeline.errors import StageError
+from pipeline import (
+    Context,
+    ModelSource,
+    ResourceNeed,
+    StageError,
+    TensorReader,
+    TensorSpec,
+    Weights,
+    dtype_name,
+    torch_dtype,
+)
+from pipeline.checkpoint import (
+    CODES,
+)
 from stages.export.target import target_of
 from stages.export.weight_files import Shard
 from stages.model import compat

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.checkpoint.layout import DTYPES
-from pipeline.contracts.tensors import TensorSpec
-from pipeline.distributed.process_group import DistContext
-from pipeline.errors import ExportError, StageError
+from pipeline import (
+    DistContext,
+    ExportError,
+    StageError,
+    TensorSpec,
+)
+from pipeline.checkpoint import (
+    DTYPES,
+)
 from stages.adapter.compat import CONFIG
 from stages.export import manifest
 from stages.export.logits import loaded, loaded_adapter, logits
@@ -24,7 +29,9 @@ from stages.export.weight_files import Shard, prove_files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeline.contracts.model import ModelSource
+    from pipeline import (
+        ModelSource,
+    )
 
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest of them; the same kernels run on the same

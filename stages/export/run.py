@@ -12,19 +12,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.training import TrainedRun
-from pipeline.errors import ExportError, StageError, in_words
-from pipeline.utils.files import replace_text
-from pipeline.utils.text import Throughput, human
+from pipeline import (
+    ExportedModel,
+    ExportError,
+    ModelSource,
+    StageError,
+    TrainedRun,
+    in_words,
+)
+from pipeline.utils import (
+    Throughput,
+    human,
+    replace_text,
+)
 from stages.export import target
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
 from stages.export.plan import INDEX, index
 from stages.export.weight_files import Shard, check, prove_files, write
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
     from stages.export.contents import Contents
     from stages.export.plan import ExportPlan
 

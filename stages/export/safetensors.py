@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.resources import ResourceNeed
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.tensors import Weights
-from pipeline.contracts.training import TrainedRun
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    ExportedModel,
+    ModelSource,
+    PlanView,
+    Problem,
+    ResourceNeed,
+    TrainedRun,
+    Weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

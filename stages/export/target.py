@@ -15,14 +15,22 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import ExportError, StageError
-from pipeline.utils.files import sync, sync_tree
-from pipeline.utils.text import human
+from pipeline import (
+    ExportError,
+    StageError,
+)
+from pipeline.utils import (
+    human,
+    sync,
+    sync_tree,
+)
 from stages.export import manifest
 from stages.export.manifest import Manifest
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
 
 PARTIAL = ".partial"
 """Suffix of the folder of an unfinished export, which is emptied when its plan changes."""

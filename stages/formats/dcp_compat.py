@@ -37,8 +37,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pipeline.checkpoint.formats import StateSource
-from pipeline.errors import CheckpointError
+from pipeline import (
+    CheckpointError,
+)
+from pipeline.checkpoint import (
+    StateSource,
+)
 from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
 
 MOST_BYTES = 1 << 30

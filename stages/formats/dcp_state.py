@@ -13,10 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading, StateSource
-from pipeline.checkpoint.offline_writer import appearing
-from pipeline.contracts.engine import WEIGHT, EngineState, ParameterGroup
-from pipeline.errors import CheckpointError
+from pipeline import (
+    WEIGHT,
+    CheckpointError,
+    EngineState,
+    ParameterGroup,
+)
+from pipeline.checkpoint import (
+    Reading,
+    StateSource,
+    appearing,
+)
 from stages.formats.dcp_compat import (
     Item,
     Keys,

@@ -17,11 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading, StateSource
-from pipeline.checkpoint.layout import random_key
-from pipeline.contracts.engine import WEIGHT, EngineState, LossScale, ParameterGroup
-from pipeline.contracts.training import Progress
-from pipeline.errors import CheckpointError
+from pipeline import (
+    WEIGHT,
+    CheckpointError,
+    EngineState,
+    LossScale,
+    ParameterGroup,
+    Progress,
+)
+from pipeline.checkpoint import (
+    Reading,
+    StateSource,
+    random_key,
+)
 from stages.formats import stored
 from stages.formats.stored import (
     MOMENTS,

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import Reading, StateSource
-from pipeline.checkpoint.offline_writer import appearing
-from pipeline.contracts.engine import WEIGHT, EngineState, LossScale, ParameterGroup
-from pipeline.errors import CheckpointError
+from pipeline import (
+    WEIGHT,
+    CheckpointError,
+    EngineState,
+    LossScale,
+    ParameterGroup,
+)
+from pipeline.checkpoint import (
+    Reading,
+    StateSource,
+    appearing,
+)
 from stages.formats.deepspeed_native import load, loss_scale
 from stages.formats.stored import (
     MOMENTS,
@@ -183,7 +191,9 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
 
 
 def _scaler(scale: LossScale) -> Any:
-    from pipeline.distributed.process_group import DistContext
+    from pipeline import (
+        DistContext,
+    )
     from stages.wrap.zero.compat import point_at_device
 
     point_at_device(DistContext(device=torch.device("cpu")))

@@ -21,12 +21,19 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.formats import StateSource
-from pipeline.checkpoint.layout import CODES, DTYPES, as_bytes
-from pipeline.checkpoint.manifest import TensorEntry
-from pipeline.checkpoint.safetensors_format import CHUNK
-from pipeline.contracts.engine import WEIGHT, EngineState
-from pipeline.errors import CheckpointError
+from pipeline import (
+    WEIGHT,
+    CheckpointError,
+    EngineState,
+)
+from pipeline.checkpoint import (
+    CHUNK,
+    CODES,
+    DTYPES,
+    StateSource,
+    TensorEntry,
+    as_bytes,
+)
 
 PROGRESS = "progress.json"
 """Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""

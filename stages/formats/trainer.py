@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.formats import Reading, StateFormat
+from pipeline.checkpoint import (
+    Reading,
+    StateFormat,
+)
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.formats import StateSource
+    from pipeline.checkpoint import (
+        StateSource,
+    )
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 STATE = "trainer_state.json"

@@ -13,9 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pipeline.checkpoint.formats import Reading, StateSource
-from pipeline.contracts.engine import WEIGHT, EngineState, ParameterGroup
-from pipeline.errors import CheckpointError
+from pipeline import (
+    WEIGHT,
+    CheckpointError,
+    EngineState,
+    ParameterGroup,
+)
+from pipeline.checkpoint import (
+    Reading,
+    StateSource,
+)
 from stages.formats.stored import (
     MOMENTS,
     MappedSource,

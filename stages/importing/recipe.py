@@ -7,8 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DataError, StageError
-from pipeline.importing.translator import Request
+from pipeline import (
+    DataError,
+    StageError,
+)
+from pipeline.importing import (
+    Request,
+)
 from stages.importing.engines import HIDDEN, STAGE_3
 from stages.importing.report import Draft, Report
 from stages.importing.training import checkpoint, optimizer, train

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
-from pipeline.importing.translator import KeyOutcome
-from pipeline.utils.text import closest
+from pipeline.importing import (
+    KeyOutcome,
+)
+from pipeline.utils import (
+    closest,
+)
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.importing.translator import Request
+from pipeline.importing import (
+    Request,
+)
 from stages.importing.report import Draft, Report
 
 

@@ -9,9 +9,12 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.tensors import TensorReader, Weights
-from pipeline.errors import StageError
+from pipeline import (
+    ModelSource,
+    StageError,
+    TensorReader,
+    Weights,
+)
 from stages.model import compat
 
 if TYPE_CHECKING:

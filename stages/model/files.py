@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+)
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel

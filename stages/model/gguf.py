@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.checkpoint.safetensors_format import CHUNK
-from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.errors import StageError
-from pipeline.utils.optional import optional
+from pipeline import (
+    StageError,
+    TensorReader,
+    TensorSpec,
+)
+from pipeline.checkpoint import (
+    CHUNK,
+)
+from pipeline.utils import (
+    optional,
+)
 from stages.model import compat
 from stages.model.gguf_header import read_header
 from stages.weights.change import Change

@@ -8,9 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    ModelSource,
+    PlanView,
+    Problem,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

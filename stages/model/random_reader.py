@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+    TensorReader,
+    TensorSpec,
+)
 from stages.model import compat
 from stages.weights.torch_files import pieces
 

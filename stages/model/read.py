@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+)
 from stages.model.files import is_gguf, is_local, local
 from stages.model.gguf_header import read_header
 

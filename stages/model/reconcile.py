@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+    TensorReader,
+    TensorSpec,
+)
 from stages.model.declared import listed, misfit, refuse_differences
 from stages.weights.views import ExtendedReader, Origin
 

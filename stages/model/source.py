@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import DtypeName, torch_dtype
-from pipeline.contracts.tensors import TensorReader
-from pipeline.errors import StageError
+from pipeline import (
+    DtypeName,
+    ModelSource,
+    StageError,
+    TensorReader,
+    torch_dtype,
+)
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
@@ -44,7 +47,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
     from stages.model.hf import HfModel
 
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    OptimizerPlan,
+    PlanView,
+    Precision,
+    Problem,
+)
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 if TYPE_CHECKING:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Gt
 
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.stage import Context
+from pipeline import (
+    Context,
+    OptimizerPlan,
+)
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 if TYPE_CHECKING:

@@ -7,11 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
-from pipeline.planning.planner import NARROW_MASTERS, NARROW_MOMENTS, Planner, Saving, Topology
-from pipeline.planning.shapes import BYTES, OptimizerShape
+from pipeline import (
+    Context,
+    OptimizerPlan,
+    Precision,
+)
+from pipeline.planning import (
+    BYTES,
+    NARROW_MASTERS,
+    NARROW_MOMENTS,
+    OptimizerShape,
+    Planner,
+    Saving,
+    Topology,
+)
 from stages.optimizer.adamw import AdamW, Kernel, Moments
 from stages.optimizer.lion import Lion
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.contracts.optimizer import StateCodec
+from pipeline import (
+    StateCodec,
+)
 from stages.optimizer import torchao_compat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

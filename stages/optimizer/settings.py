@@ -11,9 +11,13 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
-from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem, StageError
+from pipeline import (
+    NamedParameter,
+    OptimizerPlan,
+    PlanView,
+    Problem,
+    StageError,
+)
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]

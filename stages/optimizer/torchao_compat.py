@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from pipeline.errors import StageError
-from pipeline.utils.optional import unheard
+from pipeline import (
+    StageError,
+)
+from pipeline.utils import (
+    unheard,
+)
 
 
 def adam() -> ModuleType:

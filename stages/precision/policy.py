@@ -9,9 +9,14 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline.contracts.precision import DtypeName, LossScaling, Precision
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    DtypeName,
+    LossScaling,
+    PlanView,
+    Precision,
+    Problem,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

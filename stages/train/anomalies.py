@@ -10,9 +10,13 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
-from pipeline.contracts.engine import StepGuard, StepReport
-from pipeline.contracts.training import Checkpoints, Progress
-from pipeline.errors import StageError
+from pipeline import (
+    Checkpoints,
+    Progress,
+    StageError,
+    StepGuard,
+    StepReport,
+)
 from stages.train.settings import Action, Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"

@@ -19,11 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.contracts.data import NO_TARGET, Data, Sample
-from pipeline.contracts.engine import DataAxis
-from pipeline.contracts.sample_order import ENDLESS, Order
-from pipeline.contracts.training import Progress
-from pipeline.errors import StageError
+from pipeline import (
+    ENDLESS,
+    NO_TARGET,
+    Data,
+    DataAxis,
+    Order,
+    Progress,
+    Sample,
+    StageError,
+)
 from stages.train.settings import BatchPlan
 
 if TYPE_CHECKING:

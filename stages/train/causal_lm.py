@@ -9,14 +9,20 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.resources import ResourceNeed
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.training import Checkpoints, StepCallback, TrainedRun, TrainingLength
-from pipeline.errors import Problem
+from pipeline import (
+    Checkpoints,
+    Context,
+    Data,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    PlanView,
+    Problem,
+    ResourceNeed,
+    StepCallback,
+    TrainedRun,
+    TrainingLength,
+)
 from stages.train.settings import Anomalies, BatchPlan, Count, EarlyStopping, heldout_problems
 
 
@@ -132,7 +138,10 @@ class TrainCausalLm(BatchPlan):
     def verify_result(self, trained: TrainedRun) -> None:
         """Raise CheckpointError unless a canonical checkpoint on this machine has all its files in
         full size. Tensors and remote checkpoints are verified when they are read."""
-        from pipeline.checkpoint.formats import Formats, Reading
+        from pipeline.checkpoint import (
+            Formats,
+            Reading,
+        )
         from stages.formats.canonical import Canonical
 
         if "://" in trained.checkpoint:

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 import torch.distributed
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.engine import DataAxis, Engine
-from pipeline.contracts.training import Progress
+from pipeline import (
+    Data,
+    DataAxis,
+    Engine,
+    Progress,
+)
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.settings import EarlyStopping

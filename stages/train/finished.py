@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.training import TrainedRun
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    PlanView,
+    Problem,
+    TrainedRun,
+)
 from stages.checkpoint.settings import unknown_address
 
 
@@ -30,9 +33,14 @@ class FinishedTraining:
     def run(self, ctx: Context) -> TrainedRun:
         import contextlib
 
-        from pipeline.checkpoint.formats import Reading, open_state
-        from pipeline.contracts.training import Progress
-        from pipeline.errors import CheckpointError
+        from pipeline import (
+            CheckpointError,
+            Progress,
+        )
+        from pipeline.checkpoint import (
+            Reading,
+            open_state,
+        )
 
         address = self.checkpoint
         if "://" not in address:

@@ -7,15 +7,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.contracts.training import Checkpoints, StepCallback, TrainedRun
-from pipeline.errors import Problem
-from pipeline.utils.text import closest
+from pipeline import (
+    Checkpoints,
+    Context,
+    Data,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    PlanView,
+    Precision,
+    Problem,
+    StepCallback,
+    TrainedRun,
+)
+from pipeline.utils import (
+    closest,
+)
 from stages.importing.trainer import TRAINER
 from stages.train.settings import BatchPlan, Count, heldout_problems
 

@@ -18,15 +18,23 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.engine import DataAxis
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Callbacks, Progress, StepCallback, TrainedRun
-from pipeline.errors import StageError
-from pipeline.utils.files import sync, sync_tree
+from pipeline import (
+    Callbacks,
+    Context,
+    Data,
+    DataAxis,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+    Progress,
+    StageError,
+    StepCallback,
+    TrainedRun,
+)
+from pipeline.utils import (
+    sync,
+    sync_tree,
+)
 from stages.formats.stored import PROGRESS, read_json
 from stages.train.batches import Feed, MicroBatch, collate, microbatches
 from stages.train.evaluation import mean_loss, perplexity, record_evaluation

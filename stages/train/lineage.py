@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.training import Progress
-from pipeline.errors import ResumeRefused
+from pipeline import (
+    Data,
+    ModelSource,
+    Progress,
+    ResumeRefused,
+)
 
 if TYPE_CHECKING:
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
     from stages.train.settings import BatchPlan
 
 SHOWN = 12

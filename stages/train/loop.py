@@ -10,13 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline import (
+    Callbacks,
+    Checkpoints,
+    Context,
+    Data,
+    Engine,
+    OptimizerPlan,
+    Progress,
+    StageError,
+    StepCallback,
+    TrainedRun,
+)
 from pipeline.checkpoint import rng_state
-from pipeline.contracts.data import Data
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Callbacks, Checkpoints, Progress, StepCallback, TrainedRun
-from pipeline.errors import StageError
 from stages.train.anomalies import AnomalyMonitor, Recovery
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm

@@ -6,11 +6,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.stage import Context
-from pipeline.planning import strategy
-from pipeline.planning.planner import CHUNK, SMALLER, Extent, Planner, Saving, Topology, Trial
-from pipeline.planning.shapes import SampleShape, Step
+from pipeline import (
+    Context,
+    Engine,
+)
+from pipeline.planning import (
+    CHUNK,
+    SMALLER,
+    Extent,
+    Planner,
+    SampleShape,
+    Saving,
+    Step,
+    Topology,
+    Trial,
+    strategy,
+)
 from stages.train.causal_lm import TrainCausalLm
 
 MICROBATCHES = 3

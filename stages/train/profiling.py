@@ -15,7 +15,9 @@ import torch
 import torch.distributed
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline.contracts.engine import Engine
+from pipeline import (
+    Engine,
+)
 
 FOLDER = "profile"
 T = TypeVar("T")

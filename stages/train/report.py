@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Progress, StepCallback
+from pipeline import (
+    Context,
+    Engine,
+    Progress,
+    StepCallback,
+)
 from pipeline.hardware import host
 from stages.train.batches import BatchStats
 from stages.train.flops import Utilisation

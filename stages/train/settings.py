@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline.contracts.data import Data
-from pipeline.contracts.stage import PlanView
-from pipeline.contracts.training import Checkpoints
-from pipeline.errors import Problem
+from pipeline import (
+    Checkpoints,
+    Data,
+    PlanView,
+    Problem,
+)
 
 Action = Literal["stop", "skip", "rollback"]
 Count = Annotated[int, Gt(0)]

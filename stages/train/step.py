@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.contracts.engine import Engine, StepReport
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.training import Progress
-from pipeline.errors import StageError
+from pipeline import (
+    Engine,
+    OptimizerPlan,
+    Progress,
+    StageError,
+    StepReport,
+)
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.batches import BatchStats, Feed
 from stages.train.loss import SummedLoss

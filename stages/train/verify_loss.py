@@ -9,9 +9,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from pipeline.contracts.data import NO_TARGET, Data, Sample
-from pipeline.contracts.engine import Engine
-from pipeline.errors import StageError
+from pipeline import (
+    NO_TARGET,
+    Data,
+    Engine,
+    Sample,
+    StageError,
+)
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 

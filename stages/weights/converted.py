@@ -17,8 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+    TensorReader,
+    TensorSpec,
+)
 from stages.weights.change import Change
 from stages.weights.torch_files import named, pieces
 from stages.weights.views import ReaderView

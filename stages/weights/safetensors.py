@@ -9,11 +9,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline.checkpoint.layout import DTYPES, as_bytes
-from pipeline.checkpoint.safetensors_format import CHUNK, Placed, table
-from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.errors import StageError
-from pipeline.utils.files import read_at
+from pipeline import (
+    StageError,
+    TensorReader,
+    TensorSpec,
+)
+from pipeline.checkpoint import (
+    CHUNK,
+    DTYPES,
+    Placed,
+    as_bytes,
+    table,
+)
+from pipeline.utils import (
+    read_at,
+)
 from stages.weights.torch_files import named
 
 if TYPE_CHECKING:

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from pipeline.checkpoint.safetensors_format import CHUNK
-from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+    TensorReader,
+    TensorSpec,
+)
+from pipeline.checkpoint import (
+    CHUNK,
+)
 from stages.formats.stored import flattened, load
 
 if TYPE_CHECKING:

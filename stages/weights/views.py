@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.errors import StageError
+from pipeline import (
+    StageError,
+    TensorReader,
+    TensorSpec,
+)
 from stages.weights.torch_files import named
 
 if TYPE_CHECKING:

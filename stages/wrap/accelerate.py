@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import PipeError, Problem
-from pipeline.importing.files import read_config
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    PipeError,
+    PlanView,
+    Precision,
+    Problem,
+)
+from pipeline.importing import (
+    read_config,
+)
 from stages.importing.engines import ACCELERATE
 from stages.importing.report import Report
 

@@ -13,16 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import NamedParameter
-from pipeline.contracts.precision import Precision, dtype_name, torch_dtype
-from pipeline.contracts.stage import Context
-from pipeline.errors import EngineMismatch
-from pipeline.hardware.host import model_begins
+from pipeline import (
+    Context,
+    Engine,
+    EngineMismatch,
+    ModelSource,
+    NamedParameter,
+    Precision,
+    dtype_name,
+    torch_dtype,
+)
+from pipeline.hardware import (
+    model_begins,
+)
 from pipeline.run import rundir
-from pipeline.utils.fake_tensors import with_values
-from pipeline.utils.files import replace_text
+from pipeline.utils import (
+    replace_text,
+    with_values,
+)
 from stages.model.declared import logical_numel, outline
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.load_weights import load_weights, local_shards

@@ -7,11 +7,13 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

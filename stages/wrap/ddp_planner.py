@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
-from pipeline.planning import strategy
-from pipeline.planning.planner import Planner, Preset, Presets, Tier, Topology
-from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import Gradients, Item, Moment, Traffic
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+)
+from pipeline.planning import (
+    Gradients,
+    Item,
+    Moment,
+    OptimizerShape,
+    Planner,
+    Preset,
+    Presets,
+    Profile,
+    Sizes,
+    Tier,
+    Topology,
+    Traffic,
+    Weight,
+    strategy,
+)
 from stages.wrap.ddp import Ddp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
-from pipeline.planning import strategy
-from pipeline.planning.planner import REDUCE, Planner, Preset, Presets, Saving, Tier, Topology
-from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes
-from pipeline.planning.strategy import Copies, Gradients, Item, Moment, Place, Traffic
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+)
+from pipeline.planning import (
+    REDUCE,
+    Copies,
+    Gradients,
+    Item,
+    ModelShape,
+    Moment,
+    OptimizerShape,
+    Place,
+    Planner,
+    Preset,
+    Presets,
+    Profile,
+    Saving,
+    Sizes,
+    Tier,
+    Topology,
+    Traffic,
+    strategy,
+)
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 

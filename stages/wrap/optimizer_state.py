@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.errors import StageError
+from pipeline import (
+    OptimizerPlan,
+    StageError,
+)
 from stages.wrap.load_weights import flat
 
 UPDATES = "step"

@@ -14,20 +14,20 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pipeline.contracts.engine import (
+from pipeline import (
     WEIGHT,
+    Context,
     DataAxis,
     Engine,
     EngineState,
     Fragment,
     LossScale,
+    OptimizerPlan,
     ParameterGroup,
+    Precision,
     StepGuard,
     StepReport,
 )
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
 from stages.wrap.load_weights import aliases, flat, local_span, stored_tensors
 from stages.wrap.optimizer_state import (

@@ -6,9 +6,17 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 
-from pipeline.planning import strategy
-from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import Item, Moment, Place, StrategyMemory
+from pipeline.planning import (
+    Item,
+    ModelShape,
+    Moment,
+    OptimizerShape,
+    Place,
+    Sizes,
+    StrategyMemory,
+    Weight,
+    strategy,
+)
 
 ROOT = -1
 """Place of the root, which has the weights outside of blocks."""

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.contracts.data import Data, Sample
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.sample_order import ENDLESS, SampleOrder
-from pipeline.errors import StageError
+from pipeline import (
+    ENDLESS,
+    Data,
+    ModelSource,
+    Sample,
+    SampleOrder,
+    StageError,
+)
 from stages.data import tokenize
 from stages.data.cache import cache_folder, digest
 from stages.data.documents import Documents
@@ -27,7 +31,9 @@ from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_sha
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.contracts.stage import Context
+    from pipeline import (
+        Context,
+    )
     from stages.data.stream import StreamData
 
 INDEX = "stream.jsonl"

@@ -16,7 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.errors import StageError, in_words, system_errors_as
+from pipeline import (
+    StageError,
+    in_words,
+    system_errors_as,
+)
 from pipeline.utils import jsonl
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally

@@ -13,12 +13,17 @@ import torch
 import torch.distributed
 from torch import nn
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import NamedParameter, OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context
-from pipeline.errors import StageError
-from pipeline.utils.files import replace_text
+from pipeline import (
+    Context,
+    ModelSource,
+    NamedParameter,
+    OptimizerPlan,
+    Precision,
+    StageError,
+)
+from pipeline.utils import (
+    replace_text,
+)
 from stages.wrap.build import (
     build_empty,
     cast_buffers,

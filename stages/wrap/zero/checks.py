@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    ModelSource,
+    OptimizerPlan,
+    PlanView,
+    Precision,
+    Problem,
+)
 from stages.wrap.zero.config import STAGE_3_FIELDS, extra_problems
 from stages.wrap.zero.stage import RULE
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.distributed.process_group import DistContext
+from pipeline import (
+    DistContext,
+    OptimizerPlan,
+)
 from stages.wrap.zero.operators_compat import keep_operators
 
 

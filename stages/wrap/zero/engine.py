@@ -12,10 +12,18 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.contracts.engine import DataAxis, Engine, EngineState, Fragment, StepGuard, StepReport
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision, dtype_name
-from pipeline.distributed.process_group import DistContext
+from pipeline import (
+    DataAxis,
+    DistContext,
+    Engine,
+    EngineState,
+    Fragment,
+    OptimizerPlan,
+    Precision,
+    StepGuard,
+    StepReport,
+    dtype_name,
+)
 from stages.wrap.build import dtype_names, parameter_count, trained
 from stages.wrap.load_weights import LocalShard
 from stages.wrap.zero import compat

@@ -8,10 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.contracts.precision import Precision
-from pipeline.planning import strategy
-from pipeline.planning.shapes import ModelShape, OptimizerShape, Sizes, Weight
-from pipeline.planning.strategy import Copies, Gradients, Item, Moment, StrategyMemory, Unit
+from pipeline import (
+    Precision,
+)
+from pipeline.planning import (
+    Copies,
+    Gradients,
+    Item,
+    ModelShape,
+    Moment,
+    OptimizerShape,
+    Sizes,
+    StrategyMemory,
+    Unit,
+    Weight,
+    strategy,
+)
 from stages.wrap.zero.stage import Zero, uses_deepspeed_kernel
 
 SUMMED = 4

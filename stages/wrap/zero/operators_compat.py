@@ -28,8 +28,12 @@ from unittest import mock
 
 import torch
 
-from pipeline.errors import StageError
-from pipeline.utils.files import sync
+from pipeline import (
+    StageError,
+)
+from pipeline.utils import (
+    sync,
+)
 
 LOG = logging.getLogger("pipe.operators")
 

@@ -6,11 +6,25 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline.contracts.precision import Precision
-from pipeline.planning.planner import Planner, Preset, Presets, Tier, Topology
-from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import OptimizerShape
-from pipeline.planning.strategy import GATHERED, GRADIENTS, PARAMETERS, Copies, Item, Moment, Place
+from pipeline import (
+    Precision,
+)
+from pipeline.planning import (
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    Copies,
+    Item,
+    Moment,
+    OptimizerShape,
+    Place,
+    Planner,
+    Preset,
+    Presets,
+    Profile,
+    Tier,
+    Topology,
+)
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
 from stages.wrap.zero.stage import Zero
 

@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import Context, PlanView
-from pipeline.errors import Problem
+from pipeline import (
+    Context,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    PlanView,
+    Precision,
+    Problem,
+)
 
 OffloadDevice = Literal["cpu", "nvme"]
 

@@ -9,9 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.contracts.engine import WEIGHT, EngineState, Fragment, LossScale, ParameterGroup
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.errors import CheckpointError, StageError
+from pipeline import (
+    WEIGHT,
+    CheckpointError,
+    EngineState,
+    Fragment,
+    LossScale,
+    OptimizerPlan,
+    ParameterGroup,
+    StageError,
+)
 from stages.wrap.load_weights import LocalShard, aliases, stored_tensors
 from stages.wrap.optimizer_state import (
     read_moments,
