@@ -75,14 +75,14 @@ class CheckpointSettings(ABC):
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         from pipeline.checkpoint import (
             CheckpointManager,
-            location,
+            address,
         )
 
         return CheckpointManager.open(
             ctx,
             engine,
             frozen_base=frozenset(model.frozen_base if model else ()),
-            address=location.address(ctx.run_dir, self.folder),
+            address=address(ctx.run_dir, self.folder),
             file_layout=self.file_layout(),
             every=self.every,
             retention=self.retention,

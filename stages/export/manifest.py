@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
 from pipeline import (
+    ENGINE_FILE,
+    ENVIRONMENT_FILE,
     EXPORT_MANIFEST,
     ExportError,
 )
-from pipeline.run import rundir
 from pipeline.utils import (
     human,
     replace_text,
@@ -147,10 +148,10 @@ def facts_of(
         facts |= {name: f"{count:,}" for name, count in counts.items()}
         facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
     with contextlib.suppress(KeyError):
-        engine = _json(run and run / rundir.ENGINE)
+        engine = _json(run and run / ENGINE_FILE)
         facts["strategy"] = f"{engine['engine']} on {engine['world_size']} processes"
     with contextlib.suppress(KeyError):
-        packages = _json(run and run / rundir.ENVIRONMENT)["packages"]
+        packages = _json(run and run / ENVIRONMENT_FILE)["packages"]
         facts["made with"] = ", ".join(f"{name} {version}" for name, version in packages.items())
     return facts
 
@@ -159,7 +160,7 @@ def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
     """The folder of this run or of the run that saved the checkpoint, whichever trained the model;
     None if that is not known."""
     folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
-    return next((folder for folder in folders if (folder / rundir.ENGINE).is_file()), None)
+    return next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
 
 
 def _json(file: Path | None) -> dict[str, Any]:

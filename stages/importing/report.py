@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeline.importing import (
     KeyOutcome,
+    KeyPath,
 )
-from pipeline.recipe.nodes import KeyPath
 from stages.importing.rules import RuleResult, Table, apply, is_off, refused, unset
 
 METHOD = re.compile(

@@ -21,7 +21,10 @@ from pipeline import (
     in_words,
     system_errors_as,
 )
-from pipeline.utils import jsonl
+from pipeline.utils import (
+    append_line,
+    read_lines,
+)
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Documents
@@ -143,12 +146,12 @@ class ShardIndex:
             )
         if before is known and self._file is not None:
             line = {"making": self._settings, "address": shard.address, "sha256": sha256}
-            jsonl.append(self._file, {**line, "tokens": tokens}, sync=True)
+            append_line(self._file, {**line, "tokens": tokens}, sync=True)
 
 
 def read_index(file: Path, settings: str) -> str:
     """Return the content of a shard index as text for the ShardIndex of every rank."""
-    lines = [line for line in jsonl.read(file) if line.get("making") == settings]
+    lines = [line for line in read_lines(file) if line.get("making") == settings]
     return json.dumps({line["address"]: [line["sha256"], line["tokens"]] for line in lines})
 
 
