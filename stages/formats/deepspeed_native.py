@@ -55,12 +55,8 @@ _FILE = re.compile(
 )
 
 
-class _Inert:
-    """Stands in for a class of DeepSpeed's: has an object's saved attributes, and does nothing."""
-
-
-class Scaler(_Inert):
-    """A loss scaler, with the attributes of DeepSpeed's."""
+class Scaler:
+    """Stands in for DeepSpeed's loss scalers: has their saved attributes, and does nothing."""
 
     cur_scale: float
     dynamic: bool
@@ -69,15 +65,15 @@ class Scaler(_Inert):
     scale_window: int
 
 
-class Fragment(_Inert):
-    """Elements [start, start + numel) of a rank's flat tensor."""
+class Fragment:
+    """Stands in for elements [start, start + numel) of a rank's flat tensor."""
 
     numel: int
     start: int
 
 
 class Stage(int):
-    """Number of the ZeRO stage."""
+    """Stands in for the number of the ZeRO stage."""
 
 
 ADMITTED = [

@@ -69,7 +69,7 @@ def require_checksums(archive: zipfile.ZipFile) -> None:
 
 
 def explained(error: Exception, where: str) -> CheckpointError:
-    """What a restricted unpickler's error means: a refused class by its name, or a damaged file."""
+    """CheckpointError for a restricted unpickler's error: names a refused class, or the damage."""
     text = str(error)
     refused = _REFUSED.search(text)
     if not isinstance(error, pickle.UnpicklingError) or not (refused or "Weights only" in text):

@@ -33,14 +33,14 @@ class PublishHub:
     with what was sent.
 
     Only files that the export lists are uploaded. Files of the same names are replaced, and nothing
-    else in the repository is touched; one that holds other weights, which would be loaded with the
-    model or instead of it, is refused.
+    else in the repository is touched. A repository with other weights, which would be loaded with
+    the model or instead of it, is refused.
     """
 
     repo: str
     """Repository on the hub, as `owner/name`. It is created if it is not there."""
     private: bool = True
-    """Make the repository private when it is created. One that is there already keeps what it is;
+    """Make the repository private when it is created. An existing repository keeps its visibility;
     while this is true, a public one is refused."""
     revision: str | None = None
     """Branch that the commit goes to; created from `main` if it is not there. `main` when not

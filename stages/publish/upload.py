@@ -77,7 +77,7 @@ def _upload(
 ) -> PublishedModel:
     repo, branch = stage.repo, stage.revision or MAIN
     api.create_repo(repo, private=stage.private, exist_ok=True)
-    # The hub leaves the visibility of an existing repository as it is.
+    # The hub does not change the visibility of an existing repository.
     if stage.private and not api.model_info(repo).private:
         raise StageError(
             f"{repo} is there already and is public",

@@ -76,7 +76,7 @@ def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
 
 
 class JoinedReader(TensorReader):
-    """Tensors of all `readers`, which it closes. Of several with one name, the first counts."""
+    """Tensors of all `readers`, which it closes. The first of several with one name counts."""
 
     def __init__(self, *readers: TensorReader) -> None:
         self._readers = readers
