@@ -49,7 +49,9 @@ def _described(name: str, given: object) -> Iterator[str]:
             yield f"{name}.{field.name}: {field.type}"
     for member, value in sorted(vars(given).items()):
         if inspect.isfunction(value) and not member.startswith("_"):
-            yield re.sub(r"<function .*? at 0x\w+>", "...", f"{name}.{member}{inspect.signature(value)}")
+            yield re.sub(
+                r"<function .*? at 0x\w+>", "...", f"{name}.{member}{inspect.signature(value)}"
+            )
 
 
 def test_the_surface_is_frozen() -> None:
