@@ -22,9 +22,7 @@ from pipeline import (
     StepCallback,
     TrainedRun,
 )
-from pipeline.checkpoint import (
-    start_random_streams,
-)
+from pipeline.checkpoint import start_random_streams
 from stages.train.anomalies import AnomalyMonitor, Recovery
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline import (
-    Context,
-    Engine,
-)
+from pipeline import Context, Engine
 from pipeline.planning import (
     BACKWARD,
     CHUNK,

@@ -11,15 +11,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from pipeline import (
-    Context,
-    Engine,
-    Progress,
-    StepCallback,
-)
-from pipeline.hardware import (
-    peak_beyond,
-)
+from pipeline import Context, Engine, Progress, StepCallback
+from pipeline.hardware import peak_beyond
 from stages.train.batches import BatchStats
 from stages.train.flops import Utilisation
 from stages.train.profiling import Profile
