@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from pipeline import StageError
+from pipeline.utils import optional
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")

@@ -11,6 +11,7 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
+from pipeline.utils import optional
 from stages.model import compat
 from stages.model.gguf_header import read_header
 from stages.weights.change import Change
