@@ -17,19 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    EngineState,
-    LossScale,
-    ParameterGroup,
-    Progress,
-)
-from pipeline.checkpoint import (
-    Reading,
-    StateSource,
-    random_key,
-)
+from pipeline import WEIGHT, CheckpointError, EngineState, LossScale, ParameterGroup, Progress
+from pipeline.checkpoint import Reading, StateSource, random_key
 from stages.formats import stored
 from stages.formats.stored import (
     MOMENTS,

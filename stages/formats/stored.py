@@ -21,19 +21,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    EngineState,
-)
-from pipeline.checkpoint import (
-    CHUNK,
-    CODES,
-    DTYPES,
-    StateSource,
-    TensorEntry,
-    as_bytes,
-)
+from pipeline import WEIGHT, CheckpointError, EngineState
+from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
 
 PROGRESS = "progress.json"
 """Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""

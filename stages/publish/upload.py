@@ -17,17 +17,11 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
-from pipeline import (
-    ExportedModel,
-    StageError,
-    in_words,
-)
+from pipeline import ExportedModel, StageError, in_words
 from stages.publish.hub import LOGIN, TOKEN, PublishedModel
 
 if TYPE_CHECKING:
-    from pipeline import (
-        Context,
-    )
+    from pipeline import Context
     from stages.publish.hub import PublishHub
 
 MAIN = "main"

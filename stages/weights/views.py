@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
+from pipeline import StageError, TensorReader, TensorSpec
 from stages.weights.torch_files import named
 
 if TYPE_CHECKING:
