@@ -15,23 +15,17 @@ SCHEDULES = {
     "constant": "flat",
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
-    "polynomial": "polynomial",
-    "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "wsd",
 }
 """`flat` is constant from the first step, even with warm-up steps."""
 _EIGHT_BITS = ("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 OPTIMIZERS: dict[str, dict[str, str]] = {
-    "adamw_torch": {"use": "optimizer.adamw", "kernel": "foreach"},
-    "adamw_torch_fused": {"use": "optimizer.adamw", "kernel": "fused"},
-    **{name: {"use": "optimizer.adamw", "moments": "8bit"} for name in _EIGHT_BITS},
-    "paged_adamw_32bit": {"use": "optimizer.adamw"},
-    "lion_32bit": {"use": "optimizer.lion"},
-    "paged_lion_32bit": {"use": "optimizer.lion"},
+    "adamw_torch": {"kernel": "foreach"},
+    "adamw_torch_fused": {"kernel": "fused"},
+    "paged_adamw_32bit": {"kernel": "foreach"},
+    **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
 }
-"""Fields of the optimizer slot."""
+"""Fields of optimizer.adamw."""
 _ORDERS = {"random": True, "sequential": False}
-DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
 
 
 def _warmup(value: Any) -> rules.RuleResult:
@@ -41,21 +35,9 @@ def _warmup(value: Any) -> rules.RuleResult:
     return sets("warmup_steps", rules.whole)(value)
 
 
-def _steps(value: Any) -> int:
-    if 0 < rules.number(value) < 1:
-        raise WrongValueError("is a fraction of the training", "give a number of steps")
-    return rules.positive(value)
-
-
 def _targets(value: Any) -> list[str] | str:
     found = rules.names(value)
     return "all-linear" if found == ["all-linear"] else found
-
-
-def _secret(value: Any) -> rules.RuleResult:
-    if rules.is_off(value) or value == "<HUB_TOKEN>":  # written by to_json_string
-        return rules.unset()
-    return rules.refused("secrets do not belong in a recipe", "set HF_TOKEN")
 
 
 def _fsdp(value: Any) -> str:
@@ -69,7 +51,6 @@ def _fsdp(value: Any) -> str:
 _CHOOSE = "choose another optimizer stage (`pipe stages`)"
 _recompute = when_on("model.activation_checkpointing", {})
 _steps_only = ("no", "steps")
-_final_lr = sets("final_lr", rules.number)
 
 TRAINER: Table = {
     "output_dir": sets("output_name", rules.recipe_name),
@@ -79,20 +60,13 @@ TRAINER: Table = {
     "num_train_epochs": sets("train.epochs", rules.number),
     "max_steps": sets("train.steps", rules.positive, off=(-1, 0)),
     "learning_rate": sets("optimizer.lr", rules.number),
-    "lr_scheduler_type": sets("schedule", rules.choice(SCHEDULES, "use linear or cosine")),
+    "lr_scheduler_type": sets("schedule", rules.choice(SCHEDULES, "set optimizer.schedule")),
     "lr_scheduler_kwargs": {
         "min_lr_rate": sets("optimizer.final_lr_ratio", rules.number),
-        "min_lr": _final_lr,
-        "lr_end": _final_lr,
-        "power": sets("optimizer.power", rules.number),
-        "num_decay_steps": sets("optimizer.decay_steps", rules.positive),
-        "decay_type": sets("optimizer.decay_shape", rules.choice(DECAYS)),
-        "warmup_type": allowed("linear"),
-        "min_lr_ratio": sets("wsd.final_lr_ratio", rules.number),
+        "min_lr": sets("final_lr", rules.number),
         "num_cycles": allowed(0.5),
     },
     "warmup_steps": _warmup,
-    "adafactor": rules.unsupported("is not available", _CHOOSE),
     "optim": sets("optim", rules.choice(OPTIMIZERS, _CHOOSE)),
     "weight_decay": sets("optimizer.weight_decay", rules.number),
     "adam_beta1": sets("beta1", rules.number),
@@ -105,18 +79,18 @@ TRAINER: Table = {
     "fp16": when_on("precision.compute", "fp16"),
     "use_cpu": when_on("launch.device", "cpu"),
     "seed": sets("seed", rules.whole),
-    "data_seed": sets("data_seed", rules.whole),
+    "data_seed": rules.unsupported("a recipe has one seed", "set it as seed"),
     "activation_checkpointing": _recompute,
     "gradient_checkpointing": _recompute,
     "torch_compile": when_on("model.compile", {}),
     "torch_compile_backend": sets("model.compile.backend", rules.text),
     "torch_compile_mode": sets("model.compile.mode", rules.text),
     "use_liger_kernel": when_on("model.kernels", "liger"),
-    "logging_steps": sets("train.log_every", _steps),
+    "logging_steps": sets("train.log_every", rules.positive),
     "eval_strategy": sets("eval_strategy", rules.choice(_steps_only, "set train.eval_every")),
-    "eval_steps": sets("eval_steps", _steps),
+    "eval_steps": sets("eval_steps", rules.positive),
     "save_strategy": sets("save_strategy", rules.choice(_steps_only, "set checkpoint.every")),
-    "save_steps": sets("save_steps", _steps),
+    "save_steps": sets("save_steps", rules.positive),
     "save_total_limit": sets("checkpoint.keep", rules.positive),
     "load_best_model_at_end": when_on("checkpoint.keep_best", 1),
     "metric_for_best_model": allowed("loss", "eval_loss"),
@@ -138,10 +112,9 @@ TRAINER: Table = {
         "a new run starts from the model",
         "pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW",
     ),
-    "push_to_hub": when_on("publish", True),
-    "hub_model_id": sets("publish.repo", rules.text),
-    "hub_private_repo": sets("publish.private", rules.truth),
-    "hub_revision": sets("publish.revision", rules.text),
+    "push_to_hub": rules.unsupported(
+        "publishing is a stage", "add a slot publish: {use: publish.hub, repo: owner/name}"
+    ),
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -169,8 +142,6 @@ SCRIPT: Table = {
     # names of earlier versions of TrainingArguments
     "warmup_ratio": sets("warmup_ratio", rules.number),
     "evaluation_strategy": TRAINER["eval_strategy"],
-    "per_gpu_train_batch_size": TRAINER["per_device_train_batch_size"],
-    "no_cuda": TRAINER["use_cpu"],
     # keys of the example scripts of transformers and TRL
     "model_name_or_path": sets("model", rules.text),
     "model_revision": sets("revision", rules.text),
@@ -210,7 +181,6 @@ SCRIPT: Table = {
     "load_in_4bit": when_on("quantize", True),
     "load_in_8bit": rules.unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
     "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
-    **dict.fromkeys(("hub_token", "token", "use_auth_token"), _secret),
 }
 """Keys that may stand beside TrainingArguments in the same file."""
 

@@ -26,20 +26,16 @@ TABLES: Mapping[str, Table] = {
 """Kinds of files, in the order in which they are read."""
 
 OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
-    "axolotl": (
-        *("base_model", "lora_target_linear", "num_epochs", "rl", "sample_packing"),
-        "sequence_len",
-    ),
+    "axolotl": ("base_model", "num_epochs", "rl", "sample_packing", "sequence_len"),
     "LLaMA-Factory": (
-        *("cutoff_len", "dataset_dir", "finetuning_type", "lora_rank", "lora_target"),
-        *("pref_beta", "pref_loss", "quantization_bit", "stage", "template"),
+        *("cutoff_len", "finetuning_type", "lora_rank", "lora_target", "pref_beta", "stage"),
+        "template",
     ),
     "ms-swift": ("rlhf_type", "sft_type", "train_type", "tuner_backend", "tuner_type"),
     "TRL for preference or reinforcement learning": (
-        *("beta", "center_rewards_coefficient", "cliprange", "cpo_alpha", "desirable_weight"),
-        *("f_divergence_type", "kl_coef", "label_smoothing", "lmbda", "loss_weights"),
-        *("max_completion_length", "max_prompt_length", "num_generations", "num_ppo_epochs"),
-        *("precompute_ref_log_probs", "reference_free", "rpo_alpha", "simpo_gamma", "use_vllm"),
+        *("beta", "center_rewards_coefficient", "cpo_alpha", "desirable_weight", "kl_coef"),
+        *("label_smoothing", "lmbda", "max_completion_length", "max_prompt_length"),
+        *("num_generations", "num_ppo_epochs", "simpo_gamma", "use_vllm"),
     ),
     "Megatron": ("pipeline_model_parallel_size", "tensor_model_parallel_size"),
     "Lightning": ("exp_manager", "seed_everything", "trainer"),
