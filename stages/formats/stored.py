@@ -27,7 +27,6 @@ from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, 
 PROGRESS = "progress.json"
 """Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""
 
-_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 
 
@@ -59,11 +58,10 @@ def require_checksums(archive: zipfile.ZipFile) -> None:
 
 def explained(error: Exception, where: str) -> CheckpointError:
     """What a restricted unpickler's error means: a refused class by its name, or a damaged file."""
-    text = str(error)
-    refused = _REFUSED.search(text)
+    text = str(error) or type(error).__name__
+    refused = re.search(r"GLOBAL ([\w.]+)", text)
     if not isinstance(error, pickle.UnpicklingError) or not (refused or "Weights only" in text):
-        reason = (text.splitlines() or [type(error).__name__])[0]
-        return CheckpointError(f"{where}: cannot be read: {reason}")
+        return CheckpointError(f"{where}: cannot be read: {text.splitlines()[0]}")
     name = refused.group(1) if refused else "more than tensors and plain values"
     return CheckpointError(
         f"{where}: refused: it holds {name}, and reading that could run code",
