@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState
+from pipeline import WEIGHT, CheckpointError, EngineState, Progress
 from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
 
 PROGRESS = "progress.json"
@@ -279,7 +279,4 @@ def require_moments(kinds: Collection[str], where: str, name: str) -> None:
 
 def fresh_progress(step: int, samples: int, skipped: int = 0) -> dict[str, Any]:
     """Progress of another tool's training, whose model and data are unknown."""
-    return {
-        "step": step, "samples": samples, "tokens": 0, "skipped": skipped,
-        "metrics": {}, "lineage": {},
-    }  # fmt: skip
+    return vars(Progress(step=step, samples=samples, skipped=skipped))

@@ -29,22 +29,20 @@ DIFFERENT = (
 )  # fmt: skip
 """Beginnings of keys that change the numbers of a training, and that no recipe expresses."""
 HARMLESS = (
-    "activation_checkpointing", "adjust_scheduler", "allgather_partitions", "backward_prefetch",
-    "batch_eval_metrics", "bf16_", "bnb_4bit_", "cache_dir", "check_grad_overflow", "command_file",
-    "commands", "comms_logger", "consecutive_", "cpu_ram_efficient_loading", "dataloader_",
+    "activation_checkpointing", "allgather_partitions", "backward_prefetch", "bf16_", "bnb_4bit_",
+    "cache_dir", "command_file", "comms_logger", "cpu_ram_efficient_loading", "dataloader_",
     "dataset_num_proc", "ddp_", "deepspeed_", "disable_tqdm", "dispatch_batches", "do_eval",
     "do_train", "downcast_bf16", "elastic_checkpoint", "eval_", "even_batches", "flops_profiler",
-    "fp16_", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs",
-    "half_precision_backend", "hub_", "hysteresis", "include_", "label_names", "length_column_name",
-    "liger_kernel_config", "limit_all_gathers", "load_from_fp32_", "local_rank", "log_", "logging_",
-    "low_cpu_mem_usage", "machine_rank", "main_", "min_loss_scale", "num_machines",
-    "optim_state_dict", "overwrite_", "pad_", "padding_", "parallelism_config_cp_",
-    "parallelism_config_sp_", "past_index", "per_device_eval_", "prediction_loss_only",
-    "preprocessing_", "project", "ray_scope", "rdzv_backend", "reduce_scatter",
-    "remove_unused_columns", "restore_callback_", "same_network", "save_on_", "save_safetensors",
-    "shuffle_dataset", "skip_memory_metrics", "stage3_gather_", "state_dict", "steps_per_print",
-    "sync_", "tpu_", "trackio_", "use_cache", "use_fast_tokenizer", "use_orig_params",
-    "use_seedable_sampler", "wall_clock_breakdown", "zero3_", "zero_allow_", "zero_force_",
+    "fp16_", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs", "hub_", "hysteresis",
+    "include_", "label_names", "length_column_name", "liger_kernel_config", "limit_all_gathers",
+    "load_from_fp32_", "local_rank", "log_", "logging_", "low_cpu_mem_usage", "machine_rank",
+    "main_", "min_loss_scale", "num_machines", "optim_state_dict", "overwrite_", "pad_", "padding_",
+    "parallelism_config_cp_", "parallelism_config_sp_", "per_device_eval_", "preprocessing_",
+    "project", "rdzv_backend", "reduce_scatter", "remove_unused_columns", "same_network",
+    "save_on_", "save_safetensors", "shuffle_dataset", "skip_memory_metrics", "stage3_gather_",
+    "state_dict", "steps_per_print", "sync_", "tpu_", "trackio_", "use_cache", "use_fast_tokenizer",
+    "use_orig_params", "use_seedable_sampler", "wall_clock_breakdown", "zero3_", "zero_allow_",
+    "zero_force_",
 )  # fmt: skip
 """Beginnings of keys that change nothing that is trained, unless a table has a rule for them."""
 

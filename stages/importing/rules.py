@@ -146,16 +146,9 @@ def truth(value: Any) -> bool:
     return word in ("true", "yes", "1")
 
 
-def text(value: Any) -> str:
-    """Return text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise WrongValueError(f"must be text, not {value!r}")
-    return value
-
-
 def path(value: Any) -> str:
     """Return an absolute path. Relative ones start in the current folder, as in the tools."""
-    found = text(value)
+    found = str(value)
     return found if "://" in found else str(Path(found).expanduser().absolute())
 
 
@@ -183,4 +176,4 @@ def choice(known: Collection[str], hint: str = "", *, blocks: bool = False) -> R
 
 def recipe_name(value: Any) -> str:
     """Return a valid recipe name made of any text."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text(value)).name).strip("-.") or "imported"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(value)).name).strip("-.") or "imported"

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, max_norm
-from stages.importing.rules import Table, WrongValueError, allowed, sets, when_on
+from stages.importing.rules import Table, allowed, sets, when_on
 
 SCHEDULES = {
     "linear": "linear",
@@ -40,17 +40,11 @@ def _targets(value: Any) -> list[str] | str:
     return "all-linear" if found == ["all-linear"] else found
 
 
-def _fsdp(value: Any) -> str:
-    """Read `fsdp: true`, or the older `full_shard auto_wrap`."""
-    words = value if isinstance(value, list) else str(value).lower().split()
-    if value is not True and {*words} - {"full_shard", "auto_wrap"}:
-        raise WrongValueError(f"{value!r} is an old form", "set fsdp_config, and fsdp: true")
-    return "wrap.fsdp"
-
-
 _CHOOSE = "choose another optimizer stage (`pipe stages`)"
 _recompute = when_on("model.activation_checkpointing", {})
 _steps_only = ("no", "steps")
+_FSDP = dict.fromkeys(("true", "full_shard", "full_shard auto_wrap"), "wrap.fsdp")
+_FSDP_HINT = "set fsdp_config, and fsdp: true"
 
 TRAINER: Table = {
     "output_dir": sets("output_name", rules.recipe_name),
@@ -83,8 +77,8 @@ TRAINER: Table = {
     "activation_checkpointing": _recompute,
     "gradient_checkpointing": _recompute,
     "torch_compile": when_on("model.compile", {}),
-    "torch_compile_backend": sets("model.compile.backend", rules.text),
-    "torch_compile_mode": sets("model.compile.mode", rules.text),
+    "torch_compile_backend": sets("model.compile.backend", str),
+    "torch_compile_mode": sets("model.compile.mode", str),
     "use_liger_kernel": when_on("model.kernels", "liger"),
     "logging_steps": sets("train.log_every", rules.positive),
     "eval_strategy": sets("eval_strategy", rules.choice(_steps_only, "set train.eval_every")),
@@ -101,7 +95,7 @@ TRAINER: Table = {
     "ddp_bucket_cap_mb": sets("ddp.bucket_cap_mb", rules.positive),
     "ddp_find_unused_parameters": sets("ddp.find_unused_parameters", rules.truth),
     "ddp_static_graph": sets("ddp.static_graph", rules.truth),
-    "fsdp": sets("strategy", _fsdp, off=(False, "", [])),
+    "fsdp": sets("strategy", rules.choice(_FSDP, _FSDP_HINT), off=(False, "", [])),
     "fsdp_config": FSDP_PREFIXED,
     "deepspeed": DEEPSPEED,
     "accelerator_config": {
@@ -136,17 +130,17 @@ _length = sets("data.sequence_length", rules.positive)
 _mixture = rules.unsupported(
     "mixtures have another form", "write data.sources, each with its weight"
 )
-_tokenizer = sets("model.tokenizer", rules.text)
+_tokenizer = sets("model.tokenizer", str)
 _master = allowed("fp32", "float32", hint="set precision.master: bf16 for bf16 master weights")
 SCRIPT: Table = {
     # names of earlier versions of TrainingArguments
     "warmup_ratio": sets("warmup_ratio", rules.number),
     "evaluation_strategy": TRAINER["eval_strategy"],
     # keys of the example scripts of transformers and TRL
-    "model_name_or_path": sets("model", rules.text),
-    "model_revision": sets("revision", rules.text),
+    "model_name_or_path": sets("model", str),
+    "model_revision": sets("revision", str),
     **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), _tokenizer),
-    "attn_implementation": sets("model.attention", rules.text),
+    "attn_implementation": sets("model.attention", str),
     "trust_remote_code": sets("model.trust_remote_code", rules.truth),
     **dict.fromkeys(("torch_dtype", "dtype"), _master),
     "train_file": sets("data", rules.path),
@@ -155,10 +149,10 @@ SCRIPT: Table = {
         "data.heldout_fraction", lambda value: min(rules.number(value) / 100, 0.5)
     ),
     **dict.fromkeys(("block_size", "max_seq_length", "max_length", "model_max_length"), _length),
-    "dataset_name": sets("dataset", rules.text),
-    **dict.fromkeys(("dataset_config", "dataset_config_name"), sets("dataset.config", rules.text)),
-    "dataset_train_split": sets("dataset.split", rules.text),
-    "dataset_test_split": sets("dataset.heldout", rules.text),
+    "dataset_name": sets("dataset", str),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), sets("dataset.config", str)),
+    "dataset_train_split": sets("dataset.split", str),
+    "dataset_test_split": sets("dataset.heldout", str),
     **dict.fromkeys(("dataset_mixture", "dataset_mixer", "dataset_splits"), _mixture),
     "dataset_text_field": allowed("text", hint="rename the column"),
     "packing": when_on("data.packing", True),
