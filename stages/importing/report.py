@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.importing import KeyOutcome
 from pipeline.recipe.nodes import KeyPath
-from pipeline.utils import closest
 from stages.importing.rules import RuleResult, Table, WrongValueError, is_off, refused, unset
 
 METHOD = re.compile(
@@ -153,8 +153,8 @@ def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
         return refused("changes the training, and no recipe expresses it")
     if name.startswith(HARMLESS):
         return RuleResult(outcome="default", why="changes nothing that is trained")
-    similar = closest(key, table)
-    hint = f"did you mean `{similar}`?" if similar else ""
+    similar = difflib.get_close_matches(key, table, n=1, cutoff=0.8)
+    hint = f"did you mean `{similar[0]}`?" if similar else ""
     if METHOD.search(key):
         return refused("may change the training method", hint, blocks=True)
     return RuleResult(outcome="not translated", hint=hint)
