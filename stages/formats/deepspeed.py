@@ -14,8 +14,9 @@ POINTERS = ("latest", "latest_universal")
 
 
 class DeepSpeed(StateFormat):
-    """Checkpoints of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 and 3, with any offload of
-    the whole optimizer state, and DeepSpeed's universal checkpoints; these alone are written.
+    """Checkpoints of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 and 3, with or without the
+    whole optimizer state in host memory, and DeepSpeed's universal checkpoints; these alone are
+    written.
 
     A universal checkpoint is loaded on any number of ranks with `checkpoint: {load_universal:
     true}` in DeepSpeed's configuration. `write` returns the limits that DeepSpeed 0.19 has there.

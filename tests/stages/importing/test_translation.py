@@ -388,7 +388,10 @@ def test_what_saves_memory_and_time_is_translated() -> None:
         ({"optim": "adamw_8bit"}, {"use": "optimizer.adamw", "moments": "8bit"}),
         ({"optim": "PAGED_ADAMW_8BIT"}, {"use": "optimizer.adamw", "moments": "8bit"}),
         (
-            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}},
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.2},
+            },
             {"schedule": "cosine", "final_lr_ratio": 0.2},
         ),
         (
