@@ -126,7 +126,7 @@ def test_other_strategies_and_deepspeed_itself_load_what_was_converted(
 
 
 def test_parameters_that_were_dealt_out_in_turn_are_refused(cases: dict[str, Case]) -> None:
-    with pytest.raises(CheckpointError, match="disagree on where .*round_robin_gradients"):
+    with pytest.raises(CheckpointError, match=r"disagree on where .*round_robin_gradients"):
         opened(cases["2 round robin"].folder)
 
 
