@@ -91,9 +91,8 @@ def _weights(items: Mapping[Keys, Item]) -> dict[str, Item]:
     """Tensors under `model`, or beside the optimizer if there are none."""
     tensors = {keys: item for keys, item in items.items() if item.dtype is not None}
     beside = {keys[0]: item for keys, item in tensors.items() if len(keys) == 1}
-    nested = {".".join(keys[1:]): item for keys, item in tensors.items() if keys[0] == MODEL}
-    nested.pop("", None)
-    return nested or beside
+    named = {keys: item for keys, item in tensors.items() if keys[0] == MODEL and len(keys) > 1}
+    return {".".join(keys[1:]): item for keys, item in named.items()} or beside
 
 
 def _optimizer(items: Mapping[Keys, Item]) -> Optimizer:
@@ -133,7 +132,8 @@ def _require_state(
 
 def _stored(item: Item, name: str, load: Callable[..., Tensor]) -> Stored:
     kind = item.dtype
-    assert kind is not None
+    if kind is None:
+        raise CheckpointError(f"{item.chunks[0].file}: the state of {name} is no tensor")
     return Stored(
         shape=item.shape,
         dtype=kind,
