@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from pipeline import CheckpointError
 from pipeline.checkpoint import StateSource
@@ -147,6 +146,25 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
+class _Window(io.RawIOBase):
+    """Bytes in memory as a file, without a copy."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._memory[self._at : self._at + len(buffer)]
+        memoryview(buffer)[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
 def _mapped(chunk: Chunk) -> np.memmap[Any, Any]:
     return np.memmap(chunk.file, np.uint8, "c", chunk.offset, (chunk.length,))
 
@@ -165,21 +183,21 @@ def map_chunk(chunk: Chunk, box: Box, itemsize: int, name: str) -> Tensor:
     """A chunk's tensor as bytes, of shape (*sizes of the box, itemsize), mapped after its checksum
     was verified. Raises CheckpointError."""
     try:
-        with chunk.file.open("rb") as stream:
-            window = cast(IO[bytes], _create_file_view(stream, chunk.offset, chunk.length))
-            found = torch.load(window, map_location="meta", weights_only=True)
-            with zipfile.ZipFile(window) as archive:
-                require_checksums(archive)
-                (member,) = (info for info in archive.infolist() if "/data/" in info.filename)
-                with archive.open(member):
-                    offset = window.tell()  # opening reads the member's own header
+        memory = _mapped(chunk)
+        window = cast(IO[bytes], _Window(memory.data))
+        found = torch.load(window, map_location="meta", weights_only=True)
+        with zipfile.ZipFile(window) as archive:
+            require_checksums(archive)
+            (member,) = (info for info in archive.infolist() if "/data/" in info.filename)
+            with archive.open(member):
+                offset = window.tell()  # opening reads the member's own header
         shape = (*box.sizes, itemsize)
         if found.nbytes != math.prod(shape) or found.nbytes > member.file_size:
             raise ValueError(f"a chunk has {found.nbytes} bytes instead of {math.prod(shape)}")
         if member.compress_type != zipfile.ZIP_STORED:
             raise ValueError("a chunk is compressed")
         strides = (*(stride * itemsize for stride in found.stride()), 1)
-        data = torch.from_numpy(_mapped(chunk)[offset : offset + member.file_size])
+        data = torch.from_numpy(memory[offset : offset + member.file_size])
         place = found.storage_offset() * itemsize
         return data.as_strided((*found.shape, itemsize), strides, place).reshape(shape)
     except Exception as error:
