@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -77,7 +78,7 @@ def test_a_canonical_checkpoint_of_it_holds_the_same(
     source = opened(trained[0])
     Canonical().write(source, tmp_path / "step-00000003")
     written = Canonical().open(tmp_path / "step-00000003", Reading())
-    assert written.state == source.state
+    assert dataclasses.replace(written.state, shapes={}) == source.state
     assert written.tensors == source.tensors
     for key in source.tensors:
         assert torch.equal(assembled(written, key), assembled(source, key))
