@@ -142,13 +142,6 @@ class _Groups:
         return Change(sources=tuple(name for name, _ in members), convert=convert)
 
 
-def converts_weights(model: nn.Module) -> bool:
-    """Whether the architecture's files differ from the module in names or in more."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
-
-
 def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
     """The converter of a GGUF file's arrays, and a map of the file's names to the module's."""
     import gguf
