@@ -10,9 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.utils import (
-    optional,
-)
+from pipeline.utils import optional
 
 
 def import_peft() -> Any:

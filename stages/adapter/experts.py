@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from pipeline import (
-    PlanView,
-    Problem,
-)
+from pipeline import PlanView, Problem
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
 

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
+from pipeline import StageError, TensorReader, TensorSpec
 from stages.adapter.compat import PREFIX, WEIGHTS, name_in_file
 from stages.adapter.injection import Layer
 from stages.adapter.merging import read_rows, row_blocks

@@ -8,9 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    StageError,
-)
+from pipeline import StageError
 from stages.adapter.compat import ADAPTER, import_peft, quiet, uninitialised
 from stages.model.block_changes import is_linear, linear_layers
 from stages.model.declared import ties

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    PlanView,
-    Problem,
-)
+from pipeline import Context, Engine, ModelSource, PlanView, Problem
 from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline import (
-    TensorReader,
-    TensorSpec,
-    Weights,
-)
-from pipeline.checkpoint import (
-    CHUNK,
-)
+from pipeline import TensorReader, TensorSpec, Weights
+from pipeline.checkpoint import CHUNK
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import ComputedReader, JoinedReader

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline import (
-    TensorReader,
-    TensorSpec,
-)
-from pipeline.checkpoint import (
-    CHUNK,
-)
+from pipeline import TensorReader, TensorSpec
+from pipeline.checkpoint import CHUNK
 from stages.adapter.compat import bitsandbytes
 from stages.weights.views import ComputedReader
 

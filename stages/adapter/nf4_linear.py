@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline import (
-    ModelSource,
-    StageError,
-    TensorReader,
-)
+from pipeline import ModelSource, StageError, TensorReader
 from stages.adapter.compat import bitsandbytes
 from stages.adapter.nf4 import PackedReader, RoundedReader, packed_bytes, rounded, unpack
 from stages.model.block_changes import linear_layers

@@ -11,12 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import (
-    ModelSource,
-    StageError,
-    TensorReader,
-    Weights,
-)
+from pipeline import ModelSource, StageError, TensorReader, Weights
 from stages.adapter.experts import HINT, SKIPPED, expert_share
 from stages.adapter.initial_values import InitialValues, saved_updates
 from stages.adapter.injection import Layer, inject, layers, save_config

@@ -9,13 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline import (
-    Context,
-    Data,
-    ModelSource,
-    PlanView,
-    Problem,
-)
+from pipeline import Context, Data, ModelSource, PlanView, Problem
 from stages.data.fields import Selection, problems
 from stages.data.formats import first_format
 from stages.data.sources import find_files

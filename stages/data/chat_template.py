@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pipeline import (
-    DataError,
-)
+from pipeline import DataError
 from stages.data.messages import Conversation
 from stages.data.tokenize import Span, TextTokenizer, TextTokens
 

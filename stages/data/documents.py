@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pipeline import (
-    DataError,
-    ModelSource,
-)
+from pipeline import DataError, ModelSource
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.rows import TEXT, Reading, read_text, require_text
@@ -21,9 +18,7 @@ from stages.data.sources import Opened, Part
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline import (
-        Context,
-    )
+    from pipeline import Context
     from stages.data.fields import DocumentSettings
 
 Unit = Literal["file", "line"]

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline import (
-    StageError,
-)
+from pipeline import StageError
 from stages.data import formats
 from stages.data.chat_template import ConversationEncoder
 from stages.data.formats import Completion, Example, Format, Tokens

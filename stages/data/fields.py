@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline import (
-    Problem,
-)
+from pipeline import Problem
 from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.files import COMMIT, HUB_ID
 

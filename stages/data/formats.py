@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline import (
-    NO_TARGET,
-    StageError,
-)
+from pipeline import NO_TARGET, StageError
 from stages.data import messages
 from stages.data.messages import Conversation, checked, conversation
 from stages.data.rows import JSON_LINES, Reading, Row, kind, require, require_text, rows

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.utils import (
-    did_you_mean,
-)
+from pipeline.utils import did_you_mean
 from stages.data.rows import Row, kind, require, require_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline import (
-    DataError,
-    StageError,
-)
+from pipeline import DataError, StageError
 
 TEXT = (".txt", ".txt.gz")
 JSON_LINES = (".jsonl", ".jsonl.gz")

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline import (
-    NO_TARGET,
-    Sample,
-    Samples,
-    StageError,
-)
+from pipeline import NO_TARGET, Sample, Samples, StageError
 from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.encode import Dropped, Encoded
 from stages.data.formats import Format

@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    DataError,
-    Problem,
-    StageError,
-)
-from pipeline.utils import (
-    replace_text,
-)
+from pipeline import DataError, Problem, StageError
+from pipeline.utils import replace_text
 from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Reading, Row, require_columns, rows, without_nulls
 from stages.model.files import COMMIT

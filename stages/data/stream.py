@@ -8,14 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline import (
-    Context,
-    Data,
-    ModelSource,
-    PlanView,
-    Problem,
-    TrainedRun,
-)
+from pipeline import Context, Data, ModelSource, PlanView, Problem, TrainedRun
 from stages.data.fields import DocumentSettings
 from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.config_checks import tokenizer_problems

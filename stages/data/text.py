@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import (
-    Context,
-    Data,
-    ModelSource,
-    PlanView,
-    Problem,
-)
+from pipeline import Context, Data, ModelSource, PlanView, Problem
 from stages.data.fields import DocumentSettings, Selection, problems
 from stages.model.config_checks import tokenizer_problems
 

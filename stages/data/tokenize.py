@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pipeline import (
-    ModelSource,
-    StageError,
-)
-from pipeline.hardware import (
-    cores_each,
-)
-from pipeline.utils import (
-    die_with,
-)
+from pipeline import ModelSource, StageError
+from pipeline.hardware import cores_each
+from pipeline.utils import die_with
 from stages.data.cache import digest
 from stages.data.rows import Reading
 

@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline import (
-    Sample,
-    Samples,
-    StageError,
-)
+from pipeline import Sample, Samples, StageError
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.samples import CountedSamples, MaskedSamples, require_within
 

@@ -13,18 +13,8 @@ from annotated_types import Ge, Gt
 from pydantic import Field
 from xxhash import xxh3_64_hexdigest
 
-from pipeline import (
-    Context,
-    Durable,
-    ExportedModel,
-    ModelSource,
-    PlanView,
-    Problem,
-    StageError,
-)
-from pipeline.utils import (
-    replace_text,
-)
+from pipeline import Context, Durable, ExportedModel, ModelSource, PlanView, Problem, StageError
+from pipeline.utils import replace_text
 from stages.data.sources import file_problems
 
 Count = Annotated[int, Gt(0)]

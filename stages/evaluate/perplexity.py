@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline import (
-    NO_TARGET,
-    Sample,
-    StageError,
-)
+from pipeline import NO_TARGET, Sample, StageError
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 

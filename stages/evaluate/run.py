@@ -8,15 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    Context,
-    ExportedModel,
-    ModelSource,
-    StageError,
-)
-from pipeline.utils import (
-    optional,
-)
+from pipeline import Context, ExportedModel, ModelSource, StageError
+from pipeline.utils import optional
 from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.fields import Source

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline import (
-    Context,
-    ExportedModel,
-    ModelSource,
-    PlanView,
-    Problem,
-    TrainedRun,
-    Weights,
-)
+from pipeline import Context, ExportedModel, ModelSource, PlanView, Problem, TrainedRun, Weights
 from stages.adapter.lora import AdaptedModel
 from stages.export.safetensors import ExportSettings
 

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeline import (
-    ExportError,
-    ModelSource,
-    StageError,
-    TensorReader,
-    Weights,
-    torch_dtype,
-)
+from pipeline import ExportError, ModelSource, StageError, TensorReader, Weights, torch_dtype
 from stages.adapter.compat import WEIGHTS, name_in_file
 from stages.export.logits import loaded, logits, reference, with_adapter
 from stages.export.manifest import Proof

@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline import (
-    ExportError,
-    ModelSource,
-    StageError,
-    TensorReader,
-)
-from pipeline.hardware import (
-    free_memory,
-)
+from pipeline import ExportError, ModelSource, StageError, TensorReader
+from pipeline.hardware import free_memory
 from stages.adapter.compat import PREFIX, import_peft, name_in_file, quiet
 from stages.adapter.nf4_linear import round_layers
 from stages.model import compat

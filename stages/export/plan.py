@@ -23,9 +23,7 @@ from pipeline import (
     dtype_name,
     torch_dtype,
 )
-from pipeline.checkpoint import (
-    CODES,
-)
+from pipeline.checkpoint import CODES
 from stages.export.target import target_of
 from stages.export.weight_files import Shard
 from stages.model import compat

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from pipeline import (
-    DistContext,
-    ExportError,
-    StageError,
-    TensorSpec,
-)
-from pipeline.checkpoint import (
-    DTYPES,
-)
+from pipeline import DistContext, ExportError, StageError, TensorSpec
+from pipeline.checkpoint import DTYPES
 from stages.adapter.compat import CONFIG
 from stages.export import manifest
 from stages.export.logits import loaded, loaded_adapter, logits
@@ -29,9 +22,7 @@ from stages.export.weight_files import Shard, prove_files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeline import (
-        ModelSource,
-    )
+    from pipeline import ModelSource
 
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest of them; the same kernels run on the same

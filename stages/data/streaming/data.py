@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline import (
-    ENDLESS,
-    Data,
-    ModelSource,
-    Sample,
-    SampleOrder,
-    StageError,
-)
+from pipeline import ENDLESS, Data, ModelSource, Sample, SampleOrder, StageError
 from stages.data import tokenize
 from stages.data.cache import cache_folder, digest
 from stages.data.documents import Documents
@@ -31,9 +24,7 @@ from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_sha
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline import (
-        Context,
-    )
+    from pipeline import Context
     from stages.data.stream import StreamData
 
 INDEX = "stream.jsonl"

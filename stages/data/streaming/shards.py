@@ -16,11 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline import (
-    StageError,
-    in_words,
-    system_errors_as,
-)
+from pipeline import StageError, in_words, system_errors_as
 from pipeline.utils import jsonl
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
