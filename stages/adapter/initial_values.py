@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from pipeline import StageError, TensorReader, TensorSpec
 from stages.adapter.compat import PREFIX, WEIGHTS, name_in_file
@@ -19,9 +19,6 @@ from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import pieces
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class InitialValues(TensorReader):

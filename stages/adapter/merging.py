@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from pipeline import TensorReader, TensorSpec, Weights
 from pipeline.checkpoint import CHUNK
@@ -15,8 +16,6 @@ from stages.weights.converted import ConvertedReader
 from stages.weights.views import ComputedReader, JoinedReader
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from stages.adapter.injection import Layer
 
 

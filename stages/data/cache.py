@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline import StageError
+from pipeline import Context, StageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from pipeline import Context
 
 
 FORMAT = 4

@@ -6,16 +6,14 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import DataError
 from stages.data.messages import Conversation
 from stages.data.tokenize import Span, TextTokenizer, TextTokens
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Loss = Literal["completion", "assistant", "last", "all"]
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline import DataError, ModelSource
+from pipeline import Context, DataError, ModelSource
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.rows import TEXT, Reading, read_text, require_text
@@ -16,10 +17,8 @@ from stages.data.samples import STARTS, TOKENS, TokenBlocks
 from stages.data.sources import Opened, Part
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from pipeline import Context
     from stages.data.fields import DocumentSettings
+
 
 Unit = Literal["file", "line"]
 OnBlank = Callable[[Part], None]

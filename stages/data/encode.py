@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import StageError
 from stages.data import formats
@@ -17,8 +18,6 @@ from stages.data.rows import Row
 from stages.data.tokenize import TextTokenizer
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from stages.data.chat import ChatData
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Data, ModelSource, Samples, StageError
+from pipeline import Context, Data, ModelSource, Samples, StageError
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import Documents
@@ -21,10 +21,10 @@ from stages.data.tokenize import ProgressLog, TextTokenizer, chunks
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
-    from pipeline import Context
     from stages.data.chat import ChatData
     from stages.data.fields import Source
     from stages.data.text import TextData
+
 
 _BATCH = 64
 """Rows that a process encodes at a time."""

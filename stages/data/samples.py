@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import NO_TARGET, Sample, Samples, StageError
 from stages.data.cache import Counts, Entry, VerifiedArray
@@ -21,7 +22,6 @@ from stages.data.tokenize import ProgressLog
 if TYPE_CHECKING:
     import logging
 
-    from numpy.typing import NDArray
 
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import ModelSource, StageError
 from pipeline.hardware import cores_each
@@ -26,8 +27,6 @@ from stages.data.rows import Reading
 
 if TYPE_CHECKING:
     import logging
-
-    from numpy.typing import NDArray
 
 
 T = TypeVar("T")

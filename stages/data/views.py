@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import Sample, Samples, StageError
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.samples import CountedSamples, MaskedSamples, require_within
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from stages.data.fields import Selection
+
 
 _ROWS, _OFFSETS, _TARGETS = "rows.bin", "offsets.bin", "targets.bin"
 

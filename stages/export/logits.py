@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from pipeline import ExportError, ModelSource, StageError, TensorReader
 from pipeline.hardware import free_memory
@@ -18,9 +19,8 @@ from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from stages.adapter.lora import QuantType
+
 
 ROOM = 2 << 30
 """Bytes that must stay free beside a model that is loaded whole."""

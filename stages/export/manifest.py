@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
-from pipeline import EXPORT_MANIFEST, ExportError
+from pipeline import EXPORT_MANIFEST, Context, ExportError, ModelSource, TrainedRun
 from pipeline.run import rundir
 from pipeline.utils import human, replace_text
 from stages.adapter.lora import QuantType
 
 if TYPE_CHECKING:
-    from pipeline import Context, ModelSource, TrainedRun
     from stages.export.plan import ExportPlan
+
 
 NAME = EXPORT_MANIFEST
 CARD = "README.md"

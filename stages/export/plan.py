@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pipeline import (
     Context,
@@ -33,9 +34,8 @@ from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from stages.export.safetensors import ExportSafetensors
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

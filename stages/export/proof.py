@@ -6,23 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from pipeline import DistContext, ExportError, StageError, TensorSpec
+from pipeline import DistContext, ExportError, ModelSource, StageError, TensorSpec
 from pipeline.checkpoint import DTYPES
 from stages.adapter.compat import CONFIG
 from stages.export import manifest
 from stages.export.logits import loaded, loaded_adapter, logits
 from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, WeightFile, names_in
 from stages.export.weight_files import Shard, prove_files
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from pipeline import ModelSource
 
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest of them; the same kernels run on the same

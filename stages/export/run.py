@@ -12,7 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import ExportedModel, ExportError, ModelSource, StageError, TrainedRun, in_words
+from pipeline import (
+    Context,
+    ExportedModel,
+    ExportError,
+    ModelSource,
+    StageError,
+    TrainedRun,
+    in_words,
+)
 from pipeline.utils import Throughput, human, replace_text
 from stages.export import target
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
@@ -20,7 +28,6 @@ from stages.export.plan import INDEX, index
 from stages.export.weight_files import Shard, check, prove_files, write
 
 if TYPE_CHECKING:
-    from pipeline import Context
     from stages.export.contents import Contents
     from stages.export.plan import ExportPlan
 

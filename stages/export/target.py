@@ -13,15 +13,11 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipeline import ExportError, StageError
+from pipeline import Context, ExportError, StageError
 from pipeline.utils import human, sync, sync_tree
 from stages.export import manifest
 from stages.export.manifest import Manifest
-
-if TYPE_CHECKING:
-    from pipeline import Context
 
 PARTIAL = ".partial"
 """Suffix of the folder of an unfinished export, which is emptied when its plan changes."""

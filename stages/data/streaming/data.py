@@ -11,8 +11,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline import ENDLESS, Data, ModelSource, Sample, SampleOrder, StageError
+from pipeline import ENDLESS, Context, Data, ModelSource, Sample, SampleOrder, StageError
 from stages.data import tokenize
 from stages.data.cache import cache_folder, digest
 from stages.data.documents import Documents
@@ -22,10 +23,8 @@ from stages.data.samples import CountedSamples
 from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards, read_index
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from pipeline import Context
     from stages.data.stream import StreamData
+
 
 INDEX = "stream.jsonl"
 """Shard index in the run's folder."""
