@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeline import NO_TARGET, StageError
 from stages.data import messages
 from stages.data.messages import Conversation, checked, conversation
-from stages.data.rows import JSON_LINES, Reading, Row, kind, require, require_text, rows
+from stages.data.rows import JSON_LINES, Row, kind, require, require_text, rows
 from stages.data.sources import Part
 
 Format = Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
@@ -61,9 +61,7 @@ class Tokens:
 Example = Conversation | Completion | Tokens
 
 
-def rows_with_formats(
-    parts: Iterable[Part], reading: Reading, given: Format | None
-) -> Iterator[tuple[Format, Row]]:
+def rows_with_formats(parts: Iterable[Part], given: Format | None) -> Iterator[tuple[Format, Row]]:
     """Yield every row with its format: the `given` one, or else the one that its keys fit.
 
     Raises DataError for a row that fits no format or several, or lacks the keys of the given one,
@@ -71,7 +69,7 @@ def rows_with_formats(
     """
     for part in parts:
         first: Format | None = None
-        for row in part.rows(reading):
+        for row in part.rows():
             found = _format(row, given)
             first = first or found
             if found != first:
@@ -87,7 +85,7 @@ def first_format(path: Path) -> Format | None:
     if not path.name.endswith(JSON_LINES):
         return None
     try:
-        first = next(rows(path, Reading()), None)
+        first = next(rows(path), None)
         return _format(first) if first else None
     except (StageError, OSError):
         return None  # the run reports it
@@ -123,7 +121,7 @@ def read(
     """
     match format:
         case "messages":
-            return messages.read_messages(row, roles)
+            return conversation(row, checked(row, row.value["messages"], "messages", roles))
         case "sharegpt":
             return messages.read_sharegpt(row, roles)
         case "prompt/completion":
@@ -195,8 +193,8 @@ def _tokens(row: Row, vocab_size: int) -> Tokens:
         raise row.error("`input_ids` is empty")
     for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:
-            limit = f"the model embeds {vocab_size} tokens"
-            raise row.error(f"`input_ids[{index}]` is {token}, but {limit}")
+            limit = f"but the model embeds {vocab_size} tokens"
+            raise row.error(f"`input_ids[{index}]` is {token}, {limit}")
     if row.value.get("attention_mask") is not None and 0 in _integers(row, "attention_mask"):
         raise row.error("`attention_mask` hides tokens", hint="give the row without its padding")
     return Tokens(row=row, ids=ids, trained=_trained(row, ids))

@@ -47,11 +47,6 @@ class Conversation:
         return [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
 
 
-def read_messages(row: Row, roles: Sequence[str]) -> Conversation:
-    """Read a row with `messages`. Raises DataError for a mistake in it."""
-    return conversation(row, checked(row, row.value["messages"], "messages", roles))
-
-
 def read_sharegpt(row: Row, roles: Sequence[str]) -> Conversation:
     """Read a row with `conversations`, a list of {from, value}, and optionally a `system` text.
     Entries of {role, content} are accepted as messages. Raises DataError for a mistake in it."""
@@ -71,7 +66,7 @@ def read_sharegpt(row: Row, roles: Sequence[str]) -> Conversation:
 def system_message(row: Row) -> list[dict[str, Any]]:
     """Return the row's `system` text as a list of one message; an empty list without one."""
     given = row.value.get("system")
-    if given is None or given == "":
+    if given in (None, ""):
         return []
     return [{"role": "system", "content": require_text(row, given, "`system`")}]
 
@@ -109,7 +104,10 @@ def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[s
     if given.get("tool_calls"):
         if role != "assistant":
             raise row.error(f"`{where}` calls a tool, but its role is {role!r}, not 'assistant'")
-        given["tool_calls"] = _calls(row, given["tool_calls"], f"{where}.tool_calls")
+        calls = require(row, given["tool_calls"], list, f"`{where}.tool_calls`")
+        given["tool_calls"] = [
+            _call(row, call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
+        ]
         if "content" not in given:
             return given
     given["content"] = _content(row, given.get("content"), f"{where}.content")
@@ -151,11 +149,6 @@ def _content(row: Row, content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _calls(row: Row, calls: Any, where: str) -> list[dict[str, Any]]:
-    found = require(row, calls, list, f"`{where}`")
-    return [_call(row, call, f"{where}[{index}]") for index, call in enumerate(found)]
-
-
 def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
     """Return a call whose arguments are an object, as chat templates expect; OpenAI writes them as
     JSON text."""
@@ -187,9 +180,8 @@ def _is_trained(row: Row, message: Mapping[str, Any], index: int) -> bool:
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:
-    extra = {
-        key: row.value[key] for key in ("tools", "documents") if row.value.get(key) is not None
-    }
+    given = ("tools", "documents")
+    extra = {key: row.value[key] for key in given if row.value.get(key) is not None}
     if "tools" in extra:
         extra["tools"] = require(row, _parsed(row, extra["tools"], "tools"), list, "`tools`")
     more = row.value.get("chat_template_kwargs") or {}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
 FORM = "form "
 """Prefix of the counts of an entry's rows by format."""
-_ROWS_SHOWN = 5
 
 
 def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -72,24 +71,6 @@ class MaskedSamples(CountedSamples):
         return int(self.target_counts[require_within(indices, len(self))].sum())
 
 
-@dataclass
-class DroppedRows:
-    """The number of rows that were dropped for one reason, and the first of them."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-    """Places as file:row."""
-
-    def add(self, row: Row) -> None:
-        """Count one more row."""
-        self.count += 1
-        if len(self.first) < _ROWS_SHOWN:
-            self.first.append(f"{row.file}:{row.number}")
-
-    def __str__(self) -> str:
-        return ", ".join([*self.first, "..."] if self.count > len(self.first) else self.first)
-
-
 @dataclass(kw_only=True)
 class SampleWriter:
     """Writes encoded rows as the files of MaskedSamples."""
@@ -110,7 +91,8 @@ class SampleWriter:
         Raises StageError if every row is dropped.
         """
         names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
-        counts, dropped = dict.fromkeys(names, 0), defaultdict[str, DroppedRows](DroppedRows)
+        counts, dropped = dict.fromkeys(names, 0), Counter[str]()
+        first: dict[str, Row] = {}
         offsets, targets = array("q", [0]), array("i")
         with (folder / TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
             for batch, results in batches:
@@ -119,7 +101,8 @@ class SampleWriter:
                     counts["long"] += result.long
                     counts[FORM + format] = counts.get(FORM + format, 0) + 1
                     if isinstance(result, Dropped):
-                        dropped[result.why].add(row)
+                        dropped[result.why] += 1
+                        first.setdefault(result.why, row)
                         continue
                     tokens.write(result.ids.astype(self.dtype).tobytes())
                     trained.write(result.trained.astype("u1").tobytes())
@@ -132,19 +115,19 @@ class SampleWriter:
         np.array(targets, "<i4").tofile(folder / _TARGETS)
         counts |= {"samples": len(targets), "targets": sum(targets)}
         counts["dropped"] = counts["rows"] - counts["samples"]
-        self._report(counts, dropped)
+        self._report(counts, dropped, first)
         return counts
 
-    def _report(self, counts: Counts, dropped: Mapping[str, DroppedRows]) -> None:
-        reasons = {f"{rows.count} rows {why}": rows for why, rows in dropped.items()}
+    def _report(self, counts: Counts, dropped: Mapping[str, int], first: Mapping[str, Row]) -> None:
+        reasons = {f"{count} rows {why}": first[why] for why, count in dropped.items()}
         if not counts["samples"]:
             raise StageError(
                 f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
                 hint="check `loss`, the roles of the messages, the chat template and "
                 "`sequence_length`",
             )
-        for reason, rows in reasons.items():
-            self.log.warning("dropped %s: %s", reason, rows)
+        for reason, row in reasons.items():
+            self.log.warning("dropped %s, the first: %s:%d", reason, row.file, row.number)
 
 
 class TokenBlocks(CountedSamples):

@@ -97,9 +97,7 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
         return start + ids
 
     opened = open_source(Source(files=config.files))
-    documents = read_documents(
-        opened.parts, opened.reading(), text_key=config.text_key, unit=config.documents
-    )
+    documents = read_documents(opened.parts, text_key=config.text_key, unit=config.documents)
     return measure(config, model, documents, encode, window, most)
 
 

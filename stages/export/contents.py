@@ -92,19 +92,13 @@ class AdapterContents:
     @property
     def usage(self) -> str:
         """Python that loads the adapter."""
-        imports, options, place = "AutoModelForCausalLM", 'dtype="auto"', self.source.location
+        imports, options = "from peft import AutoPeftModelForCausalLM\n", 'dtype="auto"'
         if self.source.quantize is not None:
-            imports += ", BitsAndBytesConfig"
+            imports += "from transformers import BitsAndBytesConfig\n"
             bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
             options += f", quantization_config=BitsAndBytesConfig({bits})"
-        if self.source.revision is not None:
-            options += f', revision="{self.source.revision}"'
-        load = f'AutoModelForCausalLM.from_pretrained("{place}", {options})'
-        return (
-            f"from peft import PeftModel\nfrom transformers import {imports}\n\n"
-            f"base = {load if place else f'...  # {self.source.name}, loaded with {options}'}\n"
-            'model = PeftModel.from_pretrained(base, "path/to/this/folder")'
-        )
+        load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {options})'
+        return f"{imports}\nmodel = {load}"
 
     def plan(self, beside: str) -> ExportPlan:
         """The tensors and their file; `beside` is a digest of all else. Raises StageError."""

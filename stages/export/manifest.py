@@ -3,11 +3,10 @@ model card."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
@@ -102,8 +101,11 @@ def load(folder: Path) -> Manifest | None:
 
     Raises ExportError when it is one of ours, but damaged.
     """
-    content = _json(folder / NAME)
-    if content.get("writer") not in WRITERS:
+    try:
+        content = json.loads((folder / NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or content.get("writer") not in WRITERS:
         return None
     try:
         return Manifest.model_validate(content)
@@ -136,12 +138,6 @@ def facts_of(
         counts = {"steps": done.step, "samples": done.samples, "target tokens": done.tokens}
         facts |= {name: f"{count:,}" for name, count in counts.items()}
         facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
-    with contextlib.suppress(KeyError):
-        engine = _json(run and run / rundir.ENGINE)
-        facts["strategy"] = f"{engine['engine']} on {engine['world_size']} processes"
-    with contextlib.suppress(KeyError):
-        packages = _json(run and run / rundir.ENVIRONMENT)["packages"]
-        facts["made with"] = ", ".join(f"{name} {version}" for name, version in packages.items())
     return facts
 
 
@@ -150,14 +146,6 @@ def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
     None if that is not known."""
     folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
     return next((folder for folder in folders if (folder / rundir.ENGINE).is_file()), None)
-
-
-def _json(file: Path | None) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(file.read_text("utf-8")) if file else None
-        return content if isinstance(content, dict) else {}
-    return {}
 
 
 def write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:

@@ -195,12 +195,12 @@ def _stage_of(files: list[str]) -> str:
 
 
 def _first_row(files: list[str]) -> dict[str, Any]:
-    from stages.data.rows import TEXT, Reading, rows
+    from stages.data.rows import TEXT, rows
 
     if not files or files[0].endswith(TEXT):
         return {}
     try:
-        first = next(rows(Path(files[0]), Reading()), None)
+        first = next(rows(Path(files[0])), None)
     except (DataError, StageError, OSError):
         return {}  # `pipe check` and the run report what is wrong with the file
     return first.value if first is not None else {}

@@ -116,11 +116,6 @@ def located(index: int) -> Place:
     return Place(*divmod(rest, 1 << SHARD_BITS), block)
 
 
-def first_blocks(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index of the first block of the same shard and window for each index."""
-    return indices >> BLOCK_BITS << BLOCK_BITS
-
-
 class StreamSamples(CountedSamples):
     """Blocks of all shards, by the `Place` in an index. Reading a block of a window prepares the
     windows after it."""
@@ -144,7 +139,8 @@ class StreamSamples(CountedSamples):
         return self._store.blocks(place.shard)[place.block]
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        firsts, which = np.unique(first_blocks(indices), return_inverse=True)
+        # one by the index of the first block of its shard and window
+        firsts, which = np.unique(indices >> BLOCK_BITS << BLOCK_BITS, return_inverse=True)
         total = 0
         for number, first in enumerate(firsts.tolist()):
             shard = self._store.blocks(self._place(first).shard)
@@ -185,15 +181,10 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
     held = None
     identity: dict[str, str | int | float | None] = {
         "stage": "data.stream",
-        "tokenizer": documents.tokenizer_identity,
         "contents": digest([[each.name, each.size] for each in shards]),
         "window": stage.window,
         "text_key": stage.text_key,
-        "sequence_length": stage.sequence_length,
-        "append_eos": stage.append_eos,
-        "prepend_bos": bool(documents.start),
-        "documents": stage.documents,
-        "documents_apart": stage.documents_apart,
+        **documents.identity,
     }
     if stage.heldout_files:
         entry = source_entry(documents, Source(files=stage.heldout_files), stage.cache)
@@ -221,5 +212,4 @@ def _store(
         documents=documents,
         index=ShardIndex(file if main else None, settings, known),
         capacity=(stage.ahead + 2) * stage.window,
-        cleans=ctx.dist.local_rank == 0,
     )
