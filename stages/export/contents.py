@@ -97,6 +97,10 @@ class AdapterContents:
             imports += "from transformers import BitsAndBytesConfig\n"
             bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
             options += f", quantization_config=BitsAndBytesConfig({bits})"
+        if self.source.location is None:
+            imports = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
+            load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
+            return f"{imports}\nbase = ...  # {self.source.name}, loaded with {options}\nmodel = {load}"
         load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {options})'
         return f"{imports}\nmodel = {load}"
 
@@ -132,8 +136,7 @@ class AdapterContents:
         base = self.source.export_view
         with contextlib.closing(base.weights()) as own:
             found = logits(with_adapter(base, own, folder), ids)
-        proof = record(ids, found, expected)
-        return proof.model_copy(update={"quantize": self.source.quantize})
+        return record(ids, found, expected)
 
     def _cast(self, reader: TensorReader) -> TensorReader:
         """Tensors in the dtype of the file."""

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from pipeline import ExportError, ModelSource, StageError, TensorReader
 from pipeline.hardware import free_memory
 from stages.adapter.compat import PREFIX, import_peft, name_in_file, quiet
-from stages.adapter.nf4_linear import round_layers
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
 
 if TYPE_CHECKING:
-    from stages.adapter.lora import QuantType
+    pass
 
 
 ROOM = 2 << 30
@@ -156,20 +155,3 @@ def with_adapter(source: ModelSource, own: TensorReader, folder: Path) -> nn.Mod
     layers = (one for one in model.modules() if isinstance(one, peft.tuners.lora.LoraLayer))
     together = {*blocks, *(type(layer).__name__ for layer in layers)}
     return _by_blocks(model, LazyTensors(dict.fromkeys(model.state_dict(), read)), together)
-
-
-def loaded_adapter(
-    folder: Path, base: str, quantize: QuantType | None, *, trust_remote_code: bool
-) -> Any:
-    """The adapter in a folder on its base model, in fp32, as a user loads it. Raises
-    ExportError."""
-    from transformers import AutoModelForCausalLM
-
-    peft = import_peft()
-    with loading(f"{folder}: cannot be loaded onto {base}"), quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        if quantize is not None:
-            round_layers(model, quantize)
-        return peft.PeftModel.from_pretrained(model, str(folder))

@@ -61,7 +61,7 @@ class Proof(_Strict):
     difference: float
     """Largest difference of any logit to the trained model's when the export was made."""
     quantize: QuantType | None = None
-    """The 4-bit type of the linear layers below an adapter; None if they are not quantized."""
+    """The 4-bit type of the layers below an adapter in earlier versions; read, not written."""
 
 
 class Manifest(_Strict):
@@ -164,6 +164,6 @@ pipeline_tag: text-generation
 {usage}
 ```
 
-`pipe verify` proves again that the files are whole and compute what they did.
+`pipe verify` proves again that the files are whole, and that a model computes what it did.
 """
     (folder / CARD).write_text(text, encoding="utf-8")

@@ -3,7 +3,6 @@ loading and running it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from pipeline import DistContext, ExportError, ModelSource, StageError, TensorSp
 from pipeline.checkpoint import DTYPES
 from stages.adapter.compat import CONFIG
 from stages.export import manifest
-from stages.export.logits import loaded, loaded_adapter, logits
+from stages.export.logits import loaded, logits
 from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, WeightFile, names_in
 from stages.export.weight_files import Shard, prove_files
 
@@ -81,8 +80,8 @@ def recognise(logits: Tensor, recorded: Sequence[Position], dtype: torch.dtype) 
 
 
 def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: bool) -> None:
-    """Read every byte, then load the model or adapter and run it; `report` takes a line for each
-    step. An adapter is run only where its base model is a local folder.
+    """Read every byte, then load the model and run it, unless it is an adapter alone; `report`
+    takes a line for each step.
 
     Raises ExportError for everything that differs from the finished export.
     """
@@ -90,19 +89,12 @@ def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: 
     report(f"{len(found.others)} files beside the weights are as they were written")
     tensors = sum(len(entry.tensors) for entry in found.weights.values())
     report(f"{tensors} tensors in {len(found.weights)} file(s) are as they were written")
-    if not (folder / CONFIG).is_file():
-        with loaded(folder, trust_remote_code=trust_remote_code) as model:
-            difference = _run_again(model, proof)
-        subject = "the model"
-    else:
-        base = json.loads((folder / CONFIG).read_text("utf-8")).get("base_model_name_or_path")
-        if base is None or not (Path(base) / "config.json").is_file():
-            report(f"not run: the base model is no local folder ({base})")
-            return
-        adapted = loaded_adapter(folder, base, proof.quantize, trust_remote_code=trust_remote_code)
-        difference = _run_again(adapted, proof)
-        subject = f"the adapter on {base}" + (f" in {proof.quantize}" if proof.quantize else "")
-    report(f"{subject} computes what it did (largest difference {difference:.2g})")
+    if (folder / CONFIG).is_file():
+        report("an adapter is not run again: that needs its base model")
+        return
+    with loaded(folder, trust_remote_code=trust_remote_code) as model:
+        difference = _run_again(model, proof)
+    report(f"the model computes what it did (largest difference {difference:.2g})")
 
 
 def _run_again(model: nn.Module, proof: Proof) -> float:

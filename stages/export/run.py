@@ -99,8 +99,6 @@ def _exported(
         begun = _from_main(ctx, lambda: target.claim(folder, plan.digest, held))
         assert begun is not None
         if ctx.dist.is_main:
-            left = plan.total - sum(file.size for file in begun.weights.values())
-            target.require_space(partial, left)
             ctx.log.info(
                 "writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder
             )
