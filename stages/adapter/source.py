@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import ModelSource, StageError, TensorReader, Weights
-from stages.adapter.initial_values import InitialValues, saved_updates
 from stages.adapter.injection import Layer, inject, layers, save_config
 from stages.adapter.lora import AdaptedModel
-from stages.adapter.merging import MergedWeights
+from stages.adapter.updates import InitialValues, MergedWeights, saved_updates
 from stages.model.declared import outline, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader

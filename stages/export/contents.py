@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipeline import ExportError, ModelSource, StageError, TensorReader, Weights, torch_dtype
 from stages.adapter.compat import WEIGHTS, name_in_file
-from stages.export.logits import loaded, logits, reference, with_adapter
 from stages.export.manifest import Proof
 from stages.export.plan import ExportPlan, digest, make_plan
-from stages.export.proof import compare, record, token_ids
+from stages.export.proof import compare, loaded, logits, record, reference, token_ids, with_adapter
 from stages.export.weight_files import Shard
 from stages.model import compat
 from stages.model.assets import save_tokenizer

@@ -15,7 +15,7 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from pipeline.testing import plan_view
 from stages.data.chat import ChatData
-from stages.data.chat_template import with_date
+from stages.data.encode import with_date
 from stages.data.rows import Row
 from stages.data.samples import DroppedRows
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
