@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,6 @@ from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import pieces
 from stages.weights.views import ComputedReader, JoinedReader
-
-if TYPE_CHECKING:
-    from stages.adapter.injection import Layer
 
 
 class MergedWeights(ComputedReader, Weights):

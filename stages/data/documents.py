@@ -87,20 +87,21 @@ class Documents:
         self.end = []
         if settings.append_eos:
             self.end = [tokenize.required_id(self.tokenizer, "eos_token", "append_eos")]
-        names = ("text_key", "documents", "append_eos")
-        making: list[Any] = [getattr(settings, name) for name in names]
+        making: list[Any] = [settings.text_key, settings.documents, settings.append_eos]
         making.append(bool(settings.prepend_bos))
         if settings.prepend_bos is None and self.start:
             making.append(self.start)
         self.settings_digest = digest([self.tokenizer_identity, making])
         """Digest of everything that decides which tokens a document becomes."""
-        names = ("sequence_length", "append_eos", "documents", "documents_apart")
-        self.identity: dict[str, Any] = {name: getattr(settings, name) for name in names}
-        self.identity |= {
-            "prepend_bos": bool(self.start),
+        self.identity = {
             "tokenizer": self.tokenizer_identity,
+            "sequence_length": settings.sequence_length,
+            "append_eos": settings.append_eos,
+            "prepend_bos": bool(self.start),
+            "documents": settings.documents,
+            "documents_apart": settings.documents_apart,
         }
-        """What decides the blocks of a document's tokens, for the identity of data."""
+        """Everything that decides the samples of a text, for the identity of the data."""
 
     def key(self, opened: Opened) -> str:
         """Return the cache key of a source."""

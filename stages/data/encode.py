@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from stages.data.chat import ChatData
 
 
-Loss = Literal["completion", "assistant", "last", "all"]
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_CLOCK = "strftime_now"
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _UNPADDED = "deHIjmMSUWy"
 """Directives with a form without leading zeros, written `%-d`."""
@@ -37,7 +35,7 @@ def with_date(template: str, date: str) -> str:
     It is replaced by a macro, since templates cannot be given functions, and a macro takes
     precedence over transformers' own function.
     """
-    if _CLOCK not in template:
+    if "strftime_now" not in template:
         return template
     midnight = datetime.datetime.fromisoformat(date)
     directives = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _UNPADDED]
@@ -62,9 +60,7 @@ class ConversationEncoder:
     """
 
     tokens: TextTokenizer
-    loss: Loss
-    date: str
-    """Date that the template sees, YYYY-MM-DD."""
+    stage: ChatData
 
     def __call__(self, chat: Conversation) -> tuple[TextTokens, NDArray[np.bool_]]:
         """Return the tokens and which of them are trained on. Raises DataError if the row cannot be
@@ -76,7 +72,7 @@ class ConversationEncoder:
             )
         text = self._render(chat, chat.messages)
         tokens = self.tokens(text)
-        if self.loss == "all":
+        if self.stage.loss == "all":
             assistant = chat.assistant_turns()
             silent = [
                 self._span(chat, text, index, prompt=index in assistant)
@@ -99,7 +95,7 @@ class ConversationEncoder:
     ) -> Any:
         return self.tokens.tokenizer.apply_chat_template(
             list(messages),
-            chat_template=with_date(self._template(chat), self.date),
+            chat_template=with_date(self._template(chat), self.stage.today),
             **arguments,
             **chat.extra,
         )
@@ -114,9 +110,9 @@ class ConversationEncoder:
         return str(text)
 
     def _trained_turns(self, chat: Conversation) -> list[int]:
-        first = 0 if self.loss == "assistant" else chat.first
+        first = 0 if self.stage.loss == "assistant" else chat.first
         turns = [index for index in chat.assistant_turns() if index >= first]
-        turns = turns[-1:] if self.loss == "last" else turns
+        turns = turns[-1:] if self.stage.loss == "last" else turns
         return [index for index in turns if index not in chat.silent]
 
     def _span(self, chat: Conversation, text: str, index: int, *, prompt: bool) -> Span:
@@ -238,7 +234,7 @@ class RowEncoder:
 
     @functools.cached_property
     def _conversation(self) -> ConversationEncoder:
-        return ConversationEncoder(self.tokens, self.stage.loss, self.stage.today)
+        return ConversationEncoder(self.tokens, self.stage)
 
     def _completion(self, example: Completion) -> Encoded:
         text = self.tokens(example.prompt + example.completion)

@@ -197,9 +197,9 @@ def _hub_split(source: Source) -> HubSplit:
         import datasets
         from huggingface_hub import HfApi
     try:
-        commit = source.revision
-        if not COMMIT.fullmatch(commit or ""):
-            commit = str(HfApi().dataset_info(source.dataset, revision=commit).sha)
+        commit = source.revision or ""
+        if not COMMIT.fullmatch(commit):
+            commit = str(HfApi().dataset_info(str(source.dataset), revision=source.revision).sha)
         table = datasets.load_dataset(
             source.dataset, source.config, split=source.split, revision=commit
         )

@@ -99,7 +99,8 @@ class AdapterContents:
         if self.source.location is None:
             imports = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
             load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
-            return f"{imports}\nbase = ...  # {self.source.name}, loaded with {options}\nmodel = {load}"
+            base = f"base = ...  # {self.source.name}, loaded with {options}"
+            return f"{imports}\n{base}\nmodel = {load}"
         load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {options})'
         return f"{imports}\nmodel = {load}"
 

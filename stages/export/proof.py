@@ -1,4 +1,5 @@
-"""The logits that a model computes on a prompt, with one block in memory at a time if need be."""
+"""Prove that an export is the trained model, and later that it still is: by its bytes, then by
+loading it and comparing logits, with one block in memory at a time if need be."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,6 @@ from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, Weigh
 from stages.export.weight_files import Shard, prove_files
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
-
-if TYPE_CHECKING:
-    pass
-
 
 ROOM = 2 << 30
 """Bytes that must stay free beside a model that is loaded whole."""
