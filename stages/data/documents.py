@@ -93,7 +93,7 @@ class Documents:
             making.append(self.start)
         self.settings_digest = digest([self.tokenizer_identity, making])
         """Digest of everything that decides which tokens a document becomes."""
-        self.identity = {
+        self.identity: dict[str, str | int] = {
             "tokenizer": self.tokenizer_identity,
             "sequence_length": settings.sequence_length,
             "append_eos": settings.append_eos,

@@ -210,8 +210,7 @@ class RowEncoder:
         example = formats.read(
             row, format, template=stage.template, roles=stage.roles, vocab_size=self.vocab_size
         )
-        encoded = self._example(example)
-        return encoded if isinstance(encoded, Dropped) else self._truncated(row, encoded)
+        return self._truncated(row, self._example(example))
 
     def _example(self, example: Example) -> Encoded | Dropped:
         if isinstance(example, Tokens):
@@ -249,9 +248,11 @@ class RowEncoder:
             trained=np.concatenate([before, trained, [True]]),
         )
 
-    def _truncated(self, row: Row, encoded: Encoded) -> Encoded | Dropped:
+    def _truncated(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
         """Return at most `sequence_length` + 1 tokens; Dropped if none of them is trained on."""
         stage, room = self.stage, self.stage.sequence_length + 1
+        if isinstance(encoded, Dropped):
+            return encoded
         if not encoded.trained[1:].any():  # nothing predicts the first token
             return Dropped(why="without a token to train on")
         if len(encoded.ids) <= room:

@@ -16,7 +16,7 @@ from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import Documents
 from stages.data.encode import RowEncoder
 from stages.data.formats import rows_with_formats
-from stages.data.samples import FORM, MaskedSamples, SampleWriter
+from stages.data.samples import FORM, MaskedSamples, write_samples
 from stages.data.sources import Opened, open_source
 from stages.data.tokenize import ProgressLog, TextTokenizer
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
@@ -49,7 +49,7 @@ def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> E
     )
     tokenize.check_ids(work.model, entry.counts["largest"])
     seconds = time.monotonic() - started
-    work.ctx.log.info("%s: %s, %.1f s (%s)", source, work.describe(entry), seconds, entry)
+    work.ctx.log.info("%s: %s, %.1f s (%s)", source, work.describe(entry), seconds, entry.folder)
     return entry
 
 
@@ -154,9 +154,8 @@ class Rows:
         rows = rows_with_formats(opened.parts, self.stage.form)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
         progress = ProgressLog(log=log, unit="rows")
-        return SampleWriter(dtype=self.dtype, log=log, progress=progress).write(
-            folder, tokenize.map_batches(encoder.batch, batches, self.stage.workers)
-        )
+        results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)
+        return write_samples(folder, results, self.dtype, progress)
 
     def describe(self, entry: Entry) -> str:
         counts = entry.counts
