@@ -48,15 +48,10 @@ class AdaptedSource(AdaptedModel):
         """The module with updates, on the meta device."""
         return outline(self)
 
-    @functools.cached_property
-    def _sharing(self) -> Collection[str]:
-        """Modules of the model that share a weight."""
-        shared = ties(outline(self.base))
-        return {name.rpartition(".")[0] for name in (*shared, *shared.values())}
-
     def tie(self, model: nn.Module) -> None:
+        shared = ties(outline(self.base))
         for layer in layers(model):
-            if layer.name in self._sharing:
+            if layer.weight in {*shared, *shared.values()}:
                 raise StageError(
                     f"adapter.lora: {layer.name} shares its weight with another module, so an "
                     "update of it cannot be merged",

@@ -114,11 +114,6 @@ class Documents:
             raise DataError("fewer than two tokens of text", file=str(opened.source))
         return counts
 
-    def describe(self, entry: Entry) -> str:
-        """Return the entry's counts in words."""
-        counts = "{documents} documents, {tokens} tokens".format(**entry.counts)
-        return f"{counts}, {self.size(entry)} samples"
-
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
         """Open some blocks of an entry, all by default."""
         starts = entry.array(STARTS, "<i8")[:] if self.settings.documents_apart else None

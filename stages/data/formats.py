@@ -96,15 +96,10 @@ def _format(row: Row, given: Format | None = None) -> Format:
     fits = [format for format, needed in KEYS.items() if keys.issuperset(needed)]
     if given in fits or (given is None and len(fits) == 1):
         return given or fits[0]
-    if given:
-        raise row.error(
-            f"has {sorted(keys)}, which is not a row of form {given!r}",
-            hint=f"such a row has {_quoted(given)}; without `form` the keys decide",
-        )
-    if fits:
+    if fits and given is None:
         raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
-    hint = f"a row has one of: {'; '.join(map(_quoted, KEYS))}"
-    raise row.error(f"has {sorted(keys)}", hint=hint)
+    wanted = "; ".join(map(_quoted, KEYS if given is None else [given]))
+    raise row.error(f"has {sorted(keys)}", hint=f"a row has one of: {wanted}")
 
 
 def _quoted(format: Format) -> str:

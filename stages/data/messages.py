@@ -51,9 +51,7 @@ def read_sharegpt(row: Row, roles: Sequence[str]) -> Conversation:
     """Read a row with `conversations`, a list of {from, value}, and optionally a `system` text.
     Entries of {role, content} are accepted as messages. Raises DataError for a mistake in it."""
     entries = row.value["conversations"]
-    if isinstance(entries, list) and any(
-        isinstance(entry, dict) and ("from" in entry or "value" in entry) for entry in entries
-    ):
+    if isinstance(entries, list):
         known = (*_SHAREGPT_ROLES, _CALL, *ROLES, *roles)
         entries = [
             _from_sharegpt(row, entry, f"conversations[{index}]", known)
@@ -114,9 +112,10 @@ def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[s
     return given
 
 
-def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> Any:
     """Return a ShareGPT entry as a message; a `function_call` is JSON, a call or a list of them."""
-    require(row, entry, dict, f"`{where}`")
+    if not isinstance(entry, dict) or "from" not in entry:
+        return entry
     name = _role(row, entry.get("from"), f"{where}.from", known)
     text = require_text(row, entry.get("value"), f"`{where}.value`")
     kept = {key: entry[key] for key in ("train", "weight") if entry.get(key) is not None}

@@ -49,7 +49,8 @@ def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> E
     )
     tokenize.check_ids(work.model, entry.counts["largest"])
     seconds = time.monotonic() - started
-    work.ctx.log.info("%s: %s, %.1f s (%s)", source, work.describe(entry), seconds, entry.folder)
+    counts = ", ".join(f"{count} {name}" for name, count in entry.counts.items() if count)
+    work.ctx.log.info("%s: %s, %.1f s (%s)", source, counts, seconds, entry.folder)
     return entry
 
 
@@ -156,19 +157,6 @@ class Rows:
         progress = ProgressLog(log=log, unit="rows")
         results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)
         return write_samples(folder, results, self.dtype, progress)
-
-    def describe(self, entry: Entry) -> str:
-        counts = entry.counts
-        formats = ", ".join(
-            f"{count} {name.removeprefix(FORM)}"
-            for name, count in counts.items()
-            if name.startswith(FORM)
-        )
-        return (
-            f"{counts['rows']} rows ({formats}), {counts['dropped']} dropped, "
-            f"{counts['long']} too long, {counts['samples']} samples, {counts['tokens']} tokens, "
-            f"{counts['targets']} targets"
-        )
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
         """Open some rows of an entry as samples (collective)."""

@@ -130,30 +130,13 @@ def _is_array(path: Path) -> bool:
 
 
 def _elements(path: Path) -> Iterator[Row]:
-    """Yield the elements of a JSON array. The text is in memory, parsed one element at a time."""
-    text, decoder, number = read_text(path), json.JSONDecoder(), 0
-    at = _skip(text, text.index("[") + 1)
-    while not (text.startswith("]", at) and number == 0):
-        number += 1
-        row = Row(file=path, number=number, value=None)
-        with _json_errors(row):
-            value, at = decoder.raw_decode(text, at)
-        yield Row(file=path, number=number, value=_require_object(row, value))
-        at = _skip(text, at)
-        if text.startswith("]", at):
-            break
-        if not text.startswith(",", at):
-            raise row.error("the array is cut off behind this element")
-        at = _skip(text, at + 1)
-    if _skip(text, at + 1) != len(text):
-        raise Row(file=path, number=number, value=None).error("more text behind the array")
-
-
-def _skip(text: str, at: int) -> int:
-    """Return the index of the next character that is not white space."""
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
+    """Yield the elements of a JSON array, which is in memory as a whole."""
+    with _json_errors(Row(file=path, number=1, value=None)):
+        values = json.loads(read_text(path))
+    for number, value in enumerate(values, 1):
+        row = Row(file=path, number=number, value=value)
+        _require_object(row, value)
+        yield row
 
 
 def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:

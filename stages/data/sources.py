@@ -104,10 +104,7 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
 
 def _stamp(path: Path) -> Stamp:
     """Return a file's size, times (ns) and inode."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", file=path) from error
+    found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 

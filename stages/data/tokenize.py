@@ -231,7 +231,5 @@ class ProgressLog:
         now = time.monotonic()
         if now - self._logged >= 10:
             self._logged, rate = now, count / (now - self._began)
-            unit = self.unit
-            self.log.info(
-                "tokenising: %d %s, %d tokens, %.0f %s/s", count, unit, tokens, rate, unit
-            )
+            words = "tokenising: %d %s, %d tokens, %.0f a second"
+            self.log.info(words, count, self.unit, tokens, rate)

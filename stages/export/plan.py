@@ -110,11 +110,6 @@ def names_to_read(outline: nn.Module, weights: Weights) -> dict[str, str]:
               for kept, name in found.items()}  # fmt: skip
     misshapen = [misfit(name, has, needs) for name, (has, needs) in shapes.items() if has != needs]
     extra = given - expected.keys()
-    if any(".lora_" in name for name in extra):
-        raise StageError(
-            "the checkpoint holds an adapter (LoRA), without the model that it changes",
-            hint="export the run that saved it: its recipe says what is merged, and how",
-        )
     refuse_differences("the checkpoint", outline, missing, extra, misshapen)
     return {name: found[name] for name in expected if name in found}
 

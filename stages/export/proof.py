@@ -183,8 +183,6 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> fl
             f"the exported model gives logits of shape {tuple(found.shape)}, "
             f"the trained one {tuple(expected.shape)}"
         )
-    if not bool(torch.isfinite(found).all()):
-        raise ExportError("the exported model gives logits that are not finite")
     difference = float((found - expected).abs().max())
     scale = max(1.0, float(expected.abs().max()))
     if not difference <= tolerance * scale:
@@ -269,8 +267,5 @@ def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
 
 
 def _shard(name: str, entry: WeightFile) -> Shard:
-    for code, _ in entry.tensors.values():
-        if code not in DTYPES:
-            raise ExportError(f"{name}: has tensors of the unknown dtype {code}")
     specs = {n: TensorSpec(shape, DTYPES[code]) for n, (code, shape) in entry.tensors.items()}
     return Shard(file=name, tensors=specs)

@@ -16,8 +16,6 @@ from pipeline.errors import DataError, StageError
 from pipeline.testing import plan_view
 from stages.data.chat import ChatData
 from stages.data.encode import with_date
-from stages.data.rows import Row
-from stages.data.samples import DroppedRows
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 from tests.support.tier import examples, times
 
@@ -171,13 +169,6 @@ def test_of_many_dropped_rows_the_first_are_named(
     names = [name.rpartition("/")[2] for name in told.partition(": ")[2].split(", ")]
     assert told.startswith("dropped 6 rows without a token to train on: ")
     assert names == [*(f"rows.jsonl:{number}" for number in range(2, 7)), "..."]
-
-
-def test_what_is_kept_of_dropped_rows_does_not_grow() -> None:
-    dropped = DroppedRows()
-    for number in range(1000):
-        dropped.add(Row(file="f", number=number, value={}))
-    assert (dropped.count, dropped.first) == (1000, ["f:0", "f:1", "f:2", "f:3", "f:4"])
 
 
 def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Path) -> None:
