@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pipeline.contracts.resources import ResourceNeed
     from pipeline.contracts.sample_order import ENDLESS, Order, SampleOrder
     from pipeline.contracts.stage import (
+        ENGINE_FILE,
+        ENVIRONMENT_FILE,
         Checked,
         Context,
         Durable,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         TrainedRun,
         TrainingLength,
     )
+    from pipeline.distributed.environment import worker_rank
     from pipeline.distributed.process_group import DistContext
     from pipeline.errors import (
         CheckpointError,

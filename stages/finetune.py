@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.planning import (
-        AdviceRequest,
-    )
+    from pipeline.planning import AdviceRequest
 
 BATCH = 64
 """Samples of a step, if the request does not say."""

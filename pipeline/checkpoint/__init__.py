@@ -10,6 +10,8 @@ is stored as pieces: contiguous ranges of its row-major flattening. Pieces of a 
 and cover it, whoever wrote them; any range of it can be read and verified alone.
 
 
+
+
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.formats import Formats, Reading, StateFormat, StateSource, open_state
     from pipeline.checkpoint.layout import CODES, DTYPES, as_bytes, random_key
     from pipeline.checkpoint.local_store import LocalStore
+    from pipeline.checkpoint.location import address
     from pipeline.checkpoint.manager import CheckpointManager
     from pipeline.checkpoint.manifest import TensorEntry
     from pipeline.checkpoint.offline_writer import appearing, step_target, write_checkpoint
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.retention import Retention, expected_count
+    from pipeline.checkpoint.rng_state import start_random_streams
     from pipeline.checkpoint.safetensors_format import CHUNK, Entry, Placed, header, table
     from pipeline.checkpoint.staging import PASSAGE
 else:

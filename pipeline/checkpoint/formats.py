@@ -31,6 +31,7 @@ class StateSource(ABC):
     progress: Mapping[str, Any]
     """Fields of `pipeline.contracts.training.Progress`."""
     state: EngineState
+    """State without `shapes`, which `tensors` have."""
     tensors: Mapping[str, TensorEntry]
     """By key, `KIND/NAME`."""
 

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
 from pipeline.checkpoint.store import Store, locate, open_store, step_name, step_number
-from pipeline.errors import (
-    CheckpointError,
-    ResumeRefused,
-    UsageError,
-    in_words,
-    system_errors_as,
-)
+from pipeline.errors import CheckpointError, ResumeRefused, UsageError, in_words, system_errors_as
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -52,7 +51,7 @@ class CheckpointReader(StateSource):
         self.world_size = self.manifest.world_size
         self.writer = self.manifest.writer
         self.progress = self.manifest.progress
-        self.state = dataclasses.replace(self.manifest.state, shapes=self.manifest.shapes())
+        self.state = self.manifest.state
         self.tensors = {entry.key: entry for entry in self.manifest.tensors}
         self.bytes_read = 0
         self._places = Places(self.manifest, where)

@@ -170,8 +170,9 @@ class Restoration:
             progress = saved_progress(reader)
             validate(progress)
             live = without_frozen_base(self._engine, self._frozen_base)
-            require_same_model(reader.state, live, reader.where)
-            for part in self._engine.restore(reader.state):
+            saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
+            require_same_model(saved, live, reader.where)
+            for part in self._engine.restore(saved):
                 if part.name in self._frozen_base:
                     continue
                 for kind, tensor in part.state.items():

@@ -61,10 +61,10 @@ def apply(states: Mapping[str, bytes], device: torch.device) -> None:
 def derive(seed: int, step: int, rank: int, world_size: int) -> None:
     """Start new streams, a pure function of the arguments."""
     text = f"{seed}/{step}/{rank}/{world_size}".encode()
-    start(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
+    start_random_streams(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
 
 
-def start(number: int) -> None:
+def start_random_streams(number: int) -> None:
     """Start streams of torch, Python and numpy that are a pure function of `number`."""
     import torch
 

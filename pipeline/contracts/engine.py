@@ -96,8 +96,8 @@ class EngineState:
     shapes: Annotated[Mapping[str, tuple[int, ...]], pydantic.Field(exclude=True)] = field(
         default_factory=dict
     )
-    """Full shape of every parameter and stored buffer, tied ones once; empty in a state that a
-    `StateSource` has, whose `tensors` have the shapes."""
+    """Full shape of every parameter and stored buffer, tied ones once; empty in a state that is
+    read from a file, beside a list of tensors."""
     aliases: Mapping[str, str]
     """Tied name -> the name that holds the tensor."""
     frozen: Sequence[str]

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pipeline.run.metrics import Metrics
 
 T = TypeVar("T")
+ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
+"""Files of a run's folder: facts of the live engine; packages and machine of the newest start."""
 
 
 class Durable(ABC):

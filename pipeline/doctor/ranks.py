@@ -78,7 +78,7 @@ def measure(
             results = RankResults(failure=f"no process could be started: {error}")
         finally:
             kill_sessions(processes)
-        records = (tuple(jsonl.read(_file(folder, rank, "jsonl"))) for rank in range(procs))
+        records = (tuple(jsonl.read_lines(_file(folder, rank, "jsonl"))) for rank in range(procs))
         return replace(results, records=tuple(records))
 
 
@@ -140,7 +140,7 @@ def main(target: str, folder: str, parent: str, settings: str) -> None:
     module, _, function = target.partition(":")
     try:
         measurement = getattr(importlib.import_module(module), function)
-        measurement(json.loads(settings), lambda record: jsonl.append(file, record))
+        measurement(json.loads(settings), lambda record: jsonl.append_line(file, record))
     except Exception as error:
         print(" ".join(in_words(error).split()), file=sys.stderr, flush=True)
         os._exit(1)

@@ -8,6 +8,6 @@ from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from pipeline.hardware.gpus import find_accelerator
-    from pipeline.hardware.host import cores_each, free_memory, model_begins
+    from pipeline.hardware.host import cores_each, free_memory, model_begins, peak_beyond
 else:
     __getattr__ = lazily(__name__, __file__)

@@ -4,6 +4,8 @@ The framework reads the files and shows the outcome of every key. Translators, p
 entry-point group `pipe.imports`, know the meaning of the keys.
 
 
+
+
 """
 
 from __future__ import annotations
@@ -21,5 +23,6 @@ if TYPE_CHECKING:
         Translation,
         Translator,
     )
+    from pipeline.recipe.nodes import KeyPath
 else:
     __getattr__ = lazily(__name__, __file__)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.run.rundir import ENVIRONMENT
+from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.utils.files import replace_text
 from pipeline.utils.versions import versions
 
@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
 def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     """Record what this start runs on. Returns what was another when the run was last started, as in
     `torch 2.12.0 -> 2.13.0`."""
-    file = folder / ENVIRONMENT
+    file = folder / ENVIRONMENT_FILE
     before: Any = {}
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(file.read_text("utf-8"))

@@ -22,7 +22,7 @@ class Metrics:
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; it is not in a buffer of ours when this returns."""
         if self.path is not None:
-            jsonl.append(self.path, record)
+            jsonl.append_line(self.path, record)
 
     def rewind(self, step: int) -> None:
         """Drop records later than `step`, and a line that a crash cut short, so that a resumed run
@@ -49,7 +49,7 @@ class Metrics:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a metrics file, in order, without foreign and incomplete lines."""
-    return (record for record in jsonl.read(path) if is_record(record))
+    return (record for record in jsonl.read_lines(path) if is_record(record))
 
 
 def is_record(record: dict[str, Any]) -> bool:

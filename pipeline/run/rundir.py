@@ -32,8 +32,6 @@ from pipeline.utils.files import naming, opened, replace_text
 RECIPE = location.RECIPE
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
-ENGINE = "engine.json"
-ENVIRONMENT = "environment.json"
 LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
 """Left by a run, and taken by a new one in the same folder for its own."""
 LOCK = "lock"

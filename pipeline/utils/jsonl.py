@@ -13,7 +13,7 @@ from pipeline.utils.files import naming, opened
 TAIL_BYTES = 1 << 16
 
 
-def append(path: Path, record: Mapping[str, Any], *, sync: bool = False) -> None:
+def append_line(path: Path, record: Mapping[str, Any], *, sync: bool = False) -> None:
     """Add a record; it is with the system when this returns, and on disk if `sync`.
 
     A line that an earlier writer left unfinished is ended first, so that it spoils only itself.
@@ -27,7 +27,7 @@ def append(path: Path, record: Mapping[str, Any], *, sync: bool = False) -> None
             os.fsync(file.fileno())
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records in order; none if there is no file. A line that is not whole is passed over."""
     if path.exists():
         with path.open("rb") as file:

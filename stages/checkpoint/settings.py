@@ -10,20 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
-from pipeline import (
-    Checkpoints,
-    Context,
-    Engine,
-    ModelSource,
-    PlanView,
-    Problem,
-)
+from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import (
-        FileLayout,
-        Retention,
-    )
+    from pipeline.checkpoint import FileLayout, Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +49,7 @@ class CheckpointSettings(ABC):
     @property
     def retention(self) -> Retention:
         """Rules of which checkpoints to keep."""
-        from pipeline.checkpoint import (
-            Retention,
-        )
+        from pipeline.checkpoint import Retention
 
         return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)
 
@@ -73,16 +61,13 @@ class CheckpointSettings(ABC):
         """The layout of files that the stage writes."""
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        from pipeline.checkpoint import (
-            CheckpointManager,
-            location,
-        )
+        from pipeline.checkpoint import CheckpointManager, address
 
         return CheckpointManager.open(
             ctx,
             engine,
             frozen_base=frozenset(model.frozen_base if model else ()),
-            address=location.address(ctx.run_dir, self.folder),
+            address=address(ctx.run_dir, self.folder),
             file_layout=self.file_layout(),
             every=self.every,
             retention=self.retention,
@@ -94,9 +79,7 @@ class CheckpointSettings(ABC):
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints beside the run's own, which are gone when the dry run ends."""
-        from pipeline.checkpoint import (
-            CheckpointManager,
-        )
+        from pipeline.checkpoint import CheckpointManager
 
         made = replace(self, start_from=None).run(ctx, engine, model)
         assert isinstance(made, CheckpointManager)

@@ -6,16 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeline import (
-    PlanView,
-    Problem,
-)
+from pipeline import PlanView, Problem
 from stages.checkpoint.settings import CheckpointSettings, unknown_address
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import (
-        FileLayout,
-    )
+    from pipeline.checkpoint import FileLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +28,7 @@ class ShardedCheckpoint(CheckpointSettings):
         yield from unknown_address("folder", self.folder)
 
     def file_layout(self) -> FileLayout:
-        from pipeline.checkpoint import (
-            SHARDED,
-        )
+        from pipeline.checkpoint import SHARDED
 
         return SHARDED
 
@@ -62,8 +55,6 @@ class FullCheckpoint(CheckpointSettings):
             )
 
     def file_layout(self) -> FileLayout:
-        from pipeline.checkpoint import (
-            FULL,
-        )
+        from pipeline.checkpoint import FULL
 
         return FULL

@@ -6,18 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline import (
-    Checkpoints,
-    Context,
-    Engine,
-    PlanView,
-    Problem,
-    TrainedRun,
-    Weights,
-)
-from pipeline.checkpoint import (
-    Formats,
-)
+from pipeline import Checkpoints, Context, Engine, PlanView, Problem, TrainedRun, Weights
+from pipeline.checkpoint import Formats
 from stages.average.ema import EmaAverage
 
 

@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    TensorSpec,
-    Weights,
-)
-from pipeline.checkpoint import (
-    DTYPES,
-    Reading,
-    StateSource,
-    as_bytes,
-    open_state,
-)
+from pipeline import WEIGHT, CheckpointError, TensorSpec, Weights
+from pipeline.checkpoint import DTYPES, Reading, StateSource, as_bytes, open_state
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
-from pipeline import EXPORT_MANIFEST, Context, ExportError, ModelSource, TrainedRun
-from pipeline.run import rundir
+from pipeline import ENGINE_FILE, EXPORT_MANIFEST, Context, ExportError, ModelSource, TrainedRun
 from pipeline.utils import human, replace_text
 from stages.adapter.lora import QuantType
 
@@ -145,7 +144,7 @@ def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
     """The folder of this run or of the run that saved the checkpoint, whichever trained the model;
     None if that is not known."""
     folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
-    return next((folder for folder in folders if (folder / rundir.ENGINE).is_file()), None)
+    return next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
 
 
 def write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint import (
-    Reading,
-    StateFormat,
-)
+from pipeline.checkpoint import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import (
-        StateSource,
-    )
+    from pipeline.checkpoint import StateSource
 
 
 class Canonical(StateFormat):
@@ -32,18 +27,12 @@ class Canonical(StateFormat):
         return open_checkpoint(folder)
 
     def target(self, folder: Path, step: int) -> Path:
-        from pipeline.checkpoint import (
-            step_target,
-        )
+        from pipeline.checkpoint import step_target
 
         return step_target(folder, step)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint import (
-            SHARDED,
-            LocalStore,
-            write_checkpoint,
-        )
+        from pipeline.checkpoint import SHARDED, LocalStore, write_checkpoint
 
         write_checkpoint(source, LocalStore(folder.parent), folder.name, SHARDED)
         return ()
@@ -59,11 +48,7 @@ class Full(Canonical):
         return (folder / "manifest.json").is_file() and _is_full(folder)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint import (
-            FULL,
-            LocalStore,
-            write_checkpoint,
-        )
+        from pipeline.checkpoint import FULL, LocalStore, write_checkpoint
 
         write_checkpoint(source, LocalStore(folder.parent), folder.name, FULL)
         return ()
@@ -71,10 +56,7 @@ class Full(Canonical):
 
 def open_checkpoint(folder: Path) -> StateSource:
     """A checkpoint in either layout; only the names of its files differ."""
-    from pipeline.checkpoint import (
-        CheckpointReader,
-        LocalStore,
-    )
+    from pipeline.checkpoint import CheckpointReader, LocalStore
 
     folder = folder.resolve()
     reader = CheckpointReader(LocalStore(folder.parent), folder.name)

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint import (
-    Reading,
-    StateFormat,
-)
+from pipeline.checkpoint import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import (
-        StateSource,
-    )
+    from pipeline.checkpoint import StateSource
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of accelerate's and the Trainer's sharded state."""

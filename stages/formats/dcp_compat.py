@@ -37,12 +37,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pipeline import (
-    CheckpointError,
-)
-from pipeline.checkpoint import (
-    StateSource,
-)
+from pipeline import CheckpointError
+from pipeline.checkpoint import StateSource
 from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
 
 MOST_BYTES = 1 << 30

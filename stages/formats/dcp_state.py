@@ -13,17 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    EngineState,
-    ParameterGroup,
-)
-from pipeline.checkpoint import (
-    Reading,
-    StateSource,
-    appearing,
-)
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline.checkpoint import Reading, StateSource, appearing
 from stages.formats.dcp_compat import (
     Item,
     Keys,

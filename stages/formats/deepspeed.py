@@ -7,18 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import (
-    CheckpointError,
-)
-from pipeline.checkpoint import (
-    Reading,
-    StateFormat,
-)
+from pipeline import CheckpointError
+from pipeline.checkpoint import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import (
-        StateSource,
-    )
+    from pipeline.checkpoint import StateSource
 
 POINTERS = ("latest", "latest_universal")
 """Files that name the sub-folder of the newest state."""

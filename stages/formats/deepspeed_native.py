@@ -17,19 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    EngineState,
-    LossScale,
-    ParameterGroup,
-    Progress,
-)
-from pipeline.checkpoint import (
-    Reading,
-    StateSource,
-    random_key,
-)
+from pipeline import WEIGHT, CheckpointError, EngineState, LossScale, ParameterGroup, Progress
+from pipeline.checkpoint import Reading, StateSource, random_key
 from stages.formats import stored
 from stages.formats.stored import (
     MOMENTS,
@@ -55,12 +44,8 @@ _FILE = re.compile(
 )
 
 
-class _Inert:
-    """Stands in for a class of DeepSpeed's: has an object's saved attributes, and does nothing."""
-
-
-class Scaler(_Inert):
-    """A loss scaler, with the attributes of DeepSpeed's."""
+class Scaler:
+    """Stands in for DeepSpeed's loss scalers: has their saved attributes, and does nothing."""
 
     cur_scale: float
     dynamic: bool
@@ -69,15 +54,15 @@ class Scaler(_Inert):
     scale_window: int
 
 
-class Fragment(_Inert):
-    """Elements [start, start + numel) of a rank's flat tensor."""
+class Fragment:
+    """Stands in for elements [start, start + numel) of a rank's flat tensor."""
 
     numel: int
     start: int
 
 
 class Stage(int):
-    """Number of the ZeRO stage."""
+    """Stands in for the number of the ZeRO stage."""
 
 
 ADMITTED = [

@@ -10,18 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    EngineState,
-    LossScale,
-    ParameterGroup,
-)
-from pipeline.checkpoint import (
-    Reading,
-    StateSource,
-    appearing,
-)
+from pipeline import WEIGHT, CheckpointError, EngineState, LossScale, ParameterGroup
+from pipeline.checkpoint import Reading, StateSource, appearing
 from stages.formats.deepspeed_native import load, loss_scale
 from stages.formats.stored import (
     MOMENTS,
@@ -191,9 +181,7 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
 
 
 def _scaler(scale: LossScale) -> Any:
-    from pipeline import (
-        DistContext,
-    )
+    from pipeline import DistContext
     from stages.wrap.zero.compat import point_at_device
 
     point_at_device(DistContext(device=torch.device("cpu")))

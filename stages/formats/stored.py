@@ -21,19 +21,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    EngineState,
-)
-from pipeline.checkpoint import (
-    CHUNK,
-    CODES,
-    DTYPES,
-    StateSource,
-    TensorEntry,
-    as_bytes,
-)
+from pipeline import WEIGHT, CheckpointError, EngineState
+from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
 
 PROGRESS = "progress.json"
 """Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""
@@ -69,7 +58,7 @@ def require_checksums(archive: zipfile.ZipFile) -> None:
 
 
 def explained(error: Exception, where: str) -> CheckpointError:
-    """What a restricted unpickler's error means: a refused class by its name, or a damaged file."""
+    """CheckpointError for a restricted unpickler's error: names a refused class, or the damage."""
     text = str(error)
     refused = _REFUSED.search(text)
     if not isinstance(error, pickle.UnpicklingError) or not (refused or "Weights only" in text):

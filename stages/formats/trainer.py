@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint import (
-    Reading,
-    StateFormat,
-)
+from pipeline.checkpoint import Reading, StateFormat
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import (
-        StateSource,
-    )
+    from pipeline.checkpoint import StateSource
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 STATE = "trainer_state.json"

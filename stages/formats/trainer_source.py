@@ -13,16 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pipeline import (
-    WEIGHT,
-    CheckpointError,
-    EngineState,
-    ParameterGroup,
-)
-from pipeline.checkpoint import (
-    Reading,
-    StateSource,
-)
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline.checkpoint import Reading, StateSource
 from stages.formats.stored import (
     MOMENTS,
     MappedSource,

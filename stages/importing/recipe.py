@@ -7,13 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    DataError,
-    StageError,
-)
-from pipeline.importing import (
-    Request,
-)
+from pipeline import DataError, StageError
+from pipeline.importing import Request
 from stages.importing.engines import HIDDEN, STAGE_3
 from stages.importing.report import Draft, Report
 from stages.importing.training import checkpoint, optimizer, train

@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
-from pipeline.importing import (
-    KeyOutcome,
-)
-from pipeline.utils import (
-    closest,
-)
+from pipeline.importing import KeyOutcome
+from pipeline.utils import closest
 
 
 @dataclass(kw_only=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.importing import (
-    Request,
-)
+from pipeline.importing import Request
 from stages.importing.report import Draft, Report
 
 

@@ -7,13 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.importing import (
-    ConfigFile,
-    Request,
-    Translation,
-    Translator,
-    read_config,
-)
+from pipeline.importing import ConfigFile, Request, Translation, Translator, read_config
 from stages.importing.engines import ACCELERATE, DEEPSPEED, FSDP_PREFIXED, set_defaults
 from stages.importing.recipe import compose
 from stages.importing.report import DIFFERENT, HARMLESS, Report

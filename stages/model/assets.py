@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    StageError,
-)
+from pipeline import StageError
 from stages.model import compat
 from stages.model.config_checks import wrong_size
 from stages.model.files import Files, local

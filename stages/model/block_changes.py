@@ -19,12 +19,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from pipeline import (
-    StageError,
-)
-from pipeline.utils import (
-    optional,
-)
+from pipeline import StageError
+from pipeline.utils import optional
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")

@@ -7,14 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    PlanView,
-    Problem,
-    StageError,
-)
-from pipeline.utils import (
-    did_you_mean,
-)
+from pipeline import PlanView, Problem, StageError
+from pipeline.utils import did_you_mean
 from stages.model.compat import causal_types
 from stages.model.config_checks import wrong_size
 from stages.model.files import COMMIT, HUB_ID, has_tokenizer, is_gguf, is_local, is_plain, local

@@ -9,11 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    PlanView,
-    Problem,
-    StageError,
-)
+from pipeline import PlanView, Problem, StageError
 from stages.model.files import has_tokenizer, is_gguf, is_local, local
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand, read_json

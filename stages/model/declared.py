@@ -9,12 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    ModelSource,
-    StageError,
-    TensorReader,
-    Weights,
-)
+from pipeline import ModelSource, StageError, TensorReader, Weights
 from stages.model import compat
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    StageError,
-)
+from pipeline import StageError
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel

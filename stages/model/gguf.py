@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
-from pipeline.checkpoint import (
-    CHUNK,
-)
-from pipeline.utils import (
-    optional,
-)
+from pipeline import StageError, TensorReader, TensorSpec
+from pipeline.checkpoint import CHUNK
+from pipeline.utils import optional
 from stages.model import compat
 from stages.model.gguf_header import read_header
 from stages.weights.change import Change

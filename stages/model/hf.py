@@ -8,12 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
-from pipeline import (
-    Context,
-    ModelSource,
-    PlanView,
-    Problem,
-)
+from pipeline import Context, ModelSource, PlanView, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,18 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline import (
-    Context,
-    ModelSource,
-    StageError,
-)
-from pipeline.planning import (
-    RECOMPUTE,
-    Extent,
-    Planner,
-    Saving,
-    Topology,
-)
+from pipeline import Context, ModelSource, StageError
+from pipeline.planning import RECOMPUTE, Extent, Planner, Saving, Topology
 from stages.model.files import is_local
 from stages.model.hf import HfModel
 from stages.model.read import read_config

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
+from pipeline import StageError, TensorReader, TensorSpec
 from stages.model import compat
 from stages.weights.torch_files import pieces
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    StageError,
-)
+from pipeline import StageError
 from stages.model.files import is_gguf, is_local, local
 from stages.model.gguf_header import read_header
 

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
+from pipeline import StageError, TensorReader, TensorSpec
 from stages.model.declared import listed, misfit, refuse_differences
 from stages.weights.views import ExtendedReader, Origin
 

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from pipeline import (
-    DtypeName,
-    ModelSource,
-    StageError,
-    TensorReader,
-    torch_dtype,
-)
+from pipeline import DtypeName, ModelSource, StageError, TensorReader, torch_dtype
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
@@ -47,9 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline import (
-        Context,
-    )
+    from pipeline import Context
     from stages.model.hf import HfModel
 
 

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from pipeline import (
-    Context,
-    OptimizerPlan,
-    PlanView,
-    Precision,
-    Problem,
-)
+from pipeline import Context, OptimizerPlan, PlanView, Precision, Problem
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 if TYPE_CHECKING:

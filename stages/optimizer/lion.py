@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Gt
 
-from pipeline import (
-    Context,
-    OptimizerPlan,
-)
+from pipeline import Context, OptimizerPlan
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 if TYPE_CHECKING:

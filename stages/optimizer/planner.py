@@ -7,11 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import (
-    Context,
-    OptimizerPlan,
-    Precision,
-)
+from pipeline import Context, OptimizerPlan, Precision
 from pipeline.planning import (
     BYTES,
     NARROW_MASTERS,

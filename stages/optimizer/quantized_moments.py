@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import (
-    StateCodec,
-)
+from pipeline import StateCodec
 from stages.optimizer import torchao_compat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

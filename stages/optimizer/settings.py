@@ -11,13 +11,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from pipeline import (
-    NamedParameter,
-    OptimizerPlan,
-    PlanView,
-    Problem,
-    StageError,
-)
+from pipeline import NamedParameter, OptimizerPlan, PlanView, Problem, StageError
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]

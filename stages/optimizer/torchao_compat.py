@@ -5,12 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from pipeline import (
-    StageError,
-)
-from pipeline.utils import (
-    unheard,
-)
+from pipeline import StageError
+from pipeline.utils import unheard
 
 
 def adam() -> ModuleType:

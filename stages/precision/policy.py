@@ -9,14 +9,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline import (
-    Context,
-    DtypeName,
-    LossScaling,
-    PlanView,
-    Precision,
-    Problem,
-)
+from pipeline import Context, DtypeName, LossScaling, PlanView, Precision, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    Context,
-    Durable,
-    ExportedModel,
-    PlanView,
-    Problem,
-)
-from pipeline.distributed.environment import worker_rank
+from pipeline import Context, Durable, ExportedModel, PlanView, Problem, worker_rank
 
 TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)[\w.-]+|\bhf_[A-Za-z0-9]{16,}|\bBearer\s+\S+")
 OTHER_SOURCES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")
@@ -33,14 +26,14 @@ class PublishHub:
     with what was sent.
 
     Only files that the export lists are uploaded. Files of the same names are replaced, and nothing
-    else in the repository is touched; one that holds other weights, which would be loaded with the
-    model or instead of it, is refused.
+    else in the repository is touched. A repository with other weights, which would be loaded with
+    the model or instead of it, is refused.
     """
 
     repo: str
     """Repository on the hub, as `owner/name`. It is created if it is not there."""
     private: bool = True
-    """Make the repository private when it is created. One that is there already keeps what it is;
+    """Make the repository private when it is created. An existing repository keeps its visibility;
     while this is true, a public one is refused."""
     revision: str | None = None
     """Branch that the commit goes to; created from `main` if it is not there. `main` when not

@@ -17,17 +17,11 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
-from pipeline import (
-    ExportedModel,
-    StageError,
-    in_words,
-)
+from pipeline import ExportedModel, StageError, in_words
 from stages.publish.hub import LOGIN, TOKEN, PublishedModel
 
 if TYPE_CHECKING:
-    from pipeline import (
-        Context,
-    )
+    from pipeline import Context
     from stages.publish.hub import PublishHub
 
 MAIN = "main"
@@ -77,7 +71,7 @@ def _upload(
 ) -> PublishedModel:
     repo, branch = stage.repo, stage.revision or MAIN
     api.create_repo(repo, private=stage.private, exist_ok=True)
-    # The hub leaves the visibility of an existing repository as it is.
+    # The hub does not change the visibility of an existing repository.
     if stage.private and not api.model_info(repo).private:
         raise StageError(
             f"{repo} is there already and is public",

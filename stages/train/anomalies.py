@@ -10,13 +10,7 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
-from pipeline import (
-    Checkpoints,
-    Progress,
-    StageError,
-    StepGuard,
-    StepReport,
-)
+from pipeline import Checkpoints, Progress, StageError, StepGuard, StepReport
 from stages.train.settings import Action, Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"

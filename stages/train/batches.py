@@ -19,16 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import (
-    ENDLESS,
-    NO_TARGET,
-    Data,
-    DataAxis,
-    Order,
-    Progress,
-    Sample,
-    StageError,
-)
+from pipeline import ENDLESS, NO_TARGET, Data, DataAxis, Order, Progress, Sample, StageError
 from stages.train.settings import BatchPlan
 
 if TYPE_CHECKING:

@@ -138,10 +138,7 @@ class TrainCausalLm(BatchPlan):
     def verify_result(self, trained: TrainedRun) -> None:
         """Raise CheckpointError unless a canonical checkpoint on this machine has all its files in
         full size. Tensors and remote checkpoints are verified when they are read."""
-        from pipeline.checkpoint import (
-            Formats,
-            Reading,
-        )
+        from pipeline.checkpoint import Formats, Reading
         from stages.formats.canonical import Canonical
 
         if "://" in trained.checkpoint:

@@ -8,12 +8,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-from pipeline import (
-    Data,
-    DataAxis,
-    Engine,
-    Progress,
-)
+from pipeline import Data, DataAxis, Engine, Progress
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.settings import EarlyStopping

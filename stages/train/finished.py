@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import (
-    Context,
-    PlanView,
-    Problem,
-    TrainedRun,
-)
+from pipeline import Context, PlanView, Problem, TrainedRun
 from stages.checkpoint.settings import unknown_address
 
 
@@ -33,14 +28,8 @@ class FinishedTraining:
     def run(self, ctx: Context) -> TrainedRun:
         import contextlib
 
-        from pipeline import (
-            CheckpointError,
-            Progress,
-        )
-        from pipeline.checkpoint import (
-            Reading,
-            open_state,
-        )
+        from pipeline import CheckpointError, Progress
+        from pipeline.checkpoint import Reading, open_state
 
         address = self.checkpoint
         if "://" not in address:

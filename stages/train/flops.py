@@ -19,12 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipeline import (
-    Engine,
-)
-from pipeline.hardware import (
-    find_accelerator,
-)
+from pipeline import Engine
+from pipeline.hardware import find_accelerator
 from stages.model.declared import logical_numel
 
 NARROW = (["bf16"], ["fp16"])

@@ -20,9 +20,7 @@ from pipeline import (
     StepCallback,
     TrainedRun,
 )
-from pipeline.utils import (
-    closest,
-)
+from pipeline.utils import closest
 from stages.importing.trainer import TRAINER
 from stages.train.settings import BatchPlan, Count, heldout_problems
 

@@ -31,10 +31,7 @@ from pipeline import (
     StepCallback,
     TrainedRun,
 )
-from pipeline.utils import (
-    sync,
-    sync_tree,
-)
+from pipeline.utils import sync, sync_tree
 from stages.formats.stored import PROGRESS, read_json
 from stages.train.batches import Feed, MicroBatch, collate, microbatches
 from stages.train.evaluation import mean_loss, perplexity, record_evaluation

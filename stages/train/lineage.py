@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    Data,
-    ModelSource,
-    Progress,
-    ResumeRefused,
-)
+from pipeline import Data, ModelSource, Progress, ResumeRefused
 
 if TYPE_CHECKING:
-    from pipeline import (
-        Context,
-    )
+    from pipeline import Context
     from stages.train.settings import BatchPlan
 
 SHOWN = 12

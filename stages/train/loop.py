@@ -22,7 +22,7 @@ from pipeline import (
     StepCallback,
     TrainedRun,
 )
-from pipeline.checkpoint import rng_state
+from pipeline.checkpoint import start_random_streams
 from stages.train.anomalies import AnomalyMonitor, Recovery
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
@@ -57,7 +57,7 @@ def train(
     is the lineage of this run: its model, data, seed and global batch."""
     if config.evaluates and not data.heldout:
         raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
-    rng_state.start(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
+    start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
     validate = functools.partial(require_same_lineage, identity, ctx.accept)
     restored = checkpoints.restore(validate)
     ctx.metrics.rewind(-1 if restored is None else restored.step)

@@ -10,13 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline import (
-    NO_TARGET,
-    StageError,
-)
-from pipeline.utils import (
-    has_values,
-)
+from pipeline import NO_TARGET, StageError
+from pipeline.utils import has_values
 from stages.train.batches import MicroBatch
 
 HINT = "leave out loss_chunk_size"

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline import (
-    Context,
-    Engine,
-)
+from pipeline import Context, Engine
 from pipeline.planning import (
+    BACKWARD,
     CHUNK,
+    FORWARD,
+    RESUME,
+    SAVE,
     SMALLER,
+    UPDATE,
     Extent,
     Planner,
     SampleShape,
@@ -20,7 +22,6 @@ from pipeline.planning import (
     Step,
     Topology,
     Trial,
-    strategy,
 )
 from stages.train.causal_lm import TrainCausalLm
 
@@ -91,15 +92,15 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             # The first step makes the optimizer's state.
             for count in counts[:1] if extent.samples else counts:
                 for number in range(count):
-                    extent.phase(strategy.FORWARD)
+                    extent.phase(FORWARD)
                     with engine.microbatch(last=number == count - 1):
                         summed = loss(batch)
-                        extent.phase(strategy.BACKWARD)
+                        extent.phase(BACKWARD)
                         engine.backward(summed * (topology.ranks / step.tokens))
                     del summed
-                extent.phase(strategy.UPDATE)
+                extent.phase(UPDATE)
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
-        for phase in (strategy.SAVE, strategy.RESUME):  # in which memory is that between steps
+        for phase in (SAVE, RESUME):  # in which memory is that between steps
             extent.phase(phase)
 
 

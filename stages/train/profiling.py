@@ -15,9 +15,7 @@ import torch
 import torch.distributed
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline import (
-    Engine,
-)
+from pipeline import Engine
 
 FOLDER = "profile"
 T = TypeVar("T")

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from pipeline import (
-    Context,
-    Engine,
-    Progress,
-    StepCallback,
-)
-from pipeline.hardware import host
+from pipeline import Context, Engine, Progress, StepCallback
+from pipeline.hardware import peak_beyond
 from stages.train.batches import BatchStats
 from stages.train.flops import Utilisation
 from stages.train.profiling import Profile
@@ -176,7 +171,7 @@ def _peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
     """Peak bytes of the rank with most since the start (collective), if known: of torch's tensors
     on its GPU, and of host memory for the model and its training (`pipeline.hardware.host`)."""
     on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    most = torch.tensor([on_gpu, host.peak_beyond() or 0], device=device)
+    most = torch.tensor([on_gpu, peak_beyond() or 0], device=device)
     if ranks > 1:
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     names = ("peak_memory_bytes", "peak_host_memory_bytes")

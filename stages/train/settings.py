@@ -8,12 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline import (
-    Checkpoints,
-    Data,
-    PlanView,
-    Problem,
-)
+from pipeline import Checkpoints, Data, PlanView, Problem
 
 Action = Literal["stop", "skip", "rollback"]
 Count = Annotated[int, Gt(0)]

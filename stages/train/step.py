@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline import (
-    Engine,
-    OptimizerPlan,
-    Progress,
-    StageError,
-    StepReport,
-)
+from pipeline import Engine, OptimizerPlan, Progress, StageError, StepReport
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.batches import BatchStats, Feed
 from stages.train.loss import SummedLoss

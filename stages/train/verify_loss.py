@@ -9,13 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from pipeline import (
-    NO_TARGET,
-    Data,
-    Engine,
-    Sample,
-    StageError,
-)
+from pipeline import NO_TARGET, Data, Engine, Sample, StageError
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 

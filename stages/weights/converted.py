@@ -17,11 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
+from pipeline import StageError, TensorReader, TensorSpec
 from stages.weights.change import Change
 from stages.weights.torch_files import named, pieces
 from stages.weights.views import ReaderView

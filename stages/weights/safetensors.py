@@ -9,21 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
-from pipeline.checkpoint import (
-    CHUNK,
-    DTYPES,
-    Placed,
-    as_bytes,
-    table,
-)
-from pipeline.utils import (
-    read_at,
-)
+from pipeline import StageError, TensorReader, TensorSpec
+from pipeline.checkpoint import CHUNK, DTYPES, Placed, as_bytes, table
+from pipeline.utils import read_at
 from stages.weights.torch_files import named
 
 if TYPE_CHECKING:

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
-from pipeline.checkpoint import (
-    CHUNK,
-)
+from pipeline import StageError, TensorReader, TensorSpec
+from pipeline.checkpoint import CHUNK
 from stages.formats.stored import flattened, load
 
 if TYPE_CHECKING:

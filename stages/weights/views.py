@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline import (
-    StageError,
-    TensorReader,
-    TensorSpec,
-)
+from pipeline import StageError, TensorReader, TensorSpec
 from stages.weights.torch_files import named
 
 if TYPE_CHECKING:
@@ -76,7 +72,7 @@ def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
 
 
 class JoinedReader(TensorReader):
-    """Tensors of all `readers`, which it closes. Of several with one name, the first counts."""
+    """Tensors of all `readers`, which it closes. The first of several with one name counts."""
 
     def __init__(self, *readers: TensorReader) -> None:
         self._readers = readers

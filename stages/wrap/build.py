@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import (
+    ENGINE_FILE,
     Context,
     Engine,
     EngineMismatch,
@@ -23,14 +24,8 @@ from pipeline import (
     dtype_name,
     torch_dtype,
 )
-from pipeline.hardware import (
-    model_begins,
-)
-from pipeline.run import rundir
-from pipeline.utils import (
-    replace_text,
-    with_values,
-)
+from pipeline.hardware import model_begins
+from pipeline.utils import replace_text, with_values
 from stages.model.declared import logical_numel, outline
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.load_weights import load_weights, local_shards
@@ -142,7 +137,7 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
         if facts.get(key) != value
     ]
     if ctx.dist.is_main:
-        replace_text(ctx.run_dir / rundir.ENGINE, json.dumps(facts, indent=1) + "\n")
+        replace_text(ctx.run_dir / ENGINE_FILE, json.dumps(facts, indent=1) + "\n")
     ctx.log.info("running: %s", ", ".join(f"{key} {_shown(facts[key])}" for key in facts))
     if differences:
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-)
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 from pipeline.planning import (
+    BUFFERS,
+    GATHERED,
+    IN_BACKWARD,
     Gradients,
     Item,
     Moment,
@@ -26,7 +23,6 @@ from pipeline.planning import (
     Topology,
     Traffic,
     Weight,
-    strategy,
 )
 from stages.wrap.ddp import Ddp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
@@ -65,16 +61,16 @@ class Replicated(TorchMemory):
         self._behind = self._cast[ROOT] - table
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
-        backward = moment.event in strategy.IN_BACKWARD
+        backward = moment.event in IN_BACKWARD
         copies = self._kept.between(0, place + 1)
         if moment.unit == "head":
             copies += self._behind
         elif place != ROOT or not backward:
             copies += self._cast[place] - self._kept[place] * (place != ROOT)
-        yield Item(strategy.GATHERED, "device", copies)
+        yield Item(GATHERED, "device", copies)
         if backward and moment.last and self._sizes.reduce != self._sizes.master:
             sent = 0 if self._model.tied else self._sizes.reduce * self._head
-            yield Item(strategy.BUFFERS, "device", sent)
+            yield Item(BUFFERS, "device", sent)
 
     def _reduced(self, moment: Moment) -> int:
         """In buckets, and beside them the gradients that have arrived, without those of the unit in
@@ -84,7 +80,7 @@ class Replicated(TorchMemory):
             return trained + (self._own.largest if self._views else trained)
         if moment.event == "between":
             return trained
-        backward = moment.event in strategy.IN_BACKWARD and moment.unit != "head"
+        backward = moment.event in IN_BACKWARD and moment.unit != "head"
         waits = table.elements * (backward and self._model.tied and table.trained)
         if self._views:
             return trained + waits

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-)
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 from pipeline.planning import (
+    BUFFERS,
+    GATHERED,
+    IN_BACKWARD,
     REDUCE,
+    WHOLE_GRADIENTS,
     Copies,
     Gradients,
     Item,
@@ -29,7 +27,6 @@ from pipeline.planning import (
     Tier,
     Topology,
     Traffic,
-    strategy,
 )
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
@@ -77,9 +74,9 @@ class Sharded(TorchMemory):
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         buffers = self._gathering(moment, place) + self._reducing(moment, place)
-        yield Item(strategy.GATHERED, "device", self._gathered(moment, place))
-        yield Item(strategy.BUFFERS, "device", buffers)
-        yield Item(strategy.WHOLE_GRADIENTS, "device", self._unreduced(moment, place))
+        yield Item(GATHERED, "device", self._gathered(moment, place))
+        yield Item(BUFFERS, "device", buffers)
+        yield Item(WHOLE_GRADIENTS, "device", self._unreduced(moment, place))
 
     def _gathered(self, moment: Moment, place: int) -> int:
         """Bytes of whole units: the root, and the block that runs, or those up to it."""
@@ -93,7 +90,7 @@ class Sharded(TorchMemory):
         """Bytes of the buffers that units are gathered into: of the unit before and those ahead."""
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
-        if moment.event not in strategy.IN_BACKWARD:
+        if moment.event not in IN_BACKWARD:
             end = place + 1 + self._config.forward_prefetch
             if moment.event == "gather" or moment.unit == "head":
                 return self._whole.between(place - 1, max(place + 1, end - 1))
@@ -106,7 +103,7 @@ class Sharded(TorchMemory):
     def _reducing(self, moment: Moment, place: int) -> int:
         """Bytes of the gradients that were reduced last. If master gradients are other tensors, the
         shards that replicas have averaged stay as well."""
-        if moment.event not in strategy.IN_BACKWARD or (self._late and not moment.last):
+        if moment.event not in IN_BACKWARD or (self._late and not moment.last):
             return 0
         m, c, r = self._sizes.master, self._sizes.compute, self._sizes.reduce
         others = m != r or self._home == "host" or not moment.first
@@ -123,7 +120,7 @@ class Sharded(TorchMemory):
         """Bytes of whole gradients outside of the unit in backward: of the head, and of units that
         wait for the last micro-batch."""
         c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
-        backward, through = moment.event in strategy.IN_BACKWARD, moment.event == "reduce"
+        backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
         done = trained.after(place) if backward else 0
         several = self._late and not (moment.first and moment.last)
         waits = (done if moment.first else trained.all - done) if several else 0
@@ -135,7 +132,7 @@ class Sharded(TorchMemory):
     def _reduced(self, moment: Moment) -> int:
         if moment.event == "step" or not (moment.first or self._late):
             return self._own.all
-        done = moment.event in strategy.IN_BACKWARD and (moment.last or not self._late)
+        done = moment.event in IN_BACKWARD and (moment.last or not self._late)
         return self._own.after(self._place(moment)) if done else 0
 
     def gradients(self, moment: Moment) -> Gradients:

@@ -7,6 +7,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 
 from pipeline.planning import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    UPDATE_TEMPORARIES,
     Item,
     ModelShape,
     Moment,
@@ -15,7 +19,6 @@ from pipeline.planning import (
     Sizes,
     StrategyMemory,
     Weight,
-    strategy,
 )
 
 ROOT = -1
@@ -84,14 +87,14 @@ class TorchMemory(StrategyMemory):
 
     def held(self, moment: Moment) -> Iterator[Item]:
         m, home = self._sizes.master, self._home
-        yield Item(strategy.PARAMETERS, home, self._held.all)
-        yield Item(strategy.GRADIENTS, home, m * self._reduced(moment))
+        yield Item(PARAMETERS, home, self._held.all)
+        yield Item(GRADIENTS, home, m * self._reduced(moment))
         if moment.event == "load":
             return
-        yield Item(strategy.OPTIMIZER, home, self._optimizer.state(self._own.all))
+        yield Item(OPTIMIZER, home, self._optimizer.state(self._own.all))
         if moment.event == "step":
             taken = self._optimizer.update(self._own.largest, self._own.all)
-            yield Item(strategy.UPDATE_TEMPORARIES, home, taken)
+            yield Item(UPDATE_TEMPORARIES, home, taken)
         elif moment.event != "between":
             yield from self._running(moment, self._place(moment))
 

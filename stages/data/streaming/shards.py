@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline import StageError, in_words
-from pipeline.utils import jsonl
+from pipeline.utils import append_line, read_lines
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Documents
@@ -133,12 +133,12 @@ class ShardIndex:
             )
         if before is known and self._file is not None:
             line = {"making": self._settings, "address": shard.address, "sha256": sha256}
-            jsonl.append(self._file, {**line, "tokens": tokens}, sync=True)
+            append_line(self._file, {**line, "tokens": tokens}, sync=True)
 
 
 def read_index(file: Path, settings: str) -> str:
     """Return the content of a shard index as text for the ShardIndex of every rank."""
-    lines = [line for line in jsonl.read(file) if line.get("making") == settings]
+    lines = [line for line in read_lines(file) if line.get("making") == settings]
     return json.dumps({line["address"]: [line["sha256"], line["tokens"]] for line in lines})
 
 

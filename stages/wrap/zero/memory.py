@@ -8,21 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline import (
-    Precision,
-)
+from pipeline import Precision
 from pipeline.planning import (
+    GRADIENTS,
+    IN_BACKWARD,
+    OPTIMIZER,
+    PARAMETERS,
+    UPDATE_TEMPORARIES,
+    WHOLE_GRADIENTS,
+    Collective,
     Copies,
     Gradients,
     Item,
     ModelShape,
     Moment,
     OptimizerShape,
+    Place,
     Sizes,
     StrategyMemory,
+    Traffic,
     Unit,
     Weight,
-    strategy,
 )
 from stages.wrap.zero.stage import Zero, uses_deepspeed_kernel
 
@@ -70,7 +76,7 @@ class ZeroMemory(StrategyMemory):
         buffers = (2 if stage.overlap_comm else 1) * self.contiguous * (not self.accumulates)
         self.buffer = (self.whole or self.c) * buffers * self.bucket
         """Bytes of the bucket of stages 1 and 2, allocated whole, however small the model."""
-        at: dict[str | None, strategy.Place] = {None: "device", "cpu": "host", "nvme": "disk"}
+        at: dict[str | None, Place] = {None: "device", "cpu": "host", "nvme": "disk"}
         self.states_at = at[offload.device if offload else None]
         in_kernel = uses_deepspeed_kernel(stage, optimizer.algorithm)
         self.moments = 8 if in_kernel else optimizer.bits / 8
@@ -105,14 +111,14 @@ class ZeroMemory(StrategyMemory):
 
     def held(self, moment: Moment) -> Iterator[Item]:
         if moment.event == "load":  # the first update makes moments
-            yield from (item for item in self.states() if item.name != strategy.OPTIMIZER)
+            yield from (item for item in self.states() if item.name != OPTIMIZER)
             yield Item("weights as they are made", "device", self.loading())
             return
         yield from self.states()
         yield from self.passing(moment)
         if moment.event == "step":
-            yield Item(strategy.UPDATE_TEMPORARIES, "device", self.step())
-        elif moment.event in strategy.IN_BACKWARD:
+            yield Item(UPDATE_TEMPORARIES, "device", self.step())
+        elif moment.event in IN_BACKWARD:
             yield from self._backward(moment)
 
     def _backward(self, moment: Moment) -> Iterator[Item]:
@@ -125,7 +131,7 @@ class ZeroMemory(StrategyMemory):
             size += c * unit.largest * (came > self.bucket)
         if not self.whole:
             yield Item("reduction", "device", size)
-            yield Item(strategy.WHOLE_GRADIENTS, "device", c * self.kept(moment))
+            yield Item(WHOLE_GRADIENTS, "device", c * self.kept(moment))
         # Autograd keeps a tied head's until that of the embeddings is there.
         apart = (moment.event, moment.unit) in (("backward", "head"), ("reduce", "embeddings"))
         size = c * embedding.elements * (self.model.tied and embedding.trained and not apart)
@@ -135,13 +141,13 @@ class ZeroMemory(StrategyMemory):
         """Items that last from loading to the end."""
         m, o = self.m, self.moments
         yield Item("master weights", self.states_at, m * self.part)
-        yield Item(strategy.OPTIMIZER, self.states_at, round(o * self.part))
+        yield Item(OPTIMIZER, self.states_at, round(o * self.part))
         yield from self.beside()
 
     def beside(self) -> Iterator[Item]:
         """Compute weights, and other items that last."""
         c, m, copied = self.c, self.m, self.c * self.largest
-        yield Item(strategy.PARAMETERS, "device", self.every)
+        yield Item(PARAMETERS, "device", self.every)
         if self.accumulates:
             yield Item("summed gradients", "device", SUMMED * self.trained)
         if self.offloaded:
@@ -159,20 +165,20 @@ class ZeroMemory(StrategyMemory):
     def passing(self, moment: Moment) -> Iterator[Item]:
         """Summed gradients and buffers, which come and go."""
         unit, event, later = self.units[moment.unit], moment.event, not moment.first
-        backward, step = event in strategy.IN_BACKWARD, event == "step"
+        backward, step = event in IN_BACKWARD, event == "step"
         if backward or (self.whole and later):
             yield Item("reduce bucket", "device", self.buffer)
         if self.whole and (self.accumulates or not step):
             computed = (unit.before + unit.trained * (event == "reduce")) * backward
             size = self.whole * (self.trained if later or step else computed)
-            yield Item(strategy.GRADIENTS, "device", size)
+            yield Item(GRADIENTS, "device", size)
             return
         # New fp32 ones are added to those of the micro-batches before when all are there.
         parts = later + (backward and unit.before > self.bucket) + step
         if self.low:
             parts = min(parts + (event == "reduce"), 1)
         size = parts * SUMMED * self.part * (self.low or not self.offloaded)
-        yield Item(strategy.GRADIENTS, "device", size)
+        yield Item(GRADIENTS, "device", size)
 
     def flattened(self, unit: Amounts) -> int:
         """Bytes of an element of a bucket that is reduced: flattened, if it is not one gradient,
@@ -209,14 +215,14 @@ class ZeroMemory(StrategyMemory):
         """Bytes of parameters that are gathered in an optimizer step."""
         return self.c * self.trained
 
-    def traffic(self, microbatches: int) -> Iterator[strategy.Traffic]:
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
         w, stage, moved = self.ranks, self.stage.stage, self.gathered(microbatches)
         sent = self.r * self.trained * (1 if stage == 1 else microbatches)
         # Stages 1 and 2 give all ranks all of it (use_multi_rank_bucket_allreduce).
-        by: strategy.Collective = "reduce-scatter" if stage == 3 else "all-reduce"
+        by: Collective = "reduce-scatter" if stage == 3 else "all-reduce"
         if w > 1:
-            yield strategy.Traffic(collective=by, bytes=sent, ranks=w, what="gradients")
-            yield strategy.Traffic(collective="all-gather", bytes=moved, ranks=w, what="parameters")
+            yield Traffic(collective=by, bytes=sent, ranks=w, what="gradients")
+            yield Traffic(collective="all-gather", bytes=moved, ranks=w, what="parameters")
 
     def copies(self, microbatches: int) -> Copies:
         """Gradients go down to the masters, updated weights up, or parameters whenever they are

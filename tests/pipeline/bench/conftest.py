@@ -101,7 +101,7 @@ def bench(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Calla
                 "tokens_per_second": 64 / seconds, "samples_per_second": 8 / seconds,
                 "data_wait_share": 0.0,
             }  # fmt: skip
-            jsonl.append(run_dir / "metrics.jsonl", record)
+            jsonl.append_line(run_dir / "metrics.jsonl", record)
         return 0
 
     Path("a.txt").touch()

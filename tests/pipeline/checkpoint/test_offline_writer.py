@@ -39,7 +39,6 @@ class Made(StateSource):
     writer = {"format": "made"}
     progress = {"step": 20, "samples": 320}
     state = EngineState(
-        shapes={"a": (40_000, 3), "b": (5, 7), "scalar": ()},
         aliases={"head": "a"}, frozen=["b"],
         groups=[ParameterGroup(settings={"lr": 0.1}, parameters=["a"])],
         updates={"a": 20}, moments=["exp_avg"], loss_scale=None,

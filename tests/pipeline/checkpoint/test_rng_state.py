@@ -15,13 +15,13 @@ def draws() -> list[float]:
 
 
 def test_every_generator_follows_the_number_and_its_state_can_be_put_back() -> None:
-    rng_state.start(7)
+    rng_state.start_random_streams(7)
     first = draws()
     saved = rng_state.capture(torch.device("cpu"))
     second = draws()
-    rng_state.start(8)
+    rng_state.start_random_streams(8)
     assert not set(draws()) & {*first, *second}
-    rng_state.start(7)
+    rng_state.start_random_streams(7)
     assert draws() == first
     random.seed(0)
     rng_state.apply(saved, torch.device("cpu"))

@@ -41,16 +41,16 @@ def test_a_cut_spoils_whole_records_only(
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "file.jsonl"
     for record in records:
-        jsonl.append(path, record)
+        jsonl.append_line(path, record)
     whole = path.read_bytes()
     left = whole[: max(0, len(whole) - cut)]
     path.write_bytes(left)
     # a record survives if its last brace does; the line end after it may be missing
     kept = [r for i, r in enumerate(records) if _end(whole, i) <= len(left)]
-    assert list(jsonl.read(path)) == kept
+    assert list(jsonl.read_lines(path)) == kept
     for record in more:
-        jsonl.append(path, record, sync=True)
-    assert list(jsonl.read(path)) == kept + more
+        jsonl.append_line(path, record, sync=True)
+    assert list(jsonl.read_lines(path)) == kept + more
     assert jsonl.read_tail(path) == kept + more
 
 
@@ -62,7 +62,7 @@ def _end(whole: bytes, index: int) -> int:
 def test_garbage_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     path.write_bytes(b'\x00\x00\x00\n\xff\xfe{}\n[1]\n"text"\n{"a": 1}\n')
-    assert list(jsonl.read(path)) == [{"a": 1}]
+    assert list(jsonl.read_lines(path)) == [{"a": 1}]
 
 
 def test_a_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
     assert steps == list(range(steps[0], 2000))
     assert 500 < len(steps) < 800
     assert jsonl.read_tail(tmp_path / "none") == []
-    assert list(jsonl.read(tmp_path / "none")) == []
+    assert list(jsonl.read_lines(tmp_path / "none")) == []
 
 
 def test_finished_running_and_end(tmp_path: Path) -> None:

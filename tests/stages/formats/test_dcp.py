@@ -73,8 +73,8 @@ def test_other_strategies_load_what_was_written(
     Canonical().write(opened(folder / "flat"), tmp_path / STEP)
     Dcp().write(Canonical().open(tmp_path / STEP, Reading()), tmp_path / "dcp")
     assert digest_of(opened(tmp_path / "dcp")) == same(live)
-    for told in run_ranks(load_dcp, 2, str(tmp_path), ["fsdp full", "ddp"])[0]:
-        assert told == live
+    for loaded in run_ranks(load_dcp, 2, str(tmp_path), ["fsdp full", "ddp"])[0]:
+        assert loaded == live
 
 
 def test_weights_alone_keep_the_step_and_the_ties(saved: tuple[Path, dict[str, str]]) -> None:

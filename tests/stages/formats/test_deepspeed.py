@@ -56,7 +56,7 @@ NAMES = [name for settings in WORLDS.values() for name in settings]
 
 
 class Case(NamedTuple):
-    """What was live on how many ranks, and the checkpoint of it."""
+    """A checkpoint, the live state that it was saved from, and the number of ranks."""
 
     folder: Path
     live: dict[str, str]
@@ -74,10 +74,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
             name: dataclasses.replace(setting, nvme=str(root / "nvme"))
             for name, setting in settings.items()
         }
-        told = run_ranks(save_deepspeed, ranks, str(root), settings)[0]
+        live = run_ranks(save_deepspeed, ranks, str(root), settings)[0]
         for name, setting in settings.items():
             folder = root / name / STEP
-            found[name] = Case(folder, told[name], ranks, setting)
+            found[name] = Case(folder, live[name], ranks, setting)
     return found
 
 

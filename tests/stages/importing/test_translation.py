@@ -16,13 +16,7 @@ from pipeline.importing.translator import ConfigFile, Request, Translation
 from stages.importing.rules import Table
 from stages.importing.trainer import DEFAULTS
 from stages.importing.translator import TABLES, HuggingFace
-from tests.stages.importing.support import (
-    from_files,
-    left_out,
-    outcome,
-    slot,
-    translated,
-)
+from tests.stages.importing.support import from_files, left_out, outcome, slot, translated
 from tests.support.tier import times
 
 

@@ -21,13 +21,7 @@ from stages.model.reconcile import Allowed, fit
 from stages.optimizer.adamw import AdamW
 from stages.weights.torch_files import MemoryReader
 from tests.support import runs
-from tests.support.models import (
-    context,
-    filled,
-    logits,
-    random_source,
-    tiny_llama_config,
-)
+from tests.support.models import context, filled, logits, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.readers import raw, require_equal
 from tests.support.state import WRAPS, digest, hashed

@@ -18,7 +18,7 @@ from tests.stages.publish.conftest import LISTED, REPO, publish, refused, snapsh
 from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Files, Hub, new_repo
 from tests.support.processes import run_ranks
 
-# Of huggingface_hub to its own HTTP library.
+# huggingface_hub calls its own HTTP library in a deprecated way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 UPLOADED = {

@@ -71,7 +71,7 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-# What a conversion can be made of. None looks at a shape to decide what to do.
+# Steps of conversions. None looks at a shape to decide what to do.
 
 
 def each(function: Callable[[Tensor], Tensor]) -> Step:

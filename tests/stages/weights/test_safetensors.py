@@ -48,7 +48,7 @@ def folder() -> Iterator[Path]:
 
 
 def saved(folder: Path, contents: Mapping[str, Tensor], count: int = 1) -> list[Path]:
-    """The tensors dealt out to so many files."""
+    """Files, `count` of them, with the tensors dealt out in turn."""
     files = [folder / f"{number}.safetensors" for number in range(count)]
     for number, file in enumerate(files):
         save_file(dict(list(contents.items())[number::count]), file)

@@ -63,7 +63,7 @@ def saved(file: Path, content: Any, *, archive: bool = True) -> Path:
 
 
 OLD_DTYPES = [dtype for dtype in CODES if "float8" not in str(dtype)]
-"""Those that torch stores without an archive."""
+"""Dtypes that torch stores without an archive."""
 
 
 @ARCHIVE

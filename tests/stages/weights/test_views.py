@@ -141,7 +141,7 @@ def test_casts_are_by_name_and_leave_the_base_open() -> None:
 
 @st.composite
 def halves(draw: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """What a source has, what it is to become, and how many elements it keeps."""
+    """A stored tensor, a fresh one of the final shape, and the number of elements that stay."""
     rows, more, width = (draw(st.integers(0, 6)) for _ in range(3))
     seed = draw(st.integers(0, 2**32))
     stored = random_bits((rows, width), dtype, seed)
