@@ -147,12 +147,12 @@ def _loss(draft: Draft) -> None:
 def _has_fields(file: str) -> bool:
     """Return whether the first row has fields for data.chat, not text alone."""
     from stages.data.formats import KEYS
-    from stages.data.rows import TEXT, Reading, rows
+    from stages.data.rows import TEXT, rows
 
     if file.endswith(TEXT):
         return False
     try:
-        first = next(rows(Path(file), Reading()), None)
+        first = next(rows(Path(file)), None)
     except (DataError, StageError, OSError):
         return False  # `pipe check` and the run report what is wrong with the file
     keys = first.value.keys() if first is not None else set()
