@@ -22,7 +22,7 @@ SCHEDULES = {
 """`flat` is constant from the first step, even with warm-up steps."""
 _EIGHT_BITS = ("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 OPTIMIZERS: dict[str, dict[str, str]] = {
-    "adamw_torch": {"use": "optimizer.adamw", "kernel": "foreach"},
+    "adamw_torch": {"use": "optimizer.adamw"},
     "adamw_torch_fused": {"use": "optimizer.adamw", "kernel": "fused"},
     **{name: {"use": "optimizer.adamw", "moments": "8bit"} for name in _EIGHT_BITS},
     "paged_adamw_32bit": {"use": "optimizer.adamw"},

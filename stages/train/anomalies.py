@@ -64,16 +64,10 @@ class AnomalyMonitor:
 
 
 def is_spike(loss: float, recent: list[float], policy: Anomalies) -> bool:
-    """Whether `loss` is above the policy's limits, given a full window of `recent` losses."""
+    """Whether `loss` is above the policy's limit, given a full window of `recent` losses."""
     window = recent[-policy.spike_window :]
-    if len(window) < policy.spike_window:
-        return False
-    mean = statistics.fmean(window)
-    if policy.spike_factor is not None and loss > mean * policy.spike_factor:
-        return True
-    if policy.spike_deviations is None:
-        return False
-    return loss > mean + policy.spike_deviations * statistics.pstdev(window, mean)
+    full = len(window) == policy.spike_window
+    return full and loss > statistics.fmean(window) * policy.spike_factor
 
 
 def exclude(progress: Progress, start: int, stop: int) -> None:

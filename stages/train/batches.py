@@ -8,25 +8,20 @@ empty, which changes no number: the loss is normalised over the whole step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import ENDLESS, NO_TARGET, Data, DataAxis, Order, Progress, Sample, StageError
+from pipeline import NO_TARGET, Data, DataAxis, Progress, Sample, StageError
 from stages.train.settings import BatchPlan
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-STRETCH = 1024
-"""Positions of an order that are computed at once, at most an epoch."""
 
 
 def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
@@ -127,7 +122,8 @@ class Feed:
         self._device = device
         self._batch = plan.global_batch_size
         self._micro = plan.microbatch_size(shard.count)
-        self._order = IndexCache(data.train.order(seed, shuffle=plan.shuffle))
+        order = data.train.order(seed, shuffle=plan.shuffle)
+        self._indices = functools.lru_cache(maxsize=2)(order.indices)  # every step asks twice
         self._prefetcher = Prefetcher(self._prepare, workers)
         self._end = None if plan.epochs is None else round(plan.epochs * len(data.train))
         if self._end == 0:
@@ -151,13 +147,13 @@ class Feed:
 
     def targets(self, position: int) -> int:
         """Target tokens of the whole step on all ranks, known without communication."""
-        indices = self._order.indices(position, self.count(position))
+        indices = self._indices(position, self.count(position))
         return self._data.train.total_targets(indices)
 
     def samples(self, position: int) -> Iterator[Sample]:
         """The samples from `position` on, one after another, without end."""
         for place in itertools.count(position):
-            (index,) = self._order.indices(place, 1).tolist()
+            (index,) = self._indices(place, 1).tolist()
             yield self._data.train[index]
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
@@ -180,7 +176,7 @@ class Feed:
         count = self.count(position)
         if count <= 0:
             return []
-        indices = tuple(self._order.indices(position, count).tolist())
+        indices = tuple(self._indices(position, count).tolist())
         ranges = microbatches(count, self._shard, self._micro)
         return [
             BatchSpec(position, number, indices[start:end])
@@ -222,23 +218,3 @@ class Prefetcher:
         """Wait for micro-batches that are being prepared, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-
-
-class IndexCache:
-    """An order's indices, computed many at a time: every step asks twice for the same, and short
-    requests cost numpy as much as long ones. An endless order may read data, so it is asked for no
-    more than is needed."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._stretch = 0 if order.size == ENDLESS else min(STRETCH, order.size)
-        self._start = 0
-        self._known: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The samples at positions start ... start + count - 1; shape (count,)."""
-        skip = start - self._start
-        if skip < 0 or skip + count > len(self._known):
-            self._start, skip = start, 0
-            self._known = self._order.indices(start, max(count, self._stretch))
-        return self._known[skip : skip + count]

@@ -23,7 +23,7 @@ from tests.parity.body import SEED, stage, tiny_source
 from tests.support.runs import context
 
 STEPS, LR, DECAY = 4, 1e-3, 0.1
-PLAIN = AdamW(lr=LR, weight_decay=DECAY, decay_all=True, kernel="foreach", max_grad_norm=None)
+PLAIN = AdamW(lr=LR, weight_decay=DECAY, decay_all=True, kernel="single", max_grad_norm=None)
 ROUNDED = AdamW(
     lr=LR, weight_decay=DECAY, decay_all=True, kernel="single", max_grad_norm=None,
     stochastic_rounding=True,

@@ -108,11 +108,9 @@ def test_fractions_of_all_steps_are_rounded_up() -> None:
     assert [steps_in(*case) for case in ((0.1, 40), (0.1, 41), (0.07, 100))] == [4, 5, 7]
 
 
-NO_RATE = (
-    "the learning rate is 0 at every step: warm-up begins with 0 and takes {} steps; set a lower {}"
-)
-RISES = (
-    "warm-up takes {} steps and the training {}: the learning rate rises to the end; set a lower {}"
+WARNING = (
+    "warm-up begins with a learning rate of 0 and takes {} steps, and the training {}; set a lower "
+    "warmup_steps or warmup_ratio"
 )
 
 
@@ -121,10 +119,8 @@ RISES = (
     [
         *(({"schedule": name}, 1, []) for name in SCHEDULES),
         ({"warmup_steps": 5}, 6, []),
-        ({"warmup_steps": 5}, 5, [RISES.format(5, 5, "warmup_steps")]),
-        ({"warmup_steps": 5}, 1, [NO_RATE.format(5, "warmup_steps")]),
-        ({"warmup_ratio": 0.9}, 3, [RISES.format(3, 3, "warmup_ratio")]),
-        ({"warmup_ratio": 0.9}, 1, [NO_RATE.format(1, "warmup_ratio")]),
+        ({"warmup_steps": 5}, 5, [WARNING.format(5, 5)]),
+        ({"warmup_ratio": 0.9}, 1, [WARNING.format(1, 1)]),
     ],
 )
 @pytest.mark.parametrize("stage", [AdamW, Lion])
