@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 from pipeline import PlanView, Problem, StageError
 from pipeline.utils import did_you_mean
 from stages.model.compat import causal_types
-from stages.model.config_checks import wrong_size
-from stages.model.files import COMMIT, HUB_ID, has_tokenizer, is_gguf, is_local, is_plain, local
-from stages.model.read import read_json
+from stages.model.files import (
+    COMMIT,
+    HUB_ID,
+    has_tokenizer,
+    is_gguf,
+    is_local,
+    is_plain,
+    local,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -76,10 +83,7 @@ def _config_file(stage: HfModel, file: Path, key: str) -> Found:
 
 def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
     kind, known = config.get("model_type"), causal_types()
-    wrong = wrong_size(config)
-    if wrong:
-        yield key, wrong, ""
-    elif stage.trust_remote_code and "auto_map" in config:
+    if stage.trust_remote_code and "auto_map" in config:
         return  # code that comes with a model can be of any architecture
     elif not isinstance(kind, str):
         yield key, "`model_type` is missing", "for example `model_type: llama`"
@@ -208,12 +212,6 @@ def _fp8(stage: HfModel, plan: PlanView) -> Found:
             "fp8",
             "needs a GPU with 8-bit products (compute capability 8.9 or above)",
             "set fp8.emulate: true to try it, slowly",
-        )
-    if stage.compile is None:
-        yield (
-            "fp8",
-            "is slower than bf16 without compile, as every cast is a pass of its own",
-            "set compile: {}",
         )
 
 

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
@@ -69,7 +69,11 @@ class AdamW(OptimizerSettings):
     def run(self, ctx: Context) -> OptimizerPlan:
         import torch
 
-        rule = {"moments": ("exp_avg", "exp_avg_sq"), "betas": tuple(self.betas), "eps": self.eps}
+        rule: dict[str, Any] = {
+            "moments": ("exp_avg", "exp_avg_sq"),
+            "betas": tuple(self.betas),
+            "eps": self.eps,
+        }
         fused, rounds = self.kernel == "fused", self.stochastic_rounding
         if self.algorithm == "adamw":
             plain = functools.partial(torch.optim.AdamW, fused=fused, foreach=False)
