@@ -114,19 +114,12 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
 
 @contextlib.contextmanager
 def _unusable() -> Iterator[None]:
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.errors import StrictDataclassError as Strict
 
     try:
         with compat.quiet():
             yield
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        ImportError,
-        StrictDataclassError,
-    ) as error:
+    except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
         raise StageError(f"the model's config cannot be used: {error}") from error
 
 

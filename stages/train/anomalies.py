@@ -127,16 +127,13 @@ class Recovery:
         return {**facts, "samples_from": start, "samples_to": stop}
 
     def _describe(self, anomaly: str, grad_norm: float, progress: Progress, stop: int) -> str:
-        step = f"step {progress.step + 1}"
-        where = f"(samples {progress.samples} to {stop - 1} of the order)"
-        if anomaly != SPIKE:
-            return f"{step}: the gradient norm is {grad_norm} {where}"
-        window = progress.recent_losses[-self._policy.spike_window :]
-        mean = sum(window) / len(window)
-        return (
-            f"{step}: the loss is {self._monitor.loss:.4f}, a spike over the mean {mean:.4f} of "
-            f"the last {len(window)} steps {where}"
-        )
+        if anomaly == SPIKE:
+            mean = statistics.fmean(progress.recent_losses[-self._policy.spike_window :])
+            found = f"the loss is {self._monitor.loss:.4f}, a spike over the mean {mean:.4f}"
+        else:
+            found = f"the gradient norm is {grad_norm}"
+        samples = f"samples {progress.samples} to {stop - 1} of the order"
+        return f"step {progress.step + 1}: {found} ({samples})"
 
     def _skip(self, what: str, progress: Progress, stop: int) -> None:
         progress.left_out_in_a_row += 1

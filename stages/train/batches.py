@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,12 +96,8 @@ class BatchStats:
         )
 
 
-class BatchSpec(NamedTuple):
-    """Position of the step, number of the micro-batch in it, and indices of its samples."""
-
-    position: int
-    number: int
-    indices: tuple[int, ...]
+Prepared = tuple[MicroBatch, list[int]]
+"""A micro-batch, and the lengths of its samples without padding."""
 
 
 class Feed:
@@ -124,7 +120,8 @@ class Feed:
         self._micro = plan.microbatch_size(shard.count)
         order = data.train.order(seed, shuffle=plan.shuffle)
         self._indices = functools.lru_cache(maxsize=2)(order.indices)  # every step asks twice
-        self._prefetcher = Prefetcher(self._prepare, workers)
+        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
+        self._begun: dict[int, list[Future[Prepared]]] = {}
         self._end = None if plan.epochs is None else round(plan.epochs * len(data.train))
         if self._end == 0:
             raise StageError(
@@ -159,62 +156,43 @@ class Feed:
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
         """This rank's micro-batches of the step at `position`, each with whether it is the last,
         and its statistics."""
-        specs = self._specs(position)
-        batches = self._prefetcher.take(specs, lambda: self._specs(position + self.count(position)))
-        for number in range(len(specs)):
+        shares = self._shares(position)
+        batches = self._prepared(position, shares)
+        for number in range(len(shares)):
             began = time.perf_counter()
             batch, lengths = next(batches)
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
-            yield batch, number == len(specs) - 1, BatchStats(sum(lengths), squares, seconds)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._prefetcher.close()
-
-    def _specs(self, position: int) -> list[BatchSpec]:
-        count = self.count(position)
-        if count <= 0:
-            return []
-        indices = tuple(self._indices(position, count).tolist())
-        ranges = microbatches(count, self._shard, self._micro)
-        return [
-            BatchSpec(position, number, indices[start:end])
-            for number, (start, end) in enumerate(ranges)
-        ]
-
-    def _prepare(self, spec: BatchSpec) -> tuple[MicroBatch, list[int]]:
-        """A micro-batch, and the lengths of its samples without padding."""
-        samples = [self._data.train[index] for index in spec.indices]
-        batch = collate(samples, self._data.pad_id, self._device)
-        return batch, [len(sample.input_ids) for sample in samples]
-
-
-Prepare = Callable[[BatchSpec], tuple[MicroBatch, list[int]]]
-
-
-class Prefetcher:
-    """Prepares a step's micro-batches in threads during the step before it."""
-
-    def __init__(self, prepare: Prepare, workers: int) -> None:
-        self._prepare = prepare
-        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
-        self._begun: dict[BatchSpec, Future[tuple[MicroBatch, list[int]]]] = {}
-
-    def take(
-        self, specs: Sequence[BatchSpec], following: Callable[[], Sequence[BatchSpec]]
-    ) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """The micro-batches of `specs`, in order; those of `following()` are begun meanwhile."""
-        if self._pool is None:
-            yield from map(self._prepare, specs)
-            return
-        begun = self._begun
-        taken = [begun.get(spec) or self._pool.submit(self._prepare, spec) for spec in specs]
-        self._begun = {spec: self._pool.submit(self._prepare, spec) for spec in following()}
-        for future in taken:
-            yield future.result()
+            yield batch, number == len(shares) - 1, BatchStats(sum(lengths), squares, seconds)
 
     def close(self) -> None:
         """Wait for micro-batches that are being prepared, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+    def _shares(self, position: int) -> list[list[int]]:
+        """Samples of each micro-batch of this rank in the step at `position`."""
+        count = self.count(position)
+        if count <= 0:
+            return []
+        indices = self._indices(position, count).tolist()
+        return [indices[start:end] for start, end in microbatches(count, self._shard, self._micro)]
+
+    def _prepared(self, position: int, shares: list[list[int]]) -> Iterator[Prepared]:
+        """The micro-batches of the step at `position`; threads prepare those of the next step
+        meanwhile."""
+        pool = self._pool
+        if pool is None:
+            yield from map(self._prepare, shares)
+            return
+        taken = self._begun.get(position) or [pool.submit(self._prepare, one) for one in shares]
+        following = position + self.count(position)
+        begun = [pool.submit(self._prepare, one) for one in self._shares(following)]
+        self._begun = {following: begun}
+        for future in taken:
+            yield future.result()
+
+    def _prepare(self, indices: list[int]) -> Prepared:
+        samples = [self._data.train[index] for index in indices]
+        batch = collate(samples, self._data.pad_id, self._device)
+        return batch, [len(sample.input_ids) for sample in samples]

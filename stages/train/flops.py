@@ -35,7 +35,7 @@ class Cost:
     """Operations that do not depend on the length of the sequence: 6 N."""
     attention: float
     """Operations per token of sequence length: 12 L H Q."""
-    peak: float = math.inf
+    peak: float
     """Operations per second of one device."""
 
     def utilisation(self, tokens: float, squares: float, device_seconds: float) -> float:
