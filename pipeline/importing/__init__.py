@@ -5,6 +5,7 @@ entry-point group `pipe.imports`, know the meaning of the keys.
 
 
 
+
 """
 
 from __future__ import annotations

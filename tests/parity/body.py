@@ -17,6 +17,7 @@ from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from tests.parity.reference import CLIP, DECAY, LR, WARMUP
 from tests.support.runs import TINY, context, packed_data, toy_data
+from tests.support.strategies import Strategy
 
 SEED, STEPS, BATCH = 7, 6, 8
 ADAMW = AdamW(lr=LR, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP)
@@ -65,7 +66,7 @@ def train_case(dist: DistContext, folder: str, case: dict[str, Any]) -> dict[str
     ).run(ctx)
     plan = case.get("optimizer", ADAMW).run(ctx)
     source = tiny_source(ctx, case.get("lora"), case.get("hf"), **case.get("model", {}))
-    wrap = stage(case["wrap"])(**wrap_fields(case["fields"], folder, dist))
+    wrap = Strategy(use=case["wrap"], fields=wrap_fields(case["fields"], folder, dist)).stage()
     engine = wrap.run(ctx, source, precision, plan)
     checkpoints = ShardedCheckpoint(keep=1).run(ctx, engine, source)
     loop = TrainCausalLm(

@@ -16,25 +16,12 @@ from typing import Any
 from pipeline.errors import RecipeError
 from pipeline.plan.plan import plan_file
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
+from tests.support.strategies import Strategy, having
 
 RANKS, MICRO = 2, 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """A wrap slot."""
-
-    wrap: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-STRATEGIES = {
-    "DDP": Strategy(wrap="wrap.ddp"),
-    "FSDP": Strategy(wrap="wrap.fsdp"),
-    "ZeRO-1": Strategy(wrap="wrap.zero", fields={"stage": 1}),
-    "ZeRO-2": Strategy(wrap="wrap.zero", fields={"stage": 2}),
-    "ZeRO-3": Strategy(wrap="wrap.zero", fields={"stage": 3}),
-}
+STRATEGIES = {one.title: one for one in having("basic").values()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +87,7 @@ def recipe(feature: Feature, strategy: Strategy) -> dict[str, Any]:
             "precision": {"use": "precision.policy", "compute": "fp32"},
             "data": {"use": "data.chat", "files": "./rows.jsonl", **packing},
             "optimizer": {"use": "optimizer.adamw"},
-            "wrap": {"use": strategy.wrap, **strategy.fields},
+            "wrap": {"use": strategy.use, **strategy.fields},
             "checkpoint": {"use": "checkpoint.sharded"},
             "train": {"use": "train.causal_lm", "steps": 1, "global_batch_size": 2,
                       **feature.train},
@@ -136,7 +123,7 @@ def model_fields(feature: Feature) -> dict[str, Any]:
 def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
     """For `tests.parity.body.train_case`."""
     return {
-        "wrap": strategy.wrap,
+        "wrap": strategy.use,
         "fields": dict(strategy.fields),
         "batching": {"micro_batch_size": MICRO},
         "lora": feature.adapter,

@@ -46,7 +46,7 @@ def test_half_precision(
     losses, norms = expected
     one = STRATEGIES[name]
     given = {
-        "wrap": one.wrap, "fields": dict(one.fields), "batching": {"micro_batch_size": 3},
+        "wrap": one.use, "fields": dict(one.fields), "batching": {"micro_batch_size": 3},
         "lora": QLORA, "compute": "bf16",
     }  # fmt: skip
     result = run_ranks(train_case, RANKS, str(tmp_path), given)[0]

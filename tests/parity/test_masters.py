@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.process_group import DistContext
-from stages.wrap.zero import OptimizerOffload
 from tests.parity.masters import compare, round_once
 from tests.support.processes import run_ranks
 
@@ -19,7 +18,7 @@ def case(wrap: str, master: str, **fields: Any) -> dict[str, Any]:
     return {"wrap": wrap, "master": master, "fields": fields}
 
 
-OFFLOADED = {"offload_optimizer": OptimizerOffload(device="cpu")}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
 MASTERS: dict[int, dict[str, Any]] = {
     2: {

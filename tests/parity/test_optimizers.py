@@ -19,6 +19,7 @@ from tests.parity.body import ADAMW, BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.reference import CLIP, DECAY, WARMUP, reference
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
+from tests.support.strategies import STRATEGIES, having
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -38,13 +39,6 @@ OPTIMIZERS: dict[str, tuple[Any, float, float]] = {
 """With the mean and the largest error that weights may have. Where a sum of gradients is about
 zero, Lion's sign of it depends on the order of summation. Blocks lie elsewhere in shards, so a
 small second moment can round to 0 in one blocking alone: single updates are then far apart."""
-WRAPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("wrap.ddp", {}),
-    "fsdp": ("wrap.fsdp", {}),
-    "zero1": ("wrap.zero", {"stage": 1}),
-    "zero2": ("wrap.zero", {"stage": 2}),
-    "zero3": ("wrap.zero", {"stage": 3}),
-}
 
 
 def train_cases(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
@@ -64,9 +58,9 @@ def plain_loop(name: str) -> Any:
     return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, plan=plan)
 
 
-@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.parametrize("name", having("basic"))
 def test_an_optimizer_gives_the_numbers_of_a_plain_loop(name: str, tmp_path: Path) -> None:
-    wrap, fields = WRAPS[name]
+    wrap, fields = STRATEGIES[name].use, dict(STRATEGIES[name].fields)
     cases = {
         optimizer: {
             "wrap": wrap, "fields": fields, "batching": {"micro_batch_size": 2},

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from pipeline.contracts.precision import torch_dtype
 from pipeline.distributed.process_group import DistContext
-from stages.wrap.zero import OptimizerOffload
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.reference import reference
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
+from tests.support.strategies import STRATEGIES, having
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -30,23 +30,6 @@ def case(wrap: str, batching: dict[str, Any] = ACCUMULATE, **fields: Any) -> Any
     return {"wrap": wrap, "fields": fields, "batching": batching}
 
 
-TORCH_CASES = {
-    "ddp": (case("wrap.ddp"), (1, 2, 3)),
-    "ddp uneven": (case("wrap.ddp", UNEVEN, static_graph=True), (2,)),
-    "ddp unused": (case("wrap.ddp", UNEVEN, find_unused_parameters=True), (3,)),
-    "fsdp full_shard": (case("wrap.fsdp"), (1, 2, 3)),
-    "fsdp full_shard reduce once": (case("wrap.fsdp", reduce_every_microbatch=False), (2,)),
-    "fsdp shard_grad_op": (case("wrap.fsdp", UNEVEN, sharding="shard_grad_op"), (1, 2)),
-    "fsdp no_shard": (case("wrap.fsdp", sharding="no_shard"), (1, 2)),
-    "fsdp hybrid_shard": (
-        case("wrap.fsdp", {"micro_batch_size": 1}, sharding="hybrid_shard", shard_size=2),
-        (4,),
-    ),
-    "fsdp cpu_offload": (case("wrap.fsdp", cpu_offload=True), (2,)),
-    "fsdp by size": (
-        case("wrap.fsdp", units="size", unit_size=1000, forward_prefetch=1), (2,),
-    ),
-}  # fmt: skip
 ACCELERATE = {
     "multi_cpu": "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: -1\n",
     "fsdp": """
@@ -72,18 +55,18 @@ ACCELERATE_CASES = {
         (2,),
     ),
 }
-OFFLOAD = {"stage": 3, "offload_optimizer": OptimizerOffload(device="cpu")}
-ZERO_CASES = {
-    "zero1": (case("wrap.zero", stage=1), (1, 2)),
-    "zero2": (case("wrap.zero", UNEVEN, stage=2), (1, 2, 3)),
-    "zero3": (case("wrap.zero", stage=3), (1, 2, 3)),
-    "zero3 cpu_offload": (case("wrap.zero", **OFFLOAD), (1, 2)),
+LISTED = {
+    name: (case(one.use, dict(one.batching), **one.fields), one.parity)
+    for name, one in STRATEGIES.items()
 }
 CASES = [
     pytest.param(config, ranks, id=f"{name} on {ranks}")
-    for name, (config, worlds) in {**TORCH_CASES, **ACCELERATE_CASES, **ZERO_CASES}.items()
+    for name, (config, worlds) in {**LISTED, **ACCELERATE_CASES}.items()
     for ranks in worlds
 ]
+
+
+HALF = {name: case(one.use, **one.fields) for name, one in having("half").items()}
 
 
 @functools.cache
@@ -110,7 +93,7 @@ def test_strategy_gives_the_numbers_of_a_plain_loop(
         torch.testing.assert_close(final[name], weight, rtol=0, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("name", [name for name in HALF if name != "zero1"])
 def test_bf16_master_weights_follow_the_plain_loop_as_far_as_they_can(
     name: str, tmp_path: Path
 ) -> None:
@@ -123,15 +106,6 @@ def test_bf16_master_weights_follow_the_plain_loop_as_far_as_they_can(
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=2e-2)
     # the norm itself is accumulated in fp32: bf16 has 8 bits, so hardly any would be a multiple
     assert any(math.remainder(record["grad_norm"], 2**-8) for record in steps)
-
-
-HALF = {
-    "ddp": case("wrap.ddp"),
-    "fsdp": case("wrap.fsdp"),
-    "zero1": case("wrap.zero", stage=1),
-    "zero2": case("wrap.zero", stage=2),
-    "zero3": case("wrap.zero", stage=3),
-}
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])

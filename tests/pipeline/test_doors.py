@@ -68,6 +68,14 @@ def test_every_name_is_resolved(door: str) -> None:
         _ = module.nothing
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_no_name_is_that_of_a_module(door: str) -> None:
+    """A module that somebody has imported would hide the name."""
+    folder = Path(str(importlib.import_module(door).__file__)).parent
+    modules = {file.stem for file in folder.glob("*.py")} | {file.name for file in folder.iterdir()}
+    assert modules.isdisjoint(names(door))
+
+
 def test_importing_a_door_imports_nothing_else() -> None:
     code = (
         f"import sys; {'; '.join(f'import {door}' for door in DOORS)}\n"

@@ -19,32 +19,12 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
-from stages.wrap.ddp import Ddp
-from stages.wrap.fsdp import Fsdp
-from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
+from stages.wrap.zero import OptimizerOffload, Zero
 from tests.support.runs import context, tiny_model
+from tests.support.strategies import having
 from tests.support.zero import batch, summed_loss
 
-WRAPS: dict[str, Any] = {
-    "ddp": Ddp(),
-    "fsdp full": Fsdp(),
-    "fsdp grad-op": Fsdp(sharding="shard_grad_op"),
-    "fsdp hybrid": Fsdp(sharding="hybrid_shard", shard_size=2),
-    "fsdp hybrid 1": Fsdp(sharding="hybrid_shard", shard_size=1),
-    "fsdp offload": Fsdp(cpu_offload=True),
-    "zero1": Zero(stage=1),
-    "zero2": Zero(stage=2),
-    "zero2 round robin": Zero(stage=2, round_robin_gradients=True),
-    "zero3": Zero(stage=3, sub_group_size=9000, param_persistence_threshold=100),
-    "zero3 sub-groups": Zero(stage=3, sub_group_size=2000, param_persistence_threshold=100),
-    "zero3 hpz": Zero(stage=3, extra={"zero_optimization": {"zero_hpz_partition_size": 2}}),
-    "zero2 offload": Zero(stage=2, offload_optimizer=OptimizerOffload()),
-    "zero3 offload": Zero(
-        stage=3, offload_optimizer=OptimizerOffload(), offload_param=ParameterOffload()
-    ),
-}
-
-
+WRAPS: dict[str, Any] = {name: one.stage() for name, one in having("resumes").items()}
 ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 
 

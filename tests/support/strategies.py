@@ -1,0 +1,147 @@
+"""The one list of strategies, which test matrices and benchmarks filter.
+
+A new strategy is one entry here; its traits say through which matrices it goes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipeline.plan.registry import Registry
+
+Trait = Literal["basic", "half", "resumes"]
+"""basic: every feature is combined with it (tests/parity). half: trained in bf16 and fp16 beside
+the plain loop. resumes: goes on from its own checkpoints and others' (tests/stages/checkpoint)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A wrap stage with settings."""
+
+    use: str
+    """Name of the stage, or `module:Class` of one that is not installed."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Values of its fields as a recipe has them."""
+    title: str = ""
+    """Column of docs/combinations.md."""
+    traits: frozenset[Trait] = frozenset()
+    parity: tuple[int, ...] = ()
+    """Numbers of ranks on which it is compared with the plain loop in fp32."""
+    batching: Mapping[str, int] = field(default_factory=lambda: {"micro_batch_size": 2})
+    """Fields of the train slot in that comparison."""
+
+    def stage(self) -> Any:
+        """The stage, with its settings."""
+        from pydantic import TypeAdapter
+
+        from pipeline.recipe.fields import adapter
+
+        kind: TypeAdapter[Any] = adapter(self.kind())
+        return kind.validate_python(dict(self.fields), strict=False)
+
+    def kind(self) -> type:
+        """The stage's class."""
+        module, _, name = self.use.partition(":")
+        if not name:
+            return Registry.installed().load(self.use)
+        found: type = getattr(importlib.import_module(module), name)
+        return found
+
+
+def _traits(*traits: Trait) -> frozenset[Trait]:
+    return frozenset(traits)
+
+
+UNEVEN = {"micro_batch_size": 3}
+BASIC = _traits("basic", "half", "resumes")
+RESUMES = _traits("resumes")
+SMALL_GROUPS = {"param_persistence_threshold": 100}
+"""Tiny parameters are partitioned too."""
+
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": Strategy(use="wrap.ddp", title="DDP", traits=BASIC, parity=(1, 2, 3)),
+    "ddp static": Strategy(
+        use="wrap.ddp", fields={"static_graph": True}, parity=(2,), batching=UNEVEN
+    ),
+    "ddp unused": Strategy(
+        use="wrap.ddp", fields={"find_unused_parameters": True}, parity=(3,), batching=UNEVEN
+    ),
+    "fsdp full": Strategy(use="wrap.fsdp", title="FSDP", traits=BASIC, parity=(1, 2, 3)),
+    "fsdp reduce once": Strategy(
+        use="wrap.fsdp", fields={"reduce_every_microbatch": False}, parity=(2,)
+    ),
+    "fsdp grad-op": Strategy(
+        use="wrap.fsdp",
+        fields={"sharding": "shard_grad_op"},
+        traits=RESUMES,
+        parity=(1, 2),
+        batching=UNEVEN,
+    ),
+    "fsdp no shard": Strategy(use="wrap.fsdp", fields={"sharding": "no_shard"}, parity=(1, 2)),
+    "fsdp hybrid": Strategy(
+        use="wrap.fsdp",
+        fields={"sharding": "hybrid_shard", "shard_size": 2},
+        traits=RESUMES,
+        parity=(4,),
+        batching={"micro_batch_size": 1},
+    ),
+    "fsdp hybrid 1": Strategy(
+        use="wrap.fsdp", fields={"sharding": "hybrid_shard", "shard_size": 1}, traits=RESUMES
+    ),
+    "fsdp offload": Strategy(
+        use="wrap.fsdp", fields={"cpu_offload": True}, traits=RESUMES, parity=(2,)
+    ),
+    "fsdp by size": Strategy(
+        use="wrap.fsdp",
+        fields={"units": "size", "unit_size": 1000, "forward_prefetch": 1},
+        parity=(2,),
+    ),
+    "zero1": Strategy(
+        use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC, parity=(1, 2)
+    ),
+    "zero2": Strategy(
+        use="wrap.zero",
+        fields={"stage": 2},
+        title="ZeRO-2",
+        traits=BASIC,
+        parity=(1, 2, 3),
+        batching=UNEVEN,
+    ),
+    "zero2 round robin": Strategy(
+        use="wrap.zero", fields={"stage": 2, "round_robin_gradients": True}, traits=RESUMES
+    ),
+    "zero3": Strategy(
+        use="wrap.zero",
+        fields={"stage": 3, "sub_group_size": 9000, **SMALL_GROUPS},
+        title="ZeRO-3",
+        traits=BASIC,
+        parity=(1, 2, 3),
+    ),
+    "zero3 sub-groups": Strategy(
+        use="wrap.zero", fields={"stage": 3, "sub_group_size": 2000, **SMALL_GROUPS}, traits=RESUMES
+    ),
+    "zero3 hpz": Strategy(
+        use="wrap.zero",
+        fields={"stage": 3, "extra": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
+        traits=RESUMES,
+    ),
+    "zero2 offload": Strategy(
+        use="wrap.zero", fields={"stage": 2, "offload_optimizer": {}}, traits=RESUMES
+    ),
+    "zero3 offload": Strategy(
+        use="wrap.zero",
+        fields={"stage": 3, "offload_optimizer": {}, "offload_param": {}},
+        traits=RESUMES,
+    ),
+    "zero3 optimizer offload": Strategy(
+        use="wrap.zero", fields={"stage": 3, "offload_optimizer": {"device": "cpu"}}, parity=(1, 2)
+    ),
+}
+
+
+def having(trait: Trait) -> dict[str, Strategy]:
+    """Strategies with a trait."""
+    return {name: one for name, one in STRATEGIES.items() if trait in one.traits}
