@@ -44,25 +44,21 @@ def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
     """Whether there is a tokenizer, and whether it has a chat template."""
     if model.tokenizer is None and model.gguf_file is not None:
         place = place / model.gguf_file
-    if is_gguf(place.name):
-        return _in_gguf(place)
-    return has_tokenizer(place), any((place / name).exists() for name in TEMPLATES) or _in_config(
-        place
-    )
-
-
-def _in_config(folder: Path) -> bool:
-    with contextlib.suppress(StageError):
-        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
-    return False
-
-
-def _in_gguf(file: Path) -> tuple[bool, bool]:
+    if not is_gguf(place.name):
+        return has_tokenizer(place), _has_template(place)
     try:
-        metadata, _ = gguf_header(file)
+        metadata, _ = gguf_header(place)
     except StageError:
         return True, True  # the run reports a damaged file
     return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in TEMPLATES):
+        return True
+    with contextlib.suppress(StageError):
+        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    return False
 
 
 TABLES = {
@@ -82,20 +78,12 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
         return
     for slot, other in plan.slots.items():
         length = getattr(other, "sequence_length", None)
-        if not isinstance(length, int) or length <= context:
-            continue
-        samples = f"samples of slot `{slot}` may have {length} tokens"
-        if kind in TABLES:
+        if isinstance(length, int) and length > context:
             yield Problem(
-                message=f"{samples}, and a {kind} with {context} positions fails on longer ones",
+                message=f"samples of slot `{slot}` may have {length} tokens, and the model has "
+                f"{context} positions",
                 hint=f"set {slot}.sequence_length to {context} or less",
-            )
-        else:
-            yield Problem(
-                message=f"{samples}, and the model's config states {context} positions",
-                hint=f"lower {slot}.sequence_length, or give the model a config that scales its "
-                "rotary angles",
-                warning=True,
+                warning=kind not in TABLES,
             )
 
 
