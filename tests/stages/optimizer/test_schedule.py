@@ -175,4 +175,4 @@ def test_a_stage_of_a_third_party_has_schedule_and_groups(tmp_path: Path) -> Non
     optimizer = plan.build(plan.groups(named))
     weight.grad, head.grad = torch.ones(1, 1), torch.ones(1, 1)
     optimizer.step()
-    assert (float(weight), float(head)) == (1 - 0.5 * 1.25, 1 - 1.0 * 1.25)
+    assert (weight.item(), head.item()) == (1 - 0.5 * 1.25, 1 - 1.0 * 1.25)
