@@ -19,9 +19,9 @@ SCHEDULES = {
 """`flat` is constant from the first step, even with warm-up steps."""
 _EIGHT_BITS = ("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 OPTIMIZERS: dict[str, dict[str, str]] = {
-    "adamw_torch": {"kernel": "foreach"},
+    "adamw_torch": {},
     "adamw_torch_fused": {"kernel": "fused"},
-    "paged_adamw_32bit": {"kernel": "foreach"},
+    "paged_adamw_32bit": {},
     **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
 }
 """Fields of optimizer.adamw."""

@@ -21,19 +21,14 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and advice in the body; its errors still show."""
-    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # The GGUF loader's bar is tqdm's own and heeds no setting of transformers.
-    bar = gguf.tqdm
-    gguf.tqdm = lambda tensors, **_: tensors
     try:
         yield
     finally:
-        gguf.tqdm = bar
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()

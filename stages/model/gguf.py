@@ -11,30 +11,13 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
-from pipeline.utils import optional
 from stages.model import compat
-from stages.model.gguf_header import read_header
+from stages.model.read import gguf_reader
 from stages.weights.change import Change
 from stages.weights.converted import ConvertedReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-
-AGAIN = "download or copy it again"
-
-
-def require_whole(file: Path) -> None:
-    """Raise StageError for a file that is no GGUF or is cut short, and where the package that reads
-    it is not installed."""
-    with optional(
-        "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
-    ):
-        from gguf import GGML_QUANT_SIZES
-    try:
-        read_header(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
-    except (OSError, ValueError) as error:
-        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=AGAIN) from error
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:
@@ -58,14 +41,9 @@ class GgufTensors(TensorReader):
     """A file's tensors under their own names, in fp32."""
 
     def __init__(self, file: Path) -> None:
-        from gguf import GGUFReader
-
-        try:
-            reader = GGUFReader(file)
-            field = reader.fields["general.architecture"]
-            self.architecture = str(bytes(field.parts[field.data[0]]), "utf-8")
-        except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-            raise StageError(f"{file} cannot be read as GGUF: {error}", hint=AGAIN) from error
+        reader = gguf_reader(file)
+        architecture = reader.get_field("general.architecture")
+        self.architecture = "" if architecture is None else str(architecture.contents())
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def names(self) -> Collection[str]:

@@ -24,7 +24,7 @@ from tests.support.runs import context
 from tests.support.strategies import Strategy
 
 STEPS, LR, DECAY = 4, 1e-3, 0.1
-PLAIN = AdamW(lr=LR, weight_decay=DECAY, decay_all=True, kernel="foreach", max_grad_norm=None)
+PLAIN = AdamW(lr=LR, weight_decay=DECAY, decay_all=True, kernel="single", max_grad_norm=None)
 ROUNDED = AdamW(
     lr=LR, weight_decay=DECAY, decay_all=True, kernel="single", max_grad_norm=None,
     stochastic_rounding=True,

@@ -378,7 +378,7 @@ def test_what_saves_memory_and_time_is_translated() -> None:
 @pytest.mark.parametrize(
     ("said", "fields"),
     [
-        ({"optim": "adamw_torch"}, {"use": "optimizer.adamw", "kernel": "foreach"}),
+        ({"optim": "adamw_torch"}, {"use": "optimizer.adamw"}),
         ({"optim": "adamw_8bit"}, {"use": "optimizer.adamw", "moments": "8bit"}),
         ({"optim": "PAGED_ADAMW_8BIT"}, {"use": "optimizer.adamw", "moments": "8bit"}),
         (
