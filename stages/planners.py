@@ -7,16 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    Precision,
-)
-from pipeline.checkpoint import (
-    PASSAGE,
-    expected_count,
-)
+from pipeline import Context, Engine, ModelSource, Precision
+from pipeline.checkpoint import PASSAGE, expected_count
 from pipeline.planning import (
     BYTES,
     EXPORT,

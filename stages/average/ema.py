@@ -8,13 +8,7 @@ from typing import Annotated
 
 from annotated_types import Gt, Lt
 
-from pipeline import (
-    Checkpoints,
-    Context,
-    Engine,
-    PlanView,
-    Problem,
-)
+from pipeline import Checkpoints, Context, Engine, PlanView, Problem
 
 ELEMENT = 4
 """Bytes of an element of the average, in fp32."""

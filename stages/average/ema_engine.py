@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import (
-    WEIGHT,
-    Engine,
-    EngineState,
-    Fragment,
-    StepGuard,
-    StepReport,
-)
+from pipeline import WEIGHT, Engine, EngineState, Fragment, StepGuard, StepReport
 
 EMA = "ema"
 """Kind of state in checkpoints."""

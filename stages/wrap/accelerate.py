@@ -17,9 +17,7 @@ from pipeline import (
     Precision,
     Problem,
 )
-from pipeline.importing import (
-    read_config,
-)
+from pipeline.importing import read_config
 from stages.importing.engines import ACCELERATE
 from stages.importing.report import Report
 

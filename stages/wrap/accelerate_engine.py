@@ -12,15 +12,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline import (
-    Context,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-)
-from pipeline.importing import (
-    read_config,
-)
+from pipeline import Context, ModelSource, OptimizerPlan, Precision
+from pipeline.importing import read_config
 from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
 from stages.wrap.build import build_module, declared_facts, verify_engine

@@ -24,13 +24,8 @@ from pipeline import (
     dtype_name,
     torch_dtype,
 )
-from pipeline.hardware import (
-    model_begins,
-)
-from pipeline.utils import (
-    replace_text,
-    with_values,
-)
+from pipeline.hardware import model_begins
+from pipeline.utils import replace_text, with_values
 from stages.model.declared import logical_numel, outline
 from stages.wrap.compute_cast import cast_on_use
 from stages.wrap.load_weights import load_weights, local_shards

@@ -7,13 +7,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-)
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 
 
 @dataclass(frozen=True, kw_only=True)

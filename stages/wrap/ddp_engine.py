@@ -15,14 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline import (
-    Context,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-    dtype_name,
-    torch_dtype,
-)
+from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
 from stages.wrap.compute_cast import installed_casts
 from stages.wrap.torch_compat import (

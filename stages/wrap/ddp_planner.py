@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-)
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 from pipeline.planning import (
     BUFFERS,
     GATHERED,

@@ -8,15 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    PlanView,
-    Precision,
-    Problem,
-)
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 

@@ -18,17 +18,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from pipeline import (
-    Context,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-    StageError,
-    torch_dtype,
-)
-from pipeline.utils import (
-    with_values,
-)
+from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError, torch_dtype
+from pipeline.utils import with_values
 from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, make_optimizer

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    Precision,
-)
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 from pipeline.planning import (
     BUFFERS,
     GATHERED,

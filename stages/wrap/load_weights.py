@@ -16,20 +16,13 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from pipeline import (
-    StageError,
-)
-from pipeline.utils import (
-    Throughput,
-)
+from pipeline import StageError
+from pipeline.utils import Throughput
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from pipeline import (
-        Context,
-        TensorReader,
-    )
+    from pipeline import Context, TensorReader
 
 CUT = 1 << 24
 """Elements; a smaller shard is read by one rank."""

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline import (
-    OptimizerPlan,
-    StageError,
-)
+from pipeline import OptimizerPlan, StageError
 from stages.wrap.load_weights import flat
 
 UPDATES = "step"

@@ -10,9 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline import (
-    dtype_name,
-)
+from pipeline import dtype_name
 
 SHARED = -1
 """Key of these hooks on every module; torch counts its own from 0."""

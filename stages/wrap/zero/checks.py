@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    ModelSource,
-    OptimizerPlan,
-    PlanView,
-    Precision,
-    Problem,
-)
+from pipeline import ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap.zero.config import STAGE_3_FIELDS, extra_problems
 from stages.wrap.zero.stage import RULE
 

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import (
-    DistContext,
-    OptimizerPlan,
-)
+from pipeline import DistContext, OptimizerPlan
 from stages.wrap.zero.operators_compat import keep_operators
 
 

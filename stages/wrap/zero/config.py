@@ -8,14 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    LossScaling,
-    Precision,
-    Problem,
-)
-from pipeline.utils import (
-    closest,
-)
+from pipeline import LossScaling, Precision, Problem
+from pipeline.utils import closest
 
 if TYPE_CHECKING:
     from stages.wrap.zero.stage import OptimizerOffload, ParameterOffload, Zero

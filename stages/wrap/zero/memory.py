@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline import (
-    Precision,
-)
+from pipeline import Precision
 from pipeline.planning import (
     GRADIENTS,
     IN_BACKWARD,

@@ -28,12 +28,8 @@ from unittest import mock
 
 import torch
 
-from pipeline import (
-    StageError,
-)
-from pipeline.utils import (
-    sync,
-)
+from pipeline import StageError
+from pipeline.utils import sync
 
 LOG = logging.getLogger("pipe.operators")
 

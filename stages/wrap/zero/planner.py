@@ -6,9 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline import (
-    Precision,
-)
+from pipeline import Precision
 from pipeline.planning import (
     GATHERED,
     GRADIENTS,

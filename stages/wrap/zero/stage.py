@@ -8,15 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline import (
-    Context,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
-    PlanView,
-    Precision,
-    Problem,
-)
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 
 OffloadDevice = Literal["cpu", "nvme"]
 
