@@ -137,10 +137,10 @@ ZERO: Table = {
     "stage": sets("zero.stage", zero_stage),
     "offload_optimizer": {
         **offload("offload_optimizer"),
-        **_fields("offload_optimizer.", rules.truth, "fast_init", "pin_memory"),
-        **_fields("offload_optimizer.", rules.truth, "pipeline_read", "pipeline_write"),
+        **_fields("offload_optimizer.", rules.truth, "pin_memory", "pipeline_read"),
+        **_fields("offload_optimizer.", rules.truth, "pipeline_write"),
         **_fields("offload_optimizer.", rules.whole, "buffer_count"),
-        **_fields("offload_optimizer.", rules.number, "ratio"),
+        "ratio": allowed(1),
     },
     "offload_param": {
         **offload("offload_param"),

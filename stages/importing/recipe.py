@@ -245,7 +245,7 @@ def _fsdp(draft: Draft) -> None:
 
 
 NVME = (
-    ".buffer_count", ".buffer_size", ".fast_init", ".max_in_cpu", ".path", ".pipeline_read",
+    ".buffer_count", ".buffer_size", ".max_in_cpu", ".path", ".pipeline_read",
     ".pipeline_write",
 )  # fmt: skip
 

@@ -37,7 +37,7 @@ HARMLESS = (
     "deepspeed_exclusion", "deepspeed_hostfile", "deepspeed_inclusion", "deepspeed_multinode",
     "disable_tqdm", "dispatch_batches", "do_eval", "do_train", "downcast_bf16",
     "elastic_checkpoint", "eval_", "even_batches", "fp16_backend", "fp16_full_eval",
-    "fp16_opt_level", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs",
+    "fp16_opt_level", "fast_init", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs",
     "half_precision_backend", "hub_", "hysteresis", "include_", "label_names", "length_column_name",
     "liger_kernel_config", "limit_all_gathers", "load_from_fp32_", "local_rank", "log_", "logging_",
     "low_cpu_mem_usage", "machine_rank", "main_", "min_loss_scale", "num_machines",

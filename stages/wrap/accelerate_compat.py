@@ -26,8 +26,7 @@ def launch_environment(config: Path, procs: int) -> dict[str, str]:
     given = ["--config_file", str(config), "--num_processes", str(procs), "recipe"]
     arguments = launch_command_parser().parse_args(given)
     arguments, _, _ = _validate_launch_command(arguments)
-    # This run's own launcher decides addresses.
-    arguments.num_machines, arguments.main_process_port = 1, 0
+    arguments.num_machines, arguments.main_process_port = 1, 0  # this run's own launcher decides
     if arguments.use_fsdp or arguments.multi_gpu:
         variables = prepare_multi_gpu_env(arguments)
     else:

@@ -36,6 +36,8 @@ def build(
     if ctx.dist.is_main:
         replace_text(ctx.run_dir / "deepspeed.json", json.dumps(config, indent=1) + "\n")
     compat.start(ctx.dist, ctx.log)
+    import deepspeed
+
     if precision.compute == "fp16" and not compat.computes_fp16():
         raise StageError(
             "DeepSpeed refuses fp16 on this device, which has no fp16 arithmetic",
@@ -49,8 +51,13 @@ def build(
         else:
             materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
         cast_buffers(module, precision)
-        with compat.quiet(ctx.log):
-            live = _initialize(stage, module, plan, config)
+        with compat.quiet():
+            live, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=_optimizer(stage, plan, module),
+                config=dict(config),
+                dist_init_required=False,
+            )
         engine = ZeroEngine(live, ctx.dist, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
@@ -90,23 +97,8 @@ def _partitioned(
     return module
 
 
-def _initialize(
-    stage: Zero, module: nn.Module, plan: OptimizerPlan, config: Mapping[str, Any]
-) -> Any:
-    import deepspeed
-
-    live, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=_optimizer(stage, plan, module),
-        config=dict(config),
-        dist_init_required=False,
-    )
-    return live
-
-
 def _close(engine: weakref.ref[ZeroEngine]) -> None:
-    live = engine()
-    if live is not None:
+    if (live := engine()) is not None:
         live.close()
 
 
@@ -126,7 +118,6 @@ def _expected(
         "max_grad_norm": plan.max_grad_norm,
         "accumulation": "unmanaged",
         "loss_scaling": precision.loss_scaling is not None,
-        "partitioned": True,
     }
 
 

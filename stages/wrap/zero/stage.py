@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 
@@ -30,17 +30,11 @@ class OptimizerOffload:
     """With nvme: buffers in the pool; at least the tensors kept per parameter (Adam has four:
     parameter, gradient and two moments)."""
 
-    fast_init: bool = False
-    """With nvme parameters too: initialise master weights straight from the swapped parameters."""
-
     pipeline_read: bool = False
     """With nvme: read the next tile while the current one is updated."""
 
     pipeline_write: bool = False
     """With nvme: write the previous tile while the current one is updated."""
-
-    ratio: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Share of the optimizer's sub-groups that is offloaded; below 1 at stage 3 with cpu only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,10 @@ class ZeroState:
         """See `Engine.restore`."""
         self._restored, self.applied = state.updates, 0
         for flat in self._flats:
-            self._require_one_count(self._members[flat.number], state)
+            counts = {name: state.updates[name] for name in self._members[flat.number]}
+            if len(set(counts.values())) > 1:
+                message = "parameters that ZeRO updates together were updated unequally often"
+                raise CheckpointError(f"{message}: {counts}")
         yield from self._trained(write=True, counts=state.updates)
         yield from self._others()
         compat.restore_bias_correction(self._live)
@@ -126,7 +129,7 @@ class ZeroState:
                 state = self._optimizer_state(flat)
                 if counts is not None:
                     count = counts[self._members[flat.number][0]]
-                    set_updates(state, count, flat.optimizer, flat.group)
+                    set_updates(state, count, flat.zero.optimizer, flat.group)
                 yield from self._flat_fragments(flat, state, write=write)
 
     def _flat_fragments(
@@ -174,22 +177,15 @@ class ZeroState:
 
     def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
         """Optimizer state of a flat master, created as the optimizer's first step would."""
-        optimizer, master = flat.optimizer, flat.tensor
+        optimizer, master = flat.zero.optimizer, flat.tensor
         if not optimizer.state[master]:
             compat.start_optimizer_state(optimizer, master, flat.numel, self._plan)
         state: dict[str, Any] = optimizer.state[master]
         require_known(state, self._plan, type(optimizer).__name__)
         return state
 
-    def _require_one_count(self, names: Sequence[str], state: EngineState) -> None:
-        if len({state.updates[name] for name in names}) > 1:
-            raise CheckpointError(
-                "parameters that ZeRO updates together were updated different numbers of times: "
-                + ", ".join(f"{name} {state.updates[name]}" for name in names[:5])
-            )
-
     def _group(self, number: int, names: Sequence[str]) -> ParameterGroup:
-        group = list(compat.update_groups(self._live))[number]
+        group = self._live.optimizer.optimizer.param_groups[number]
         settings = {key: group[key] for key in self._plan.hyperparameters if key in group}
         return ParameterGroup(
             settings={**settings, "lr": self._base_rates[number]}, parameters=list(names)
