@@ -16,7 +16,7 @@ SHARDINGS = {
     **dict.fromkeys(("hybrid_shard", "4"), "hybrid_shard"),
 }
 """Names and numbers of torch's ShardingStrategy, and FSDP2's `reshard_after_forward`."""
-UNITS = {"transformer_based_wrap": "block", "size_based_wrap": "size", "no_wrap": "none"}
+UNITS = {"transformer_based_wrap": "block", "no_wrap": "none"}
 
 _sharding = sets("fsdp.sharding", rules.choice(SHARDINGS, "use FULL_SHARD or HYBRID_SHARD"))
 _classes = sets("classes", rules.names, off=("", []))
@@ -31,7 +31,7 @@ FSDP: Table = {
     "auto_wrap_policy": sets("policy", rules.choice(UNITS)),
     "transformer_layer_cls_to_wrap": _classes,
     "transformer_cls_names_to_wrap": _classes,
-    "min_num_params": sets("unit_size", rules.positive, off=(0,)),
+    "min_num_params": allowed(0),
     "forward_prefetch": sets("fsdp.forward_prefetch", lambda value: int(rules.truth(value))),
     "activation_checkpointing": when_on("model.activation_checkpointing", {}),
 }

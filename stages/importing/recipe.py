@@ -21,7 +21,7 @@ from stages.importing.training import checkpoint, optimizer, train
 UNUSED = (
     "adapter", "classes", "dataset", "ddp.", "eval_", "fsdp.", "global_batch", "loss.",
     "output_name", "parallel.", "policy", "publish", "quantization", "revision", "save_",
-    "schedule_steps", "unit_size", "warmup_", "zero.",
+    "schedule_steps", "warmup_", "zero.",
 )  # fmt: skip
 """Beginnings of the names of facts that may stay unused: they have no effect without others."""
 
@@ -237,10 +237,7 @@ def _fsdp(draft: Draft) -> None:
         draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
         draft.copy("parallel.shard", "wrap.shard_size")
     policy, classes = report.value("policy"), report.value("classes")
-    if policy == "size" and report.given("unit_size"):
-        draft.put("wrap.units", "size", "policy")
-        draft.copy("unit_size", "wrap.unit_size")
-    elif policy == "block" or (classes and policy is None):
+    if policy == "block" or (classes and policy is None):
         draft.put("wrap.units", classes or "block", "classes", "policy")
 
 

@@ -158,9 +158,6 @@ def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -
     """
     if config.units == "block":
         units, what = list(blocks), "transformer blocks; name their classes in `units`"
-    elif config.units == "size":
-        # A model smaller than one unit is one unit: the root.
-        return list(_by_size(module, config.unit_size))
     else:
         named = set(config.units)
         units = [m for m in _inner_first(module) if type(m).__name__ in named]
@@ -175,17 +172,6 @@ def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -
                 hint="choose units that hold all owners of a tied weight, or none",
             )
     return units
-
-
-def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
-    taken: set[nn.Parameter] = set()
-    owners = _owners(module)
-    for owner in _inner_first(module):
-        own = set(owner.parameters()) - taken
-        container = isinstance(owner, nn.ModuleList | nn.ModuleDict)
-        if not container and sum(p.numel() for p in own) >= least and _closed(owner, owners):
-            taken.update(own)
-            yield owner
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -64,16 +64,12 @@ def updates(state: Mapping[str, Any], uncounted: int) -> int:
     return int(state.get(UPDATES, uncounted))
 
 
-def set_updates(
-    state: dict[str, Any], count: int, optimizer: Optimizer, group: int | None = None
-) -> None:
-    """Set the count of updates; some kernels keep it in the optimizer group too, number `group`."""
+def set_updates(state: dict[str, Any], count: int) -> None:
+    """Set the count of updates, if the rule keeps one."""
     if isinstance(state.get(UPDATES), Tensor):
         state[UPDATES].fill_(count)
     elif UPDATES in state:
         state[UPDATES] = count
-    if group is not None and UPDATES in optimizer.param_groups[group]:
-        optimizer.param_groups[group][UPDATES] = count
 
 
 def require_known(state: Mapping[str, Any], plan: OptimizerPlan, optimizer: str) -> None:

@@ -148,7 +148,7 @@ class TorchEngine(Engine):
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self._restored, self._applied = state.updates, 0
         for name, own in self._layout.trained.items():
-            set_updates(own, state.updates[name], self.optimizer)
+            set_updates(own, state.updates[name])
         if self.scaler is not None and state.loss_scale is not None:
             _set_loss_scale(self.scaler, state.loss_scale)
         yield from self._fragments(write=True)

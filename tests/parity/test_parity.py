@@ -43,9 +43,7 @@ TORCH_CASES = {
         (4,),
     ),
     "fsdp cpu_offload": (case("wrap.fsdp", cpu_offload=True), (2,)),
-    "fsdp by size": (
-        case("wrap.fsdp", units="size", unit_size=1000, forward_prefetch=1), (2,),
-    ),
+    "fsdp ahead": (case("wrap.fsdp", forward_prefetch=1), (2,)),
 }  # fmt: skip
 ACCELERATE = {
     "multi_cpu": "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: -1\n",

@@ -13,14 +13,14 @@ import torch
 import torch.distributed
 from torch import nn
 
-from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision, StageError
+from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision
 from pipeline.utils import replace_text
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
 from stages.wrap.load_weights import load_weights
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
-from stages.wrap.zero.stage import RULE, uses_deepspeed_kernel
+from stages.wrap.zero.stage import uses_cpu_adam
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,11 +38,6 @@ def build(
     compat.start(ctx.dist, ctx.log)
     import deepspeed
 
-    if precision.compute == "fp16" and not compat.computes_fp16():
-        raise StageError(
-            "DeepSpeed refuses fp16 on this device, which has no fp16 arithmetic",
-            hint="set compute: bf16 in the precision slot",
-        )
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module = build_empty(model, precision)
@@ -122,24 +117,13 @@ def _expected(
 
 
 def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
-    """The optimizer over the module's parameters, before DeepSpeed takes it apart.
-
-    Raises StageError if DeepSpeed's kernel is asked for by name and computes another rule.
-    """
+    """The optimizer over the module's parameters, before DeepSpeed takes it apart."""
     groups = plan.groups(_named_parameters(module))
-    if not uses_deepspeed_kernel(stage, plan.algorithm):
+    if not uses_cpu_adam(stage, plan.algorithm):
         return plan.build(groups)
-    if plan.algorithm != RULE:
-        raise StageError(
-            f"DeepSpeed's kernels compute {RULE}, the optimizer slot asks for {plan.algorithm}",
-            hint="set optimizer_implementation: torch",
-        )
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    if stage.offload_optimizer is not None:
-        optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
-    else:
-        optimizer = FusedAdam(groups, adam_w_mode=True, **plan.hyperparameters)
+    optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 

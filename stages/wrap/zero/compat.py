@@ -36,34 +36,16 @@ def start(dist: DistContext, log: logging.Logger) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    logger.addHandler(_ToRunLog(log))
+    # Its warnings go to the run's log.
+    logger.handlers.clear()
+    logger.parent, logger.propagate = log, True
+    logger.setLevel(logging.WARNING)
     with quiet():
         deepspeed.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
             auto_mpi_discovery=False,
             verbose=False,
         )
-
-
-class _ToRunLog(logging.Handler):
-    """Passes DeepSpeed's warnings on; all else goes to the log at debug level."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        level = record.levelno if record.levelno >= logging.WARNING else logging.DEBUG
-        self._log.log(level, "deepspeed: %s", record.getMessage())
-
-
-def computes_fp16() -> bool:
-    """Whether DeepSpeed trains in fp16 on this device."""
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_fp16_supported())
 
 
 def full_shape(tensor: Any) -> tuple[int, ...]:

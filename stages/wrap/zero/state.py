@@ -129,7 +129,7 @@ class ZeroState:
                 state = self._optimizer_state(flat)
                 if counts is not None:
                     count = counts[self._members[flat.number][0]]
-                    set_updates(state, count, flat.zero.optimizer, flat.group)
+                    set_updates(state, count)
                 yield from self._flat_fragments(flat, state, write=write)
 
     def _flat_fragments(

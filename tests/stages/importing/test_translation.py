@@ -155,10 +155,6 @@ def test_the_length_of_a_schedule_is_that_of_the_training(configs: Path) -> None
         ({"fsdp_offload_params": True, "offload_params": True}, {"cpu_offload": True}),
         ({"fsdp_forward_prefetch": "true"}, {"forward_prefetch": 1}),
         (
-            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000},
-            {"units": "size", "unit_size": 2000},
-        ),
-        (
             {"fsdp_transformer_layer_cls_to_wrap": "A, B", "fsdp_min_num_params": 0},
             {"units": ["A", "B"]},
         ),

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
