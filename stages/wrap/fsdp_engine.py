@@ -51,7 +51,16 @@ def build(
     )
     optimizer = make_optimizer(plan, module, shard=mesh.get_local_rank("shard"))
     engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan)
-    verify_engine(ctx, engine, _expected(config, ctx, mesh, units, precision))
+    expected = {
+        **declared_facts(ctx, precision),
+        "engine": "fully_shard",
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "units": len(units) + 1,
+        "reshard_after_forward": [_reshards(config) and bool(units)],
+        "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
+        "cpu_offload": config.cpu_offload,
+    }
+    verify_engine(ctx, engine, expected)
     return engine
 
 
@@ -94,20 +103,6 @@ def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
         if config.backward_prefetch != 1:
             before = sharded[:place][::-1]
             unit.set_modules_to_backward_prefetch(before[: config.backward_prefetch])
-
-
-def _expected(
-    config: Fsdp, ctx: Context, mesh: DeviceMesh, units: Sequence[nn.Module], precision: Precision
-) -> dict[str, Any]:
-    return {
-        **declared_facts(ctx, precision),
-        "engine": "fully_shard",
-        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
-        "units": len(units) + 1,
-        "reshard_after_forward": [_reshards(config) and bool(units)],
-        "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
-        "cpu_offload": config.cpu_offload,
-    }
 
 
 def _reshards(config: Fsdp) -> bool:

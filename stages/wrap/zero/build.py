@@ -118,7 +118,9 @@ def _expected(
 
 def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
     """The optimizer over the module's parameters, before DeepSpeed takes it apart."""
-    groups = plan.groups(_named_parameters(module))
+    rank = torch.distributed.get_rank()  # every rank has masters of its own
+    named = module.named_parameters()
+    groups = plan.groups([NamedParameter(n, p, compat.full_shape(p), rank) for n, p in named])
     if not uses_cpu_adam(stage, plan.algorithm):
         return plan.build(groups)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -126,12 +128,3 @@ def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer
     optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
-
-
-def _named_parameters(module: nn.Module) -> list[NamedParameter]:
-    """Parameters with their full shapes; every rank has masters of its own."""
-    rank = torch.distributed.get_rank()
-    return [
-        NamedParameter(name, parameter, compat.full_shape(parameter), rank)
-        for name, parameter in module.named_parameters()
-    ]

@@ -16,11 +16,11 @@ from pipeline import (
     Fragment,
     LossScale,
     OptimizerPlan,
-    ParameterGroup,
     StageError,
 )
-from stages.wrap.load_weights import LocalShard, aliases, stored_tensors
+from stages.wrap.load_weights import LocalShard, stored_tensors
 from stages.wrap.optimizer_state import (
+    fixed_state,
     read_moments,
     require_known,
     set_updates,
@@ -74,19 +74,12 @@ class ZeroState:
     @functools.cached_property
     def _fixed(self) -> EngineState:
         """The part of the state that never changes."""
-        groups: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for flat in self._flats:
-            groups.setdefault(flat.group, []).extend(self._members[flat.number])
-        module = self._live.module
-        return EngineState(
-            shapes={name: compat.full_shape(tensor) for name, tensor in stored_tensors(module)},
-            aliases=aliases(module),
-            frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
-            groups=[self._group(number, groups[number]) for number in sorted(groups)],
-            updates={},
-            moments=tuple(self._plan.moments),
-            loss_scale=None,
-        )
+            names.setdefault(flat.group, []).extend(self._members[flat.number])
+        given = self._live.optimizer.optimizer.param_groups
+        groups = [(given[at], self._base_rates[at], names[at]) for at in sorted(names)]
+        return fixed_state(self._live.module, self._plan, groups, compat.full_shape)
 
     def fragments(self) -> Iterator[Fragment]:
         """See `Engine.fragments`."""
@@ -183,13 +176,6 @@ class ZeroState:
         state: dict[str, Any] = optimizer.state[master]
         require_known(state, self._plan, type(optimizer).__name__)
         return state
-
-    def _group(self, number: int, names: Sequence[str]) -> ParameterGroup:
-        group = self._live.optimizer.optimizer.param_groups[number]
-        settings = {key: group[key] for key in self._plan.hyperparameters if key in group}
-        return ParameterGroup(
-            settings={**settings, "lr": self._base_rates[number]}, parameters=list(names)
-        )
 
     def _loss_scale(self) -> LossScale | None:
         scaler = compat.loss_scaler(self._live)
