@@ -34,7 +34,7 @@ def build(
     module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
     optimizer = make_optimizer(plan, module)
     with compat.launched(path, ctx.dist.world_size):
-        accelerator = compat.make_accelerator(ctx.dist.device)
+        accelerator = Accelerator(cpu=ctx.dist.device.type == "cpu", gradient_accumulation_steps=1)
         ctx.on_exit(compat.reset_state)
         wrapped, prepared = accelerator.prepare(module, optimizer)
     engine = AcceleratedEngine(accelerator, wrapped, prepared.optimizer, ctx, precision, plan)

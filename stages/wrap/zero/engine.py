@@ -61,8 +61,8 @@ class ZeroEngine(Engine):
             group["lr"] = base * lr_scale
         scaler = compat.loss_scaler(live)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
-        with self._veto.by(should_step, lambda: compat.global_grad_norm(live)):
-            live.step()
+        self._veto.arm(should_step, lambda: compat.global_grad_norm(live))
+        live.step()
         finite = bool(live.was_step_applied())
         if finite:
             self._grow_scale(scaler)
@@ -142,15 +142,10 @@ class StepVeto:
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
-    @contextlib.contextmanager
-    def by(self, should_step: StepGuard | None, norm: Callable[[], float]) -> Iterator[None]:
-        """Let `should_step(norm())` decide about steps in the body; without it they all happen."""
+    def arm(self, should_step: StepGuard | None, norm: Callable[[], float]) -> None:
+        """Let `should_step(norm())` decide about the next step; without it, it happens."""
         self.refused = False
         self._ask = None if should_step is None else lambda: should_step(norm())
-        try:
-            yield
-        finally:
-            self._ask = None
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._ask is not None:
