@@ -129,7 +129,7 @@ ZERO: Table = {
     "offload_optimizer": {
         **offload("offload_optimizer"),
         **_fields("offload_optimizer.", rules.truth, "pin_memory"),
-        **_fields("offload_optimizer.", rules.number, "ratio"),
+        "ratio": allowed(1),
     },
     "offload_param": {
         **offload("offload_param"),

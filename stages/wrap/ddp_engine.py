@@ -19,7 +19,7 @@ from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name,
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
 from stages.wrap.compute_cast import installed_casts
 from stages.wrap.torch_compat import (
-    cut,
+    buckets,
     hook_states,
     keeps_gradients,
     no_buffer_sync,
@@ -146,7 +146,7 @@ class TracedReplica(TorchEngine):
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self.keeps_gradients = self._views and not (ddp.find_unused_parameters or ddp.static_graph)
         self._reduces = True
-        for bucket in cut([*trained(module)], lambda one: one.nbytes, ddp.bucket_cap_mb << 20):
+        for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):
             self._reduce_together(bucket)
 
     def _reduce_together(self, weights: list[nn.Parameter]) -> None:

@@ -94,11 +94,7 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp offload": Strategy(
         use="wrap.fsdp", fields={"cpu_offload": True}, traits=RESUMES, parity=(2,)
     ),
-    "fsdp by size": Strategy(
-        use="wrap.fsdp",
-        fields={"units": "size", "unit_size": 1000, "forward_prefetch": 1},
-        parity=(2,),
-    ),
+    "fsdp ahead": Strategy(use="wrap.fsdp", fields={"forward_prefetch": 1}, parity=(2,)),
     "zero1": Strategy(
         use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC, parity=(1, 2)
     ),

@@ -83,12 +83,10 @@ def _selective_problems(plan: PlanView) -> Iterator[Problem]:
 
 
 def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
-    """Settings that need DeepSpeed's kernels while the optimizer slot asks for another rule."""
+    """Offloads that need DeepSpeed's CPU Adam while the optimizer slot asks for another rule."""
     offload = stage.offload_optimizer
     narrow = any(policy.master == "bf16" for policy in plan.giving(Precision))
-    if stage.optimizer_implementation == "deepspeed":
-        key, what, hint = "optimizer_implementation", "means", "set it to auto or torch"
-    elif offload is not None and offload.device == "nvme":
+    if offload is not None and offload.device == "nvme":
         key, what, hint = "offload_optimizer.device", "nvme needs", "set device: cpu"
     elif offload is not None and narrow:
         key, what = "offload_optimizer", "offloaded bf16 master weights need"
@@ -98,5 +96,5 @@ def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     for optimizer in plan.giving(OptimizerPlan):
         algorithm = getattr(optimizer, "algorithm", RULE)
         if algorithm != RULE:
-            asked = f"which compute {RULE}; the optimizer slot asks for {algorithm}"
-            yield Problem(key=key, message=f"{what} DeepSpeed's kernels, {asked}", hint=hint)
+            asked = f"which computes {RULE}; the optimizer slot asks for {algorithm}"
+            yield Problem(key=key, message=f"{what} DeepSpeed's CPU Adam, {asked}", hint=hint)
