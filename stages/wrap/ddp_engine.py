@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
-from stages.wrap.compute_cast import installed_casts
 from stages.wrap.torch_compat import (
     buckets,
     hook_states,
@@ -89,15 +88,9 @@ class DdpEngine(TorchEngine):
 
     def describe(self) -> Mapping[str, Any]:
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
-        casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         common = self.common_facts()
-        return {
-            "engine": type(self.model).__name__,
-            **common,
-            "world_size": self.model.process_group.size(),
-            "compute": sorted(casts) or common["master"],
-            "reduce": [dtype_name(state.dtype) for state in reductions] or common["master"],
-        }
+        reduce = [dtype_name(state.dtype) for state in reductions] or common["reduce"]
+        return {"engine": type(self.model).__name__, **common, "reduce": reduce}
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ from pipeline import (
     Precision,
     StepGuard,
     StepReport,
+    dtype_name,
 )
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
+from stages.wrap.compute_cast import installed_casts
 from stages.wrap.load_weights import flat, local_span, stored_tensors
 from stages.wrap.optimizer_state import (
     fixed_state,
@@ -94,11 +96,16 @@ class TorchEngine(Engine):
         """The part of `describe` that all such engines share; parameters have to be sharded."""
         parameters = list(self.module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        master = dtype_names(trained)
+        casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         return {
+            "world_size": self.shard.count,
+            "compute": sorted(casts) or master,
+            "reduce": master,
             "model": type(self.module).__name__,
             "optimizer": type(self.optimizer).__name__,
             "device": parameters[0].device.type,
-            "master": dtype_names(trained),
+            "master": master,
             "buffers": dtype_names(self.module.buffers()),
             "parameters": parameter_count(self.module),
             "trained_parameters": sum(parameter.numel() for parameter in trained),

@@ -69,6 +69,12 @@ STRATEGIES: dict[str, Strategy] = {
     "ddp unused": Strategy(
         use="wrap.ddp", fields={"find_unused_parameters": True}, parity=(3,), batching=UNEVEN
     ),
+    "powersgd": Strategy(
+        use="tests.plugins.powersgd.powersgd:PowerSgd", fields={"rank": 2}, traits=RESUMES
+    ),
+    "powersgd of full rank": Strategy(
+        use="tests.plugins.powersgd.powersgd:PowerSgd", fields={"rank": 64}, parity=(2,)
+    ),
     "fsdp full": Strategy(use="wrap.fsdp", title="FSDP", traits=BASIC, parity=(1, 2, 3)),
     "fsdp reduce once": Strategy(
         use="wrap.fsdp", fields={"reduce_every_microbatch": False}, parity=(2,)
