@@ -11,6 +11,7 @@ from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from stages.wrap.build import build_module, declared_facts, verify_engine
+    from stages.wrap.torch_compat import prime_buckets
     from stages.wrap.torch_engine import TorchEngine, make_optimizer
 else:
     __getattr__ = lazily(__name__, __file__)

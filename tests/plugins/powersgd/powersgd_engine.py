@@ -16,7 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision
-from stages.wrap import TorchEngine, build_module, declared_facts, make_optimizer, verify_engine
+from stages.wrap import (
+    TorchEngine,
+    build_module,
+    declared_facts,
+    make_optimizer,
+    prime_buckets,
+    verify_engine,
+)
 
 if TYPE_CHECKING:
     from tests.plugins.powersgd.powersgd import PowerSgd
@@ -46,6 +53,7 @@ def build(
     )
     state.rng = OneSeed()
     replica.register_comm_hook(state, powerSGD_hook)
+    prime_buckets(replica)  # a resumed run has the buckets of an undisturbed one
     engine = PowerSgdEngine(replica, make_optimizer(plan, module), ctx, precision, plan)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), "rank": config.rank})
     return engine
