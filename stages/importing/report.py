@@ -46,6 +46,8 @@ HARMLESS = (
 )  # fmt: skip
 """Beginnings of keys that change nothing that is trained, unless a table has a rule for them."""
 
+SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
+"""Names of keys whose values are shown nowhere."""
 NO_EFFECT = "has no effect with the other settings"
 
 
@@ -83,7 +85,8 @@ class Report:
             if not (other.auto or entry.auto) and other.content != entry.content:
                 why = f"contradicts {other.key}: {other.value!r} in {other.file}"
                 entry = refused(why, "use the same value in both", blocks=True)
-        entry.file, entry.key, entry.value = file, key, value
+        entry.file, entry.key = file, key
+        entry.value = "(hidden)" if SECRET.search(key) and value else value
         self.entries.append(entry)
         if entry.fact:
             self._facts.setdefault(entry.fact, []).append(entry)
@@ -147,8 +150,10 @@ class Report:
 def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
     """Return the result for a key that the table does not have."""
     name = key.removeprefix("fsdp_")
-    if is_off(value):
+    if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
         return unset()
+    if SECRET.search(key):
+        return refused("secrets do not belong in a recipe", "set HF_TOKEN in the environment")
     if name.startswith(DIFFERENT):
         return refused("changes the training, and no recipe expresses it")
     if name.startswith(HARMLESS):

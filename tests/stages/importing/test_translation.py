@@ -12,6 +12,7 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from pipeline.importing.table import as_json, recipe_text, table
 from pipeline.importing.translator import ConfigFile, Request, Translation
 from stages.importing.rules import Table
 from stages.importing.trainer import DEFAULTS
@@ -490,3 +491,12 @@ def test_deepspeed_s_optimizer_decays_everything_under_the_trainer_too() -> None
     optimizer = slot(translated({"output_dir": "x", "weight_decay": 0.1}, engine), "optimizer")
     assert (optimizer["weight_decay"], optimizer["decay_all"]) == (0.1, True)
     assert optimizer["schedule"] == "linear"
+
+
+@pytest.mark.parametrize("key", ["hub_token", "push_to_hub_token", "use_auth_token"])
+def test_secrets_are_shown_nowhere(key: str) -> None:
+    made = translated({"output_dir": "out", key: "hf_0123456789"})
+    assert outcome(made, key).outcome == "refused"
+    assert "HF_TOKEN" in outcome(made, key).hint
+    shown = [*table(made), json.dumps(as_json(made)), recipe_text(made)]
+    assert "hf_0123456789" not in "\n".join(shown)
