@@ -415,7 +415,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         + "".join(f"    x{n}: ${{.x{n - 1}}}${{.x{n - 1}}}\n" for n in range(1, 31)),
         (),
         [
-            "r.yaml:46:10: interpolations expand to more than 1000",
+            "r.yaml:24:9: last.x8: interpolations expand to more than 1000",
             *(
                 f"r.yaml:{16 + n}:5: last.x{n}: unknown field (known here: bucket)"
                 for n in range(31)
@@ -632,7 +632,7 @@ def test_what_is_no_recipe_is_not_shown(pipe: Callable[..., Result], text: str, 
 def test_what_a_recipe_does_not_say_cannot_be_referred_to(pipe: Callable[..., Result]) -> None:
     Path("r.yaml").write_text("extends: ./base\nseed: ${token}\n", encoding="utf-8")
     Path("base").write_text(f"token: hunter2\n{GOOD}", encoding="utf-8")
-    known = "(known here: name, seed, launch, env, run_dry, extends, stages)"
+    known = "(known here: name, seed, launch, env, dry_run, extends, stages)"
     lines = [
         f"base:1:1: token: unknown key {known}",
         "r.yaml:2:7: seed: `${token}` refers to nothing in this recipe",
