@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, order=True)
 class Location:
     """A place in a file a person wrote. `line` and `column` count from 1; 0 means the whole
     file."""

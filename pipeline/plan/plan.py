@@ -10,15 +10,15 @@ from typing import Any
 
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Checked, PlanView
-from pipeline.errors import PluginError, Problem, RecipeError
+from pipeline.errors import Location, PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import total_memory
 from pipeline.plan.registry import Registry
 from pipeline.plan.wiring import SlotType, inputs, missing_inputs
-from pipeline.recipe import Launch, Recipe, read_recipe, unless_reported
+from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.nodes import SourceMap
-from pipeline.utils.text import human
+from pipeline.utils.text import human, plural
 
 PROCESS_BYTES = 100 * 10**6
 """Bytes of host memory, fewer than any process with torch takes."""
@@ -111,23 +111,17 @@ def load_slots(
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():
-        kind, wrong = _kind(slot, spec.use, registry, recipe.marks)
+        kind, stage, wrong = _load(slot, spec, registry, recipe.marks)
         links.append(SlotType(slot=slot, use=spec.use, kind=kind))
-        if kind is not None:
-            path = ("stages", slot)
-            stages[slot], wrong = _build(kind, spec.fields, recipe.marks, path)
+        if stage is not None:
+            stages[slot] = stage
         problems.extend(wrong)
-    return links, {slot: stage for slot, stage in stages.items() if stage is not None}, problems
+    return links, stages, problems
 
 
 def in_order(problems: Sequence[Problem]) -> list[Problem]:
     """Sort problems by their place in the files; those without a line come first."""
-
-    def place(problem: Problem) -> tuple[str, int, int]:
-        where = problem.location
-        return (where.file, where.line, where.column) if where else ("", 0, 0)
-
-    return sorted(problems, key=place)
+    return sorted(problems, key=lambda problem: problem.location or Location(file=""))
 
 
 def _draft(
@@ -140,7 +134,7 @@ def _draft(
 ) -> tuple[Plan, list[Problem]]:
     links, stages, problems = load_slots(recipe, registry)
     problems += missing_inputs(links, registry, recipe.marks)
-    view = replace(_view(recipe, stages, procs), forecast=forecast)
+    view = _view(recipe, stages, procs, forecast)
     for slot, stage in stages.items():
         problems += _checked(slot, stage, view, recipe.marks)
     if not recipe.stages:
@@ -166,74 +160,58 @@ def _draft(
     return Plan(recipe=recipe, view=view, steps=steps, warnings=warnings), mistakes
 
 
-def _kind(
-    slot: str, use: str, registry: Registry, marks: SourceMap
-) -> tuple[type | None, list[Problem]]:
-    location = marks.value(("stages", slot, "use"))
-    if not use:
-        return None, []
-    if use not in registry:
-        message, hint = f"there is no stage `{use}`", registry.hint(use)
-        problem = Problem(message=message, key=f"{slot}.use", hint=hint, location=location)
-        return None, [problem]
+def _load(
+    slot: str, spec: SlotSpec, registry: Registry, marks: SourceMap
+) -> tuple[type | None, Any, list[Problem]]:
+    """The slot's class and stage, as far as there are any, and the mistakes."""
+    kind, key, location = None, f"{slot}.use", marks.value(("stages", slot, "use"))
+    if not spec.use:
+        return None, None, []
+    if spec.use not in registry:
+        message, hint = f"there is no stage `{spec.use}`", registry.hint(spec.use)
+        return None, None, [Problem(message=message, key=key, hint=hint, location=location)]
     try:
-        return registry.load(use), []
+        kind = registry.load(spec.use)
+        return kind, *build(kind, spec.fields, marks=marks, path=("stages", slot))
     except PluginError as error:
-        return None, [Problem(message=str(error), key=f"{slot}.use", location=location)]
+        return kind, None, [Problem(message=str(error), key=key, location=location)]
 
 
-def _build(
-    kind: type, fields: Mapping[str, Any], marks: SourceMap, path: tuple[str, str]
-) -> tuple[Any, list[Problem]]:
-    try:
-        return build(kind, fields, marks=marks, path=path)
-    except PluginError as error:
-        location = marks.value((*path, "use"))
-        return None, [Problem(message=str(error), key=f"{path[1]}.use", location=location)]
-
-
-def _view(recipe: Recipe, stages: Mapping[str, Any], procs: int | None) -> PlanView:
-    device, count = _decide(recipe.launch, gpu_count())
+def _view(recipe: Recipe, stages: Mapping[str, Any], procs: int | None, forecast: bool) -> PlanView:
+    launch, gpus = recipe.launch, gpu_count()
+    device: str = launch.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
     return PlanView(
         name=recipe.name,
         seed=recipe.seed,
-        procs=procs or count,
+        procs=procs or launch.procs or (max(gpus, 1) if device == "cuda" else 1),
         device=device,
         slots=stages,
+        forecast=forecast,
     )
-
-
-def _decide(launch: Launch, gpus: int) -> tuple[str, int]:
-    """Device and number of processes where the recipe leaves them open."""
-    device = launch.device
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    return device, launch.procs or (max(gpus, 1) if device == "cuda" else 1)
 
 
 def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
     launch, gpus = recipe.launch, gpu_count()
+    asked = plural(launch.procs or 1, "process")
     if launch.device == "cuda" and not gpus:
         key, message = "device", "this machine has no CUDA device"
         hint = "use launch.device=cpu or auto"
     elif procs is None and gpus and launch.device != "cpu" and (launch.procs or 1) > gpus:
-        key, message = "procs", f"{_processes(launch.procs)}, but this machine has {gpus} GPUs"
+        key, message = "procs", f"{asked}, but this machine has {plural(gpus, 'GPU')}"
         hint = "start it on every node: torchrun --nnodes NODES --node-rank NUMBER "
         hint += "--nproc-per-node GPUS --master-addr HOST -m pipetrain run RECIPE"
     elif procs is not None and launch.procs not in (None, procs):
-        key, message = "procs", f"{_processes(launch.procs)}, but the launcher started {procs}"
+        key, message = "procs", f"{asked}, but the launcher started {procs}"
         hint = f"set launch.procs={procs}, or null to take as many as are started"
     elif procs is None and (launch.procs or 1) * PROCESS_BYTES > (total_memory() or math.inf):
-        key, message = "procs", f"this machine has no memory for {launch.procs} processes"
+        key, message = "procs", f"this machine has no memory for {asked}"
         hint = f"each takes at least {human(PROCESS_BYTES)} of it, without any model"
     else:
         return []
     location = recipe.marks.value(("launch", key))
     return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
-
-
-def _processes(count: int | None) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _checked(slot: str, stage: Any, view: PlanView, marks: SourceMap) -> list[Problem]:

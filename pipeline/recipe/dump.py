@@ -64,19 +64,15 @@ def _block(
 
 def inline(value: Any) -> str:
     """The value as YAML on one line."""
-    text = _dumped(value, allow_unicode=True)
-    if UNSAFE.search(text):
-        text = _dumped(value, allow_unicode=False)
+    for allow_unicode in (True, False):
+        text: str = yaml.dump(
+            value,
+            Dumper=_Dumper,
+            default_flow_style=True,
+            allow_unicode=allow_unicode,
+            sort_keys=False,
+            width=10**9,
+        )
+        if not UNSAFE.search(text):
+            break
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _dumped(value: Any, *, allow_unicode: bool) -> str:
-    text: str = yaml.dump(
-        value,
-        Dumper=_Dumper,
-        default_flow_style=True,
-        allow_unicode=allow_unicode,
-        sort_keys=False,
-        width=10**9,
-    )
-    return text

@@ -16,8 +16,11 @@ from pipeline.contracts.signature import dataclasses_in, field_types, init_field
 from pipeline.recipe.dump import inline
 from pipeline.recipe.fields import default_of, field_docs
 
-_SIGNS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
-_OTHERS = {
+_BOUNDS = {
+    "ge": ">= {}",
+    "gt": "> {}",
+    "le": "<= {}",
+    "lt": "< {}",
     "multiple_of": "multiple of {}",
     "min_length": "at least {} long",
     "max_length": "at most {} long",
@@ -47,7 +50,7 @@ def field_rows(kind: type, prefix: str = "") -> list[FieldRow]:
             FieldRow(
                 name=prefix + field.name,
                 type=type_name(annotation),
-                default=None if default is dataclasses.MISSING else _shown(default),
+                default=None if default is dataclasses.MISSING else inline(plain_value(default)),
                 range=", ".join(dict.fromkeys(_bounds(annotation))),
                 doc=" ".join(docs.get(field.name, "").split()),
             )
@@ -75,7 +78,7 @@ def type_name(annotation: Any) -> str:
     if origin is Annotated:
         return type_name(args[0])
     if origin is typing.Literal:
-        return " | ".join(_shown(arg) for arg in args)
+        return " | ".join(map(inline, args))
     if origin in (typing.Union, types.UnionType):
         return " | ".join(type_name(arg) for arg in args)
     inner = [type_name(arg) for arg in args if arg is not Ellipsis]
@@ -93,7 +96,7 @@ def _bounds(annotation: Any) -> Iterator[str]:
     if isinstance(annotation, FieldInfo):
         for constraint in annotation.metadata:
             yield from _bounds(constraint)
-    for name, text in {**_SIGNS, **_OTHERS}.items():
+    for name, text in _BOUNDS.items():
         bound = getattr(annotation, name, None)
         if bound is not None and not callable(bound):
             yield text.format(bound)
@@ -103,7 +106,3 @@ def _bounds(annotation: Any) -> Iterator[str]:
     if typing.get_origin(annotation) is not typing.Literal:
         for arg in typing.get_args(annotation):
             yield from _bounds(arg)
-
-
-def _shown(value: Any) -> str:
-    return inline(plain_value(value))

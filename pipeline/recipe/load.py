@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,14 +68,9 @@ class SlotSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Header):
     """A merged recipe. Fields of stages are not validated yet; `make_plan` does that."""
 
-    name: str
-    seed: int
-    launch: Launch
-    env: tuple[str, ...]
-    dry_run: bool
     stages: Mapping[str, SlotSpec]
     marks: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
@@ -82,9 +78,7 @@ class Recipe:
 
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
-        if path not in self.marks.values:
-            return "default"
-        return str(self.marks.values[path])
+        return str(self.marks.values.get(path, "default"))
 
     def dump(self) -> str:
         """The merged recipe as YAML: self-contained, without any environment variable's value."""
@@ -120,10 +114,11 @@ def read_recipe(
     tree, unknown = _known(drop_removed(tree))
     data, unresolved = resolve(tree)
     marks = marks_of(tree)
-    header, wrong_header = _header(data, marks)
+    given = {key: value for key, value in data.items() if key in HEADER_KEYS}
+    header, wrong_header = build(Header, given, marks=marks, path=())
     stages, wrong_slots = _slots(data.get("stages"), marks)
     recipe = Recipe(
-        **{name: getattr(header, name) for name in HEADER_KEYS},
+        **vars(header or Header(name="unnamed")),
         stages=stages,
         marks=marks,
         source_files=tuple(sources.files),
@@ -138,12 +133,6 @@ def _known(tree: Node) -> tuple[Node, list[Problem]]:
     entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
     problems = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
     return replace(tree, value=entries), problems
-
-
-def _header(data: Mapping[str, Any], marks: SourceMap) -> tuple[Header, list[Problem]]:
-    given = {key: value for key, value in data.items() if key in HEADER_KEYS}
-    header, wrong = build(Header, given, marks=marks, path=())
-    return header or Header(name="unnamed"), wrong
 
 
 def _unknown_key(key: str, tree: Node) -> Problem:
@@ -204,12 +193,4 @@ def _public(written: Any, resolved: Any) -> Any:
         return {key: _public(value, resolved[key]) for key, value in written.items()}
     if isinstance(written, list):
         return [_public(value, resolved[index]) for index, value in enumerate(written)]
-    return written if _holds_reference(resolved) else resolved
-
-
-def _holds_reference(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_reference(child) for child in value.values())
-    if isinstance(value, list):
-        return any(_holds_reference(child) for child in value)
-    return isinstance(value, str) and "${" in value
+    return written if "${" in json.dumps(resolved) else resolved

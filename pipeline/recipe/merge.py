@@ -33,20 +33,13 @@ def drop_removed(root: Node) -> Node:
     return Node(value=entries, at=root.at, keys=root.keys)
 
 
-def _merge_values(base: Node, overlay: Node) -> Node:
-    if isinstance(base.value, dict) and isinstance(overlay.value, dict):
-        return _merge_maps(base, overlay)
-    return overlay
-
-
 def _merge_maps(base: Node, overlay: Node) -> Node:
     entries, keys = dict(base.entries()), dict(base.keys)
     for key, child in overlay.entries().items():
-        together = key in entries and isinstance(child.value, dict)
-        merged = _merge_values(entries[key], child) if together else child
-        entries[key] = merged
-        if merged is child:
-            keys[key] = overlay.keys[key]
+        if key in entries and _are_maps(entries[key], child):
+            entries[key] = _merge_maps(entries[key], child)
+        else:
+            entries[key], keys[key] = child, overlay.keys[key]
     return Node(value=entries, at=base.at, keys=keys)
 
 
@@ -63,9 +56,13 @@ def _merge_slots(base: Node, overlay: Node) -> Node:
         elif ours is None or _other_stage(ours, theirs):
             entries[slot], keys[slot] = theirs, overlay.keys[slot]
         else:
-            entries[slot] = _merge_values(ours, theirs)
+            entries[slot] = _merge_maps(ours, theirs) if _are_maps(ours, theirs) else theirs
     in_order = {slot: entries[slot] for slot in order if slot in entries}
     return Node(value=in_order, at=base.at, keys=keys)
+
+
+def _are_maps(*nodes: Node) -> bool:
+    return all(isinstance(node.value, dict) for node in nodes)
 
 
 def _other_stage(ours: Node, theirs: Node) -> bool:

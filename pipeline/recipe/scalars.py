@@ -7,6 +7,7 @@ what to write instead, so nothing changes its meaning silently.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
@@ -51,13 +52,10 @@ def what_to_write(text: str) -> str:
 
 def _as_number(text: str) -> int | float | None:
     """The number in notations that YAML 1.1 or Python know and recipes do not."""
-    if re.fullmatch(r"[-+]?0[0-9]+", text):
-        return int(text, 10)
-    if re.fullmatch(r"[-+]?0[xob][0-9a-fA-F_]+", text) or re.fullmatch(r"[-+]?[0-9][0-9_]*", text):
-        try:
-            return int(text, 0)
-        except ValueError:
-            return None
-    if re.fullmatch(r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?", text):
-        return float(text)
+    for base in (10, 0):  # base 0 goes by the prefix, as in 0x10
+        with contextlib.suppress(ValueError):
+            return int(text, base)
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        return number if math.isfinite(number) else None
     return None
