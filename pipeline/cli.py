@@ -21,39 +21,24 @@ from pipeline.run.rank_logging import hush_asides
 from pipeline.utils.terminal import guard
 
 COMMANDS = {
-    "run": ("pipeline.commands.run:run", "Run a recipe's stages, in order."),
-    "resume": ("pipeline.commands.run:resume", "Go on with a run where it stopped."),
-    "bench": (
-        "pipeline.commands.bench:bench",
-        "Measure a recipe under several strategies and numbers of processes.",
-    ),
-    "ls": ("pipeline.commands.ls:ls", "List runs."),
-    "inspect": ("pipeline.commands.inspect:inspect", "Show what is in a checkpoint; verify it."),
-    "convert": (
-        "pipeline.commands.convert:convert",
-        "Write a training state in another tool's format, or bring one here.",
-    ),
-    "export": ("pipeline.commands.export:export", "Export a run's model, or a checkpoint's."),
-    "verify": ("pipeline.commands.verify:verify", "Prove again that an export is what it was."),
-    "import": (
-        "pipeline.commands.import_:import_",
-        "Turn other tools' configuration files into a recipe.",
-    ),
-    "doctor": (
-        "pipeline.commands.doctor:doctor",
-        "Measure this machine, and say what will hurt.",
-    ),
-    "check": ("pipeline.commands.check:check", "Find every mistake in a recipe before running."),
-    "plan": ("pipeline.commands.plan:plan", "Tell what a recipe will need, and whether it fits."),
-    "advise": (
-        "pipeline.commands.advise:advise",
-        "Find how to train a model on given GPUs, and write its recipe.",
-    ),
-    "show": ("pipeline.commands.show:show", "Show a recipe as it would run."),
-    "stages": ("pipeline.commands.stages:stages", "List the installed stages, or explain one."),
-    "schema": ("pipeline.commands.stages:schema", "Print the JSON Schema of recipes, for editors."),
+    "run": ("run:run", "Run a recipe's stages, in order."),
+    "resume": ("run:resume", "Go on with a run where it stopped."),
+    "bench": ("bench:bench", "Measure a recipe under several strategies and process counts."),
+    "ls": ("ls:ls", "List runs."),
+    "inspect": ("inspect:inspect", "Show what is in a checkpoint; verify it."),
+    "convert": ("convert:convert", "Convert a training state to another tool's format, or back."),
+    "export": ("export:export", "Export a run's model, or a checkpoint's."),
+    "verify": ("verify:verify", "Verify that an export is unchanged and works."),
+    "import": ("import_:import_", "Turn other tools' configuration files into a recipe."),
+    "doctor": ("doctor:doctor", "Measure this machine, and say what will hurt."),
+    "check": ("check:check", "Find every mistake in a recipe before running."),
+    "plan": ("plan:plan", "Predict what a recipe will need, and whether it fits."),
+    "advise": ("advise:advise", "Find how to train a model on given GPUs; write its recipe."),
+    "show": ("show:show", "Show a recipe as it would run."),
+    "stages": ("stages:stages", "List the installed stages, or explain one."),
+    "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
 }
-"""Name -> where the command is, and its line in `pipe --help`."""
+"""Name -> module and function in `pipeline.commands`, and the line in `pipe --help`."""
 
 
 class Commands(click.Group):
@@ -70,7 +55,9 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = getattr(
+            importlib.import_module(f"pipeline.commands.{module}"), attribute
+        )
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -7,6 +7,10 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -174,6 +178,12 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first problem of a file that pydantic has refused, after its dotted key."""
+    first = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import click
 from pipeline.errors import Problem, RecipeError
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.plan.registry import Registry
+from pipeline.utils.text import plural
 
 
 @click.command()
@@ -39,8 +40,7 @@ def check(
 
 def _line(plan: Plan) -> str:
     chain = " -> ".join(step.use for step in plan.steps)
-    stages = "1 stage" if len(plan.steps) == 1 else f"{len(plan.steps)} stages"
-    return f"ok: {plan.recipe.name}: {stages}: {chain}"
+    return f"ok: {plan.recipe.name}: {plural(len(plan.steps), 'stage')}: {chain}"
 
 
 def _summary(plan: Plan) -> dict[str, object]:

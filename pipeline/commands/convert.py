@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.utils.terminal import bare
+from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
@@ -68,12 +69,10 @@ def convert(
 
 
 def _announce(source: StateSource, name: str) -> None:
-    size = source.nbytes / 1e6
-    click.echo(
-        f"{source.where}: {name}, step {source.step}, {len(source.tensors)} tensors, {size:.1f} MB"
-    )
     from pipeline.contracts.training import Progress
 
+    tensors, size = plural(len(source.tensors), "tensor"), human(source.nbytes)
+    click.echo(f"{source.where}: {name}, step {source.step}, {tensors}, {size}")
     if not Progress.from_record(source.progress).lineage:
         click.echo(
             "warning: it does not say on which model and data it was trained, so nothing will be "
@@ -84,14 +83,14 @@ def _announce(source: StateSource, name: str) -> None:
 
 @contextlib.contextmanager
 def _progress(source: StateSource) -> Iterator[Callable[[int], None]]:
-    """A bar of megabytes on a terminal; elsewhere nothing."""
+    """A bar of bytes on a terminal; elsewhere nothing."""
     total = source.nbytes
     done = 0
     bar: ProgressBar[int] = click.progressbar(
         length=total,
         file=bare(sys.stderr),
         hidden=not sys.stderr.isatty(),
-        item_show_func=lambda _: f"{done / 1e6:.0f} of {total / 1e6:.0f} MB",
+        item_show_func=lambda _: f"{human(done)} of {human(total)}",
     )
     with bar:
 

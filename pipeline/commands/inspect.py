@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.utils.terminal import bare
-from pipeline.utils.text import human
+from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.manifest import Manifest
@@ -44,8 +44,8 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
         more = {"all": everything, "aside": list(aside)} if everything else {}
         click.echo(json.dumps(facts | more, indent=1))
     elif not damage:
-        verdict = "every byte is correct" if verify else "files and sizes only (--verify)"
-        click.echo(f"{'verified':<10}  {verdict}")
+        extent = "every byte is correct" if verify else "files and sizes only (--verify)"
+        click.echo(f"{'verified':<10}  {extent}")
     if damage:
         click.echo(f"error: {damage}", err=True)
         sys.exit(1)
@@ -85,7 +85,8 @@ def _look(
         with contextlib.closing(CheckpointReader(store, name)) as reader:
             found = _facts(reader)
             if not quiet:
-                _show(found)
+                for label, text in _lines(found):
+                    click.echo(f"{label:<10}  {text}")
             if every_byte:
                 _read(reader)
             else:
@@ -152,16 +153,11 @@ def _show_all(lines: Sequence[Mapping[str, Any]], aside: Sequence[str]) -> None:
     click.echo()
 
 
-def _show(found: Mapping[str, Any]) -> None:
-    for name, text in _lines(found):
-        click.echo(f"{name:<10}  {text}")
-
-
 def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "checkpoint", found["where"]
     yield "step", str(found["step"])
     yield "written", found["written"]
-    yield "by", f"{found['world_size']} process{'' if found['world_size'] == 1 else 'es'}"
+    yield "by", plural(found["world_size"], "process")
     for name, facts in found["writer"].items():
         yield name, _pairs(facts) if isinstance(facts, Mapping) else str(facts)
     apart = ("metrics", "lineage", "origin", "step", "recent_losses", "best")
@@ -177,16 +173,16 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for kind in found["tensors"]:
         yield (
             kind["kind"],
-            f"{kind['tensors']} tensors  {kind['elements']:,} elements  "
+            f"{plural(kind['tensors'], 'tensor')}  {kind['elements']:,} elements  "
             f"{human(kind['bytes'])}  {' '.join(kind['dtypes'])}",
         )
     if found["frozen"]:
-        yield "frozen", f"{len(found['frozen'])} tensors"
+        yield "frozen", plural(len(found["frozen"]), "tensor")
     for alias, name in found["aliases"].items():
         yield "alias", f"{alias} is {name}"
     for number, group in enumerate(found["groups"]):
-        parameters = len(group["parameters"])
-        yield f"group {number}", f"{parameters} tensors  {_pairs(group['settings'])}"
+        parameters = plural(len(group["parameters"]), "tensor")
+        yield f"group {number}", f"{parameters}  {_pairs(group['settings'])}"
     if found["loss_scale"] is not None:
         yield "loss scale", _pairs(found["loss_scale"])
     for file in found["files"]:

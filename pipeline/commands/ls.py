@@ -87,7 +87,6 @@ def _state(folder: Path, events: list[dict[str, Any]]) -> str:
 
 def _best(newest: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Lowest held-out loss and its step, which every record repeats since the first evaluation."""
-    told = next(
-        (record for record in reversed(newest) if record.get("best_step") is not None), None
-    )
-    return told and {"step": told["best_step"], "eval_loss": told["best_eval_loss"]}
+    known = (record for record in reversed(newest) if record.get("best_step") is not None)
+    best = next(known, None)
+    return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}

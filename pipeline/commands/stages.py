@@ -15,6 +15,7 @@ from pipeline.errors import PluginError, UsageError
 from pipeline.plan.json_schema import recipe_schema
 from pipeline.plan.registry import Entry, Registry
 from pipeline.recipe.field_docs import FieldRow, field_rows
+from pipeline.utils.text import align
 
 
 @click.command()
@@ -51,18 +52,11 @@ def _listed(entry: Entry, registry: Registry) -> dict[str, str]:
 def _columns(listed: list[dict[str, str]]) -> Iterator[str]:
     if not listed:
         yield "no stages are installed"
-    widths = [
-        max((len(text) for text in column), default=0)
-        for column in zip(*map(_cells, listed), strict=True)
-    ]
+    rows = []
     for each in listed:
-        name, owner = _cells(each)
         text = f"cannot be used: {each['error']}" if each["error"] else each["summary"]
-        yield f"{name:<{widths[0]}}  {owner:<{widths[1]}}  {text}"
-
-
-def _cells(each: dict[str, str]) -> tuple[str, str]:
-    return each["name"], f"{each['distribution']} {each['version']}"
+        rows.append((each["name"], f"{each['distribution']} {each['version']}", text))
+    yield from align(rows, left=3)
 
 
 def _explained(name: str, registry: Registry) -> dict[str, Any]:

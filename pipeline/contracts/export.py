@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.contracts.stage import Durable
-
-if TYPE_CHECKING:
-    pass
-
+from pipeline.errors import ExportError
 
 EXPORT_MANIFEST = "export.json"
 """File of an exported model's folder that says which stage wrote it (`writer`) and how it can be
@@ -27,16 +24,10 @@ class ExportedModel(Durable):
     total_bytes: int
 
     def record(self) -> dict[str, Any]:
-        return {
-            "folder": str(self.folder),
-            "files": list(self.files),
-            "total_bytes": self.total_bytes,
-        }
+        return {**vars(self), "folder": str(self.folder), "files": list(self.files)}
 
     @classmethod
     def restore(cls, record: Mapping[str, Any]) -> ExportedModel:
-        from pipeline.errors import ExportError
-
         folder = Path(record["folder"])
         missing = [name for name in record["files"] if not (folder / name).exists()]
         if missing:

@@ -200,7 +200,7 @@ class Checkpoints(ABC):
     def best(self) -> TrainedRun:
         """The checkpoint with the lowest held-out loss, once `finish` has returned (collective).
         Raises CheckpointError when there is none."""
-        raise CheckpointError("these checkpoints do not tell which one is the best")
+        raise CheckpointError("these checkpoints do not record which one is the best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +212,7 @@ class TrainedRun(Durable):
     progress: Progress
 
     def record(self) -> dict[str, Any]:
-        return {
-            "checkpoint": self.checkpoint,
-            "progress": vars(self.progress),
-        }
+        return {"checkpoint": self.checkpoint, "progress": vars(self.progress)}
 
     @classmethod
     def restore(cls, record: Mapping[str, Any]) -> TrainedRun:

@@ -13,14 +13,10 @@ MASTER_PORT."""
 FINISHED = 76
 """Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
 too, so 0 does not prove that."""
-STARTED = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-    "MV2_COMM_WORLD_SIZE": "mpirun_rsh",
-    "JSM_NAMESPACE_SIZE": "jsrun",
-    "PET_NNODES": "Kubeflow",
-}
+STARTED = (
+    "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE", "PET_NNODES",
+)  # fmt: skip
 """Variables in which other launchers put the number of processes or nodes that they started."""
 LOOPBACK = "lo"
 """Loopback interface, which is up on every machine and enough within one."""
@@ -54,8 +50,8 @@ def worker_world_size() -> int | None:
 def worker_local_world_size() -> int | None:
     """Number of processes of the group on this machine; None outside of a group, and where the
     launcher does not say."""
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(told) if is_worker() and told else None
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(size) if is_worker() and size else None
 
 
 def all_here() -> bool:
@@ -76,30 +72,25 @@ def require_contract() -> None:
     if not missing:
         _require_numbers()
         return
-    told = [name for name in CONTRACT[:3] if name in os.environ]
-    if told and os.environ.get("WORLD_SIZE") != "1":
+    part = [name for name in CONTRACT[:3] if name in os.environ]
+    several = [name for name in STARTED if os.environ.get(name, "1") not in ("", "1")]
+    found = part if os.environ.get("WORLD_SIZE") != "1" and part else several
+    if found:
         raise UsageError(
-            f"{_told(told)}, but not {', '.join(missing)}: a launcher that tells a part only would "
-            "make each of its processes a run of its own",
-            hint=f"start it with torchrun, or unset {', '.join(told)} for a run by itself",
+            f"{_settings(found)} is set by a launcher of several processes, but not "
+            f"{', '.join(missing)}: each process would make a run of its own",
+            hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
+            f"or unset {', '.join(found)} for a run by itself",
         )
-    for name, launcher in STARTED.items():
-        if os.environ.get(name, "1") not in ("", "1"):
-            raise UsageError(
-                f"{_told([name])}: {launcher} has started several processes, each of which would "
-                "make a run of its own",
-                hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
-                f"or unset {name} for a run by itself",
-            )
 
 
 def _require_numbers() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ[name].isdecimal():
-            raise UsageError(f"{_told([name])}, which is no number")
+            raise UsageError(f"{_settings([name])}, which is not a number")
     if worker_rank() >= int(os.environ["WORLD_SIZE"]):
-        raise UsageError(f"{_told(['RANK', 'WORLD_SIZE'])}: ranks count from 0")
+        raise UsageError(f"{_settings(['RANK', 'WORLD_SIZE'])}: ranks count from 0")
 
 
-def _told(names: list[str]) -> str:
+def _settings(names: list[str]) -> str:
     return " and ".join(f"{name}={os.environ[name]}" for name in names)

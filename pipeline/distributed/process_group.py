@@ -211,7 +211,7 @@ def _listening(host: str, port: int) -> socket.socket:
             )
         return socket.create_server(address, family=family, backlog=1024)
     except OSError as error:
-        hint = "it is to be an address of the machine that rank 0 runs on"
+        hint = "give an address of the machine that rank 0 runs on"
         raise UsageError(f"{place}: {error.strerror}", hint=hint) from error
 
 
@@ -227,9 +227,9 @@ def environment_dist(store: Store | None, *, device: str) -> DistContext:
 
     if all_here():
         stay_on_loopback()
-    rank = int(os.environ.get("RANK", "0")) if store is not None else 0
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if store is not None else 0
-    world_size = int(os.environ["WORLD_SIZE"]) if store is not None else 1
+    group = os.environ if store is not None else {}
+    rank, local_rank = int(group.get("RANK", "0")), int(group.get("LOCAL_RANK", "0"))
+    world_size = int(group.get("WORLD_SIZE", "1"))
     place, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
         torch.cuda.set_device(local_rank)
@@ -246,7 +246,7 @@ def environment_dist(store: Store | None, *, device: str) -> DistContext:
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if store is not None else 1,
+        local_world_size=int(group.get("LOCAL_WORLD_SIZE", "1")),
         device=place,
         store=common,
     )

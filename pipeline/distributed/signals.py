@@ -114,17 +114,18 @@ def _in_forked_child() -> None:
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
-FORCE_SECONDS = 10.0
-"""Seconds after which a stopped command ends even if something keeps it from cleaning up."""
-
-
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP leave the body as an exception does: its folders are removed and
-    its processes ended. Raises RunStopped then."""
-    with interruptible(force_after=FORCE_SECONDS):
+def stoppable(*, force_after: float = 10.0) -> Iterator[None]:
+    """Leave the body at an ending signal as at an exception, so that its folders are removed and
+    its processes ended; then raise RunStopped. See `interruptible` for `force_after`."""
+    with interruptible(force_after=force_after):
         try:
             yield
         except Interrupted as interrupted:
-            number = interrupted.number
-            raise RunStopped(number, f"stopped by {number.name}") from None
+            raise stopped(interrupted) from None
+
+
+def stopped(interrupted: Interrupted, then: str = "") -> RunStopped:
+    """The error for people, with what to do `then`."""
+    number = interrupted.number
+    return RunStopped(number, f"stopped by {number.name}{then}")

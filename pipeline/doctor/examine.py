@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -75,8 +75,6 @@ class Session:
     budget: MeasurementBudget
     gpus: bool
     """Whether there are GPUs, with which everything takes longer."""
-    scratch: str | None
-    """Folder for the measurements' files; None for that of temporary files."""
     procs: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     failures: list[Failure] = field(default_factory=list)
@@ -144,8 +142,7 @@ class Session:
         click.echo(f"measuring: {name}", err=True)
         target = f"pipeline.doctor.measurements:measure_{name}"
         settings["device"] = self.device
-        results = measure(target, settings, procs=procs, seconds=seconds, within=self.scratch)
-        return self._noted(name, results)
+        return self._noted(name, measure(target, settings, procs=procs, seconds=seconds))
 
     def _noted(self, name: str, results: RankResults) -> RankResults:
         """The results, which may be partial; a failure of theirs is noted."""
@@ -161,7 +158,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
     is printed to standard error. Raises UsageError if there are fewer GPUs than `procs`."""
     places = folders(runs)
     budget = QUICK if quick else FULL
-    session = Session(budget=budget, gpus=gpu_count() > 0, scratch=_scratch(places))
+    session = Session(budget=budget, gpus=gpu_count() > 0)
     torch = session.torch()
     devices = _devices(torch.get("devices", ()), gpu_uuids())
     session.procs = _procs(procs, len(devices))
@@ -184,12 +181,6 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
         environment=environment(os.environ),
         failures=tuple(session.failures),
     )
-
-
-def _scratch(places: Iterable[Folder]) -> str | None:
-    """The folder of runs if temporary files cannot be written, else None."""
-    usable = {place.use: place.path for place in places if place.writable}
-    return None if "temporary files" in usable else usable.get("runs")
 
 
 def _devices(found: Sequence[Mapping[str, Any]], uuids: Mapping[int, str]) -> tuple[Device, ...]:

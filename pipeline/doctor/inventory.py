@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,6 @@ LIMITS = {
 MODEL = r"^model name\s*:\s*(.*\S)"
 CAPABILITIES = r"^CapEff:\s*([0-9a-f]+)$"
 CAP_IPC_LOCK = 1 << 14
-HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 VARIABLES = {
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
@@ -83,10 +83,10 @@ def folders(runs: Path) -> tuple[Folder, ...]:
 def _space(path: Path) -> tuple[int | None, int | None]:
     """All and free bytes of the file system; None if it cannot be asked."""
     try:
-        figures = os.statvfs(path)
+        usage = shutil.disk_usage(path)
     except OSError:
         return None, None
-    return figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
+    return usage.total, usage.free
 
 
 def _takes_files(path: Path) -> bool:
@@ -115,7 +115,6 @@ def filesystem(path: Path) -> str | None:
 def kernel() -> Kernel:
     """Limits and settings; None if the system does not report one."""
     total, free = _space(Path("/dev/shm"))
-    overcommit = _search(r"(\d+)", "/proc/sys/vm/overcommit_memory")
     capabilities = _search(CAPABILITIES, "/proc/self/status")
     return Kernel(
         limits={name: _limit(number) for name, number in LIMITS.items()},
@@ -123,8 +122,6 @@ def kernel() -> Kernel:
         locks_freely=bool(int(capabilities, 16) & CAP_IPC_LOCK) if capabilities else None,
         shared_memory_bytes=total,
         shared_memory_free_bytes=free,
-        transparent_huge_pages=_search(r"\[(\w+)\]", HUGE_PAGES),
-        overcommit_memory=int(overcommit) if overcommit else None,
     )
 
 

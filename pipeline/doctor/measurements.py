@@ -104,8 +104,8 @@ def _read(descriptor: int, size: int, budget: float) -> tuple[int, float]:
 
 
 def measure_copies(settings: Mapping[str, Any], record: Record) -> None:
-    """Copy `size` bytes within host memory, and to (h2d) and from (d2h) a GPU, page-locked and
-    pageable. All ranks copy at the same time; the slowest one's rate is recorded."""
+    """Copy `size` bytes within host memory, and to (h2d) and from (d2h) a GPU, page-locked. All
+    ranks copy at the same time; the slowest one's rate is recorded."""
     import torch
 
     device, size = settings["device"], settings["size"]
@@ -117,14 +117,11 @@ def measure_copies(settings: Mapping[str, Any], record: Record) -> None:
         )
         record({f"{name}_bytes_per_s": size / seconds})
 
-    host = torch.ones(size, dtype=torch.uint8)
-    rate("host_copy", torch.zeros(size, dtype=torch.uint8), host)
+    rate("host_copy", torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8))
     if device != "cuda":
         return
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     gpu = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    rate("h2d_pageable", gpu, host)
-    rate("d2h_pageable", host, gpu)
     pinned = torch.ones(size, dtype=torch.uint8, pin_memory=True)
     rate("h2d", gpu, pinned)
     rate("d2h", pinned, gpu)
@@ -177,18 +174,12 @@ def measure_collectives(settings: Mapping[str, Any], record: Record) -> None:
 
     from pipeline.distributed.process_group import environment_dist
 
-    procs = int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(settings["store"], procs)  # type: ignore[attr-defined]
-    here = environment_dist(store, device=settings["device"])
-    timed = partial(
-        seconds_each,
-        device=settings["device"],
-        budget=settings["budget"],
-        agree=partial(_slowest, device=here.device),
-    )
+    meeting, device = Rendezvous(settings), settings["device"]
+    here = environment_dist(meeting.store, device=device)
+    timed = partial(seconds_each, device=device, budget=settings["budget"], agree=meeting.slowest)
     for size in settings["sizes"]:
         worst = 0.0
-        for name, real, action in _operations(size, procs, here.device):
+        for name, real, action in _operations(size, here.world_size, here.device):
             seconds = timed(action)
             worst = max(worst, seconds)
             if here.is_main:
@@ -210,16 +201,6 @@ def _operations(
     yield "allreduce", whole.numel() * ITEM, lambda: dist.all_reduce(whole)
     own = torch.ones(share, device=device)
     yield "allgather", whole.numel() * ITEM, lambda: dist.all_gather_into_tensor(whole, own)
-
-
-def _slowest(seconds: float, *, device: torch.device) -> float:
-    """The longest time of all ranks; they return from this together (collective)."""
-    import torch
-    import torch.distributed as dist
-
-    longest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return float(longest)
 
 
 def bandwidth(operation: str, bytes: int, seconds: float, procs: int) -> Collective:

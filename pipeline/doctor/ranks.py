@@ -48,24 +48,16 @@ class RankResults:
         return tuple(record for rank in self.records for record in rank)
 
 
-def measure(
-    target: str,
-    settings: Mapping[str, Any],
-    *,
-    procs: int,
-    seconds: float,
-    within: str | None = None,
-) -> RankResults:
+def measure(target: str, settings: Mapping[str, Any], *, procs: int, seconds: float) -> RankResults:
     """Call `target`, a `module:function(settings, record)`, in `procs` processes at once.
 
     `settings["store"]` names a file in which the processes can meet; `record` writes a result.
 
     Returns after `seconds`, plus the time to start and to kill processes, whatever these do. No
-    process outlives the call or this process. Files are kept in a temporary folder, in `within` if
-    given.
+    process outlives the call or this process.
     """
     try:
-        scratch = tempfile.TemporaryDirectory(prefix="pipe-doctor-", dir=within)
+        scratch = tempfile.TemporaryDirectory(prefix="pipe-doctor-")
     except OSError as error:
         return RankResults(failure=f"it has no folder for its files: {in_words(error)}")
     with scratch as name, none_left():

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.errors import UsageError, system_errors_as
+from pipeline.errors import UsageError, first_mistake, system_errors_as
 
 SCHEMA_VERSION: Final = 1
 Severity = Literal["error", "warning", "note"]
@@ -104,8 +104,6 @@ class Kernel(Record):
     locks_freely: bool | None = None
     shared_memory_bytes: Count | None = None
     shared_memory_free_bytes: Count | None = None
-    transparent_huge_pages: str | None = None
-    overcommit_memory: Count | None = None
 
 
 class Software(Record):
@@ -189,8 +187,6 @@ class MachineReport(Record):
     disk_write_bytes_per_s: Rate
     disk_read_bytes_per_s: Rate
 
-    h2d_pageable_bytes_per_s: Rate = None
-    d2h_pageable_bytes_per_s: Rate = None
     device: Literal["cpu", "cuda"] = "cpu"
     taken: str | None = None
     host: Host = Host()
@@ -229,18 +225,6 @@ def read_machine(path: Path) -> MachineReport:
         return MachineReport.model_validate_json(content)
     except ValidationError as error:
         raise UsageError(
-            f"{path} does not describe a machine: {_first_problem(error)}",
+            f"{path} does not describe a machine: {first_mistake(error)}",
             hint=f"pipe doctor --out {path} writes such a file",
         ) from error
-
-
-def _first_problem(error: ValidationError) -> str:
-    problems = {problem["loc"]: problem for problem in reversed(error.errors())}
-    if version := problems.get(("schema_version",)):
-        return f"schema_version {version['input']!r} is not known, only {SCHEMA_VERSION}"
-    *_, (location, problem) = problems.items()
-    place = ".".join(map(str, location))
-    if problem["type"] == "missing":
-        return f"{place} is missing"
-    message = "it is not JSON" if problem["type"] == "json_invalid" else problem["msg"]
-    return f"{place}: {message}" if place else message

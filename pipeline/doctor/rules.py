@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pipeline.distributed.environment import LOOPBACK
 from pipeline.doctor.report import Finding, Link, MachineReport, Severity
-from pipeline.utils.text import human
+from pipeline.utils.text import human, plural
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 BF16 = 8.0  # first compute capability with bf16 arithmetic
@@ -28,7 +27,6 @@ SLOW_DISK = 200e6  # bytes per second
 SHARED = LOCKED = 1 << 30  # bytes; NVIDIA recommends --shm-size=1g for containers
 SWAP_IN_USE = 256 << 20
 LOW = 0.1  # share of host memory
-NEVER_OVERCOMMIT = 2
 FEW = 4096  # open files, or processes and threads
 HARMLESS = {"", "0", "OFF", "INFO"}
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "virtiofs", "afs"}
@@ -87,7 +85,9 @@ def _unusable_gpus(machine: MachineReport) -> Findings:
         driver = f"driver {software.driver}" if software.driver else "the driver"
         reason = software.torch_problem or "torch does not say why"
         seen = f"{cuda}cannot use them under {driver}: {reason}"
-    yield _finding("driver", f"{gpus} GPUs, but torch {software.packages['torch']} {seen}")
+    yield _finding(
+        "driver", f"{plural(gpus, 'GPU')}, but torch {software.packages['torch']} {seen}"
+    )
 
 
 def _companions(machine: MachineReport) -> Findings:
@@ -188,8 +188,6 @@ def _host_memory(machine: MachineReport) -> Findings:
     free, total = machine.host.memory_free_bytes, machine.host_memory_bytes
     if total is not None and _below(free, LOW * total):
         yield _finding("host-memory", f"{human(free)} of {human(total)} of host memory are free")
-    if machine.kernel.overcommit_memory == NEVER_OVERCOMMIT:
-        yield _finding("overcommit", "vm.overcommit_memory is 2")
 
 
 def _soft_limit(machine: MachineReport, name: str) -> int | None:
@@ -227,33 +225,6 @@ def _switches(machine: MachineReport) -> Findings:
             yield _finding("slow-switch", f"{name}={value}", why=effect)
 
 
-def _interfaces(machine: MachineReport) -> Findings:
-    """Variables that choose no interface. NCCL uses any that match, gloo all that are named."""
-    up = [*(interface.name for interface in machine.network.interfaces), LOOPBACK]
-    nccl = machine.environment.get("NCCL_SOCKET_IFNAME", "")
-    gloo = machine.environment.get("GLOO_SOCKET_IFNAME", "")
-    missing = [name for name in gloo.split(",") if name and name not in up]
-    suffix = f"the interfaces that are up: {', '.join(up)}"
-    if len(up) > 1 and not _nccl_uses(nccl, up):
-        yield _finding("interface", f"NCCL_SOCKET_IFNAME={nccl}, but that leaves none of {suffix}")
-    if len(up) > 1 and missing:
-        choice = f"GLOO_SOCKET_IFNAME={gloo}"
-        yield _finding("interface", f"{choice}, but {missing[0]} is none of {suffix}")
-
-
-def _nccl_uses(choice: str, interfaces: Sequence[str]) -> list[str]:
-    """Interfaces that begin like a name in `choice`; after `=` they equal it, after `^` all others.
-
-    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-    """
-    exactly = choice.removeprefix("^").startswith("=")
-    names = tuple(filter(None, choice.removeprefix("^").removeprefix("=").split(",")))
-    if not names:
-        return list(interfaces)
-    named = [one for one in interfaces if (one in names if exactly else one.startswith(names))]
-    return [one for one in interfaces if one not in named] if choice.startswith("^") else named
-
-
 def _folders(machine: MachineReport) -> Findings:
     for folder in machine.folders:
         path, kind, free = folder.path, folder.filesystem, folder.free_bytes
@@ -269,6 +240,5 @@ def _folders(machine: MachineReport) -> Findings:
 
 RULES: tuple[Callable[[MachineReport], Findings], ...] = (
     _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _failures, _disk,
-    _shared_and_locked_memory, _host_memory, _cores, _limits, _switches, _interfaces,
-    _folders,
+    _shared_and_locked_memory, _host_memory, _cores, _limits, _switches, _folders,
 )  # fmt: skip

@@ -17,9 +17,7 @@ WIDTH = 100
 RATES = {
     "host_copy": "copy in host memory",
     "h2d": "host to GPU, page-locked",
-    "h2d_pageable": "host to GPU, pageable",
     "d2h": "GPU to host, page-locked",
-    "d2h_pageable": "GPU to host, pageable",
     "disk_write": "disk, written, synced",
     "disk_read": "disk, read, cache dropped",
 }
@@ -110,7 +108,7 @@ def _rates(machine: MachineReport) -> Iterator[Row]:
     for dtype, flops in machine.matmul_flops:
         if flops is not None or dtype != "fp16":
             rate = UNKNOWN if flops is None else f"{flops / 1e12:.3f} TFLOP/s"
-            yield f"matrix products, {dtype}", f"{rate:>15}"
+            yield f"matrix products, {dtype}", rate
     for name, label in RATES.items():
         if machine.device == "cuda" or "2" not in name:
             yield label, _rate(getattr(machine, f"{name}_bytes_per_s"))
@@ -121,10 +119,11 @@ def _collectives(machine: MachineReport) -> Iterator[str]:
     for name, rows in (("all-reduce", machine.allreduce), ("all-gather", machine.allgather)):
         if rows:
             yield f"{name}, {plural(machine.procs, 'process')} ({backend})"
-            yield f"  {'size':>10} {'time':>12} {'algorithm':>15} {'bus bandwidth':>15}"
+            table = [("size", "time", "algorithm bandwidth", "bus bandwidth")]
             for row in rows:
-                time = f"{row.seconds * 1e3:>9.3f} ms"
-                yield f"  {_binary(row.bytes):>10} {time} {_rate(row.algbw)} {_rate(row.busbw)}"
+                time = f"{row.seconds * 1e3:.3f} ms"
+                table.append((_binary(row.bytes), time, _rate(row.algbw), _rate(row.busbw)))
+            yield from (f"  {line}" for line in align(table, left=0))
             yield f"  latency: {rows[0].seconds * 1e6:.0f} us, at {_binary(rows[0].bytes)}"
             yield ""
     if machine.procs == 1:
@@ -136,8 +135,7 @@ def _size(size: int | None) -> str:
 
 
 def _rate(rate: float | None) -> str:
-    text = UNKNOWN if rate is None else f"{human(rate)}/s"
-    return f"{text:>15}"
+    return UNKNOWN if rate is None else f"{human(rate)}/s"
 
 
 def _binary(size: int) -> str:

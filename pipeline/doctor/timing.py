@@ -58,7 +58,7 @@ class Rendezvous:
         import torch.distributed as dist
 
         self._rank, self._procs = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._store = dist.FileStore(settings["store"], self._procs)  # type: ignore[attr-defined]
+        self.store = dist.FileStore(settings["store"], self._procs)  # type: ignore[attr-defined]
         self._calls = 0
 
     def slowest(self, seconds: float) -> float:
@@ -67,8 +67,8 @@ class Rendezvous:
             return seconds
         self._calls += 1
         own = {"seconds": seconds, "go": time.monotonic() + LEEWAY}
-        self._store.set(f"{self._calls}/{self._rank}", json.dumps(own))
-        ranks = [json.loads(self._store.get(f"{self._calls}/{r}")) for r in range(self._procs)]
+        self.store.set(f"{self._calls}/{self._rank}", json.dumps(own))
+        ranks = [json.loads(self.store.get(f"{self._calls}/{r}")) for r in range(self._procs)]
         # the processes of a machine share one clock
         time.sleep(max(0.0, max(rank["go"] for rank in ranks) - time.monotonic()))
         return float(max(rank["seconds"] for rank in ranks))

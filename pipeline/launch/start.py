@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.distributed.environment import is_worker, require_contract, worker_rank
-from pipeline.distributed.signals import Interrupted, default_signals, interruptible
-from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
+from pipeline.distributed.signals import Interrupted, default_signals, stoppable, stopped
+from pipeline.errors import PipeError, UsageError, system_errors_as
 from pipeline.plan.plan import Plan
 from pipeline.run import environment, failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.resume import plan_resume, results
+from pipeline.utils.files import replace_text
+from pipeline.utils.text import align
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -41,19 +43,11 @@ def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
         _follow(accept)
         return
     # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
-    with interruptible(force_after=3.0 if is_worker() else 20.0):
-        try:
-            if is_worker():
-                _lead(prepare, accept)
-            else:
-                _start_here(prepare, accept)
-        except Interrupted as interrupted:
-            raise _stopped(interrupted) from None
-
-
-def _stopped(interrupted: Interrupted, then: str = "") -> RunStopped:
-    number = interrupted.number
-    return RunStopped(number, f"stopped by {number.name}{then}")
+    with stoppable(force_after=3.0 if is_worker() else 20.0):
+        if is_worker():
+            _lead(prepare, accept)
+        else:
+            _start_here(prepare, accept)
 
 
 def _start_here(prepare: Prepare, accept: Sequence[str]) -> None:
@@ -68,15 +62,15 @@ def _start_here(prepare: Prepare, accept: Sequence[str]) -> None:
 
 
 def _lead(prepare: Prepare, accept: Sequence[str]) -> None:
-    """Rank 0 under another launcher: it prepares, speaks and holds the lock."""
+    """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
     plan, folder = prepare()
     with rundir.locked(folder):
         store = _meet()
         if _is_done(plan, folder):
-            _tell(store, "")
+            _publish(store, "")
             return
         with _opened(plan, folder):
-            _tell(store, str(folder))
+            _publish(store, str(folder))
             _run_as_rank(folder, store, accept)
 
 
@@ -103,8 +97,9 @@ def _meet() -> Store:
     return store
 
 
-def _tell(store: Store, folder: str) -> None:
-    """Returns when every rank knows, as the store may end with this process."""
+def _publish(store: Store, folder: str) -> None:
+    """Give the folder to all ranks; return when they have it, as the store may end with this
+    process."""
     store.set(FOLDER_KEY, folder)
     others = int(os.environ["WORLD_SIZE"]) - 1
     while store.add(f"{FOLDER_KEY}/received", 0) < others:
@@ -138,9 +133,8 @@ def _is_done(plan: Plan, folder: Path) -> bool:
 
 def _show_results(plan: Plan, folder: Path) -> None:
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
-    width = max(len(name) for name, _ in places)
-    for name, place in places:
-        click.echo(f"  {name:<{width}}  {place}")
+    for line in align([(name, str(place)) for name, place in places], left=2):
+        click.echo(f"  {line}")
 
 
 @contextlib.contextmanager
@@ -150,10 +144,10 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
 
     If the run refuses to continue under a recipe, the run's own recipe is put back.
     """
-    journal = Journal(folder / rundir.JOURNAL)
+    journal, recipe = Journal(folder / rundir.JOURNAL), folder / rundir.RECIPE
     with system_errors_as(UsageError):
-        before = rundir.read_recipe(folder)
-        rundir.write_recipe(folder, plan.recipe.dump())
+        before = recipe.read_text("utf-8") if recipe.exists() else None
+        replace_text(recipe, plan.recipe.dump())
         here = environment.environment()
         changes = environment.write_environment(folder, here)
         failures.clear(folder)
@@ -173,9 +167,9 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk may be what ended the run
             _journal_end(journal, folder, error)
             if before is not None and failures.refused(folder):
-                rundir.write_recipe(folder, before)
+                replace_text(recipe, before)
         if isinstance(error, Interrupted):
-            raise _stopped(error, f"\n{failures.continuation(folder)}") from None
+            raise stopped(error, f"\n{failures.continuation(folder)}") from None
         raise
     journal.write("run finished")
     click.echo(f"finished in {_duration(time.monotonic() - began)}")

@@ -32,7 +32,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The data of a recipe, and the tokenizer of their ids."""
+    """The data of a recipe, and the tokenizer of its token ids."""
 
     data: Data
     tokenizer: Any
@@ -41,8 +41,7 @@ class Preview:
     def indices(self, count: int) -> list[int]:
         """Return the first samples in the order of a run with `shuffle: true`."""
         order = self._order
-        first: list[int] = order.indices(0, min(count, order.size)).tolist()
-        return first
+        return [*map(int, order.indices(0, min(count, order.size)))]
 
     @property
     def size(self) -> int | None:
@@ -58,14 +57,24 @@ class Preview:
 def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
     """Run the recipe's data slot and the slots that it needs, in this process alone, in a temporary
     run folder. Raises UsageError if no slot gives data, and the errors of those stages."""
+    import torch
+
+    from pipeline.distributed.process_group import DistContext
+
     gives_data = (step for step in plan.steps if step.gives and issubclass(step.gives, Data))
     step = next(gives_data, None)
     if step is None:
         raise UsageError("no slot of this recipe gives data")
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipe-show-"))
-        ctx = _context(plan, Path(scratch), log)
-        ctx.on_exit = stack.callback
+        ctx = Context(
+            run_dir=Path(scratch),
+            seed=plan.recipe.seed,
+            dist=DistContext(device=torch.device("cpu")),
+            log=log,
+            metrics=Metrics(None),
+            on_exit=stack.callback,
+        )
         artifacts: dict[str, Any] = {}
         data = _result(plan, step, ctx, artifacts)
         models = [each for each in artifacts.values() if isinstance(each, ModelSource)]
@@ -81,20 +90,6 @@ def _result(plan: Plan, step: PlannedSlot, ctx: Context, artifacts: dict[str, An
             artifacts[slot] = _result(plan, steps[slot], ctx, artifacts)
     inputs = {name: slot and artifacts[slot] for name, slot in step.inputs.items()}
     return step.stage.run(dataclasses.replace(ctx, slot=step.slot), **inputs)
-
-
-def _context(plan: Plan, scratch: Path, log: logging.Logger) -> Context:
-    import torch
-
-    from pipeline.distributed.process_group import DistContext
-
-    return Context(
-        run_dir=scratch,
-        seed=plan.recipe.seed,
-        dist=DistContext(device=torch.device("cpu")),
-        log=log,
-        metrics=Metrics(None),
-    )
 
 
 def documents(sample: Sample) -> Iterator[list[Token]]:

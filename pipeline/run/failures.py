@@ -27,8 +27,7 @@ FOLDER = "failures"
 SPARE = "PIPE_FAILURES"
 """Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
 MOST_LINES = 12
-"""Characters of an error's message that are kept; libraries append whole native stacks to
-theirs."""
+"""Lines of an error's message that are kept; libraries append whole native stacks to theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

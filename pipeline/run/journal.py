@@ -1,7 +1,7 @@
 """What a run has done so far, one JSON object a line, so that a later process can go on.
 
-Each line ends with a checksum of the whole file up to there, so what was written is as it was or is
-an error. Lines of earlier versions have none. Addresses inside the run's folder are written
+Each line ends with a checksum of the whole file up to there, so that any change of the file is an
+error. Lines of earlier versions have no checksum. Addresses inside the run's folder are written
 relative to it: a run that is moved or copied finds its own results.
 """
 
@@ -20,7 +20,6 @@ from typing import Any
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from pipeline.errors import JournalDamaged
-from pipeline.run import rundir
 from pipeline.utils.files import opened
 
 IN_RUN = "in run"
@@ -31,9 +30,8 @@ _SUM_BYTES = len(b', "xxh3": "0123456789abcdef"}')
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A slot that ran to its end: what it was (`digest`) and what durable result it left."""
+    """A slot that ran to its end: its `digest`, and the `record` of a durable result."""
 
-    slot: str
     digest: str
     record: Mapping[str, Any] | None
 
@@ -54,26 +52,22 @@ class Journal:
             content = file.read()
             before = _whole_lines(content)
             file.truncate(min(len(before), len(content)))
-            told = xxh3_64_hexdigest(before + body)
-            file.write(before[len(content) :] + body + f', "xxh3": "{told}"}}\n'.encode())
+            checksum = xxh3_64_hexdigest(before + body)
+            file.write(before[len(content) :] + body + f', "xxh3": "{checksum}"}}\n'.encode())
             file.flush()
             os.fsync(file.fileno())
 
     def events(self) -> list[dict[str, Any]]:
         """Events in order; a last line that a crash cut short is passed over. Raises
         JournalDamaged."""
-        return [event for event, _ in self._read()]
+        return list(self._read())
 
     def finished(self) -> dict[str, Finished]:
-        """The latest finish of every slot. A line without checksum is of a version that wrote
-        absolute paths: one into another run's folder was copied from there, and does not count."""
+        """The latest finish of every slot."""
         return {
-            event["slot"]: Finished(
-                slot=event["slot"], digest=event["digest"], record=event["record"]
-            )
-            for event, summed in self._read()
+            event["slot"]: Finished(digest=event["digest"], record=event["record"])
+            for event in self._read()
             if event["event"] == "slot finished"
-            and (summed or not any(map(self._is_foreign, _texts(event["record"]))))
         }
 
     def running(self) -> str | None:
@@ -91,8 +85,7 @@ class Journal:
         events = self.events()
         return bool(events) and events[-1]["event"] == "run finished"
 
-    def _read(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Events, and whether their line has a checksum."""
+    def _read(self) -> Iterator[dict[str, Any]]:
         content = self.path.read_bytes() if self.path.exists() else b""
         lines = _whole_lines(content).split(b"\n")[:-1]
         digest, good, summed = xxh3_64(), 0, False
@@ -113,7 +106,7 @@ class Journal:
                 continue  # earlier versions left what a crash had cut short, and went on behind it
             if event is None or not _is_event(event):
                 raise self._damaged(number, number)
-            yield event, found is not None
+            yield event
 
     def _damaged(self, first: int, last: int) -> JournalDamaged:
         where = f"line {first}" if first == last else f"one of lines {first} to {last}"
@@ -123,17 +116,6 @@ class Journal:
             hint=f"to go on by what stands before it: head -n {first - 1} {file} > {whole} && "
             f"mv {whole} {file}; what finished later runs again, training from its newest "
             "checkpoint",
-        )
-
-    def _is_foreign(self, text: str) -> bool:
-        """Whether this is a path into the folder of another run than this one."""
-        path = Path(text)
-        if not path.is_absolute() or path.is_relative_to(self._folder):
-            return False
-        names = (rundir.RECIPE, rundir.JOURNAL)
-        return any(
-            all(os.path.isfile(folder / name) for name in names)  # noqa: PTH113 - raises nothing
-            for folder in path.parents
         )
 
 
@@ -159,7 +141,7 @@ def _parsed(line: bytes, folder: Path) -> dict[str, Any] | None:
 
 
 def _is_event(record: Mapping[str, Any]) -> bool:
-    """Whether it has what its readers take for granted."""
+    """Whether it has the keys that its readers use."""
     kinds: dict[str, Any] = {"time": (int, float), "event": str}
     if record.get("event") in ("slot started", "slot finished"):
         kinds["slot"] = str
@@ -177,12 +159,3 @@ def _relative(value: Any, folder: str) -> Any:
     if isinstance(value, list | tuple):
         return [_relative(inner, folder) for inner in value]
     return value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)

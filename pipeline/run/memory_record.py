@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from pipeline.errors import UsageError, in_words
+from pipeline.errors import UsageError, first_mistake, in_words
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
-    from pipeline.plan.plan import Plan
 
 FILE = "memory.json"
 
@@ -39,14 +38,14 @@ class MemoryRecord(BaseModel):
     """Bytes in use beside the allocator: the CUDA context, NCCL, other processes."""
 
 
-def record_memory(plan: Plan, ctx: Context) -> None:
+def record_memory(ctx: Context) -> None:
     """Write `memory.json` after a training on GPUs (collective). A failure to write is a warning:
     the training has succeeded."""
     if ctx.dist.device.type == "cpu":
         return
-    found = [told for told in ctx.dist.gather(_of_this_gpu(ctx)) if told is not None]
+    found = [record for record in ctx.dist.gather(_of_this_gpu(ctx)) if record]
     if ctx.dist.is_main and found:
-        fullest = max(found, key=lambda told: told["reserved_bytes"])
+        fullest = max(found, key=lambda record: record["reserved_bytes"])
         try:
             replace_text(ctx.run_dir / FILE, json.dumps(fullest, indent=1) + "\n")
         except OSError as error:
@@ -62,9 +61,8 @@ def read_record(place: Path) -> MemoryRecord:
         hint = f"a run writes {FILE} in its folder when it has trained on GPUs"
         raise UsageError(f"{file} cannot be read: {in_words(error)}", hint=hint) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        told = f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
-        raise UsageError(f"{file} is no record of a run's memory: {told}") from error
+        problem = first_mistake(error)
+        raise UsageError(f"{file} is no record of a run's memory: {problem}") from error
 
 
 def newest_record(
@@ -96,5 +94,5 @@ def _of_this_gpu(ctx: Context) -> dict[str, Any] | None:
             "torch": torch.__version__,
         }
     except RuntimeError as error:
-        ctx.log.warning("the GPU's memory cannot be told: %s", error)
+        ctx.log.warning("the GPU does not report its memory: %s", error)
         return None

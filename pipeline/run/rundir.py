@@ -27,7 +27,7 @@ from typing import IO
 
 from pipeline.checkpoint import location
 from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
-from pipeline.utils.files import naming, opened, replace_text
+from pipeline.utils.files import naming, opened
 
 RECIPE = location.RECIPE
 JOURNAL = "journal.jsonl"
@@ -42,17 +42,15 @@ LOCK_SECONDS = 1.0
 def create(root: Path, name: str) -> Path:
     """A new folder `root/NAME-TIME`, readable by its owner only; UsageError if it cannot be."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1, 100):
-        suffix = "" if attempt == 1 else f"-{attempt}"
-        folder = root / f"{name}-{stamp}{suffix}"
+    folder, attempt = root / f"{name}-{stamp}", 1
+    while True:
         try:
-            folder.mkdir(parents=True, mode=0o700)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UsageError(f"cannot create {folder}: {error.strerror}") from error
-        return folder
-    raise UsageError(f"cannot find a free name for {name}-{stamp} in {root}")
+            return _made(folder, exist_ok=False)
+        except UsageError:
+            if not folder.exists():
+                raise
+        attempt += 1
+        folder = root / f"{name}-{stamp}-{attempt}"
 
 
 def claim(folder: Path) -> Path:
@@ -67,8 +65,12 @@ def claim(folder: Path) -> Path:
             hint="name a new folder; to start from a checkpoint in this one, name that as the "
             "checkpoint slot's start_from",
         )
+    return _made(folder, exist_ok=True)
+
+
+def _made(folder: Path, *, exist_ok: bool) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=exist_ok, mode=0o700)
     except OSError as error:
         raise UsageError(f"cannot create {folder}: {error.strerror}") from error
     return folder
@@ -131,14 +133,3 @@ def is_locked(folder: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def read_recipe(folder: Path) -> str | None:
-    """The run's own merged recipe; None for a new run."""
-    path = folder / RECIPE
-    return path.read_text("utf-8") if path.exists() else None
-
-
-def write_recipe(folder: Path, text: str) -> None:
-    """Put the merged recipe in place; a crash leaves the old one or the new one."""
-    replace_text(folder / RECIPE, text)

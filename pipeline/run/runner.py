@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import StageError
 from pipeline.run.journal import Journal
+from pipeline.run.memory_record import record_memory
 from pipeline.run.preflight import look_ahead, run_dry
 from pipeline.run.resume import ResumePlan, digests, plan_resume, restored
 
@@ -23,20 +23,12 @@ if TYPE_CHECKING:
 class Runner:
     """One pass over a plan. Every rank makes the same decisions, because rank 0's are shared."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        ctx: Context,
-        journal: Journal,
-        on_trained: Callable[[Plan, Context], None] = lambda plan, ctx: None,
-    ) -> None:
-        """`on_trained` is called on every rank when a training has come to its end."""
+    def __init__(self, plan: Plan, ctx: Context, journal: Journal) -> None:
         self.plan = plan
         self.ctx = ctx
         self.journal = journal
         self.artifacts: dict[str, Any] = {}
         self.digests = digests(plan)
-        self._on_trained = on_trained
 
     def run(self) -> None:
         """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's
@@ -53,7 +45,7 @@ class Runner:
                     self._before_training(step, todo)
                 self._run_step(step)
                 if trains:
-                    self._on_trained(self.plan, self.ctx)
+                    record_memory(self.ctx)
             self._drop_read(step.slot)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -14,14 +13,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.contracts.signature import init_fields
-from pipeline.errors import PlanDrift, UsageError, in_words
+from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
 from pipeline.plan.plan import Plan, PlannedSlot
 
 VERSION: Final = 3
-SHOWN = 60
-"""Characters of a value that a message shows."""
-LEAD = 20
-"""Number of a longer value's characters that are shown before the first difference."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -93,10 +88,8 @@ def _read(file: Path) -> Identity:
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{file} is no saved plan: {place}{': ' * bool(place)}{first['msg']}",
+            f"{file} is no saved plan: {first_mistake(error)}",
             hint=f"pipe plan RECIPE --out {file} writes one",
         ) from error
 
@@ -148,18 +141,7 @@ def _absolute(text: str, folder: str) -> str:
 
 
 def _in_words(place: str, before: Any, after: Any) -> str:
-    now, then = json.dumps(after), json.dumps(before)
-    same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(now, then, strict=False)))
-    return f"{place} is {_cut(now, same)} instead of {_cut(then, same)}"
-
-
-def _cut(text: str, same: int) -> str:
-    """The text, shortened to show where it begins to differ."""
-    if len(text) <= SHOWN:
-        return text
-    first = max(min(same - LEAD, len(text) - SHOWN), 0)
-    last = first + SHOWN
-    return f"{'...' * (first > 0)}{text[first:last]}{'...' * (last < len(text))}"
+    return f"{place} is {json.dumps(after)} instead of {json.dumps(before)}"
 
 
 def _plain(value: Any, folders: Sequence[str]) -> Any:

@@ -20,7 +20,6 @@ from pipeline.plan.plan import Plan, make_plan
 from pipeline.recipe import load_recipe
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
-from pipeline.run.memory_record import record_memory
 from pipeline.run.metrics import Metrics
 from pipeline.run.rank_logging import open_log, rank_log
 from pipeline.run.runner import Runner
@@ -74,7 +73,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             current.append(ctx)
             for warning in plan.warnings:
                 log.warning("%s", warning)
-            runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL), record_memory)
+            runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
             stack.callback(runner.close)
             runner.run()
             stack.close()  # here, so that its errors are reported as well

@@ -53,7 +53,7 @@ def test_a_checkpoint(run: Path) -> None:
         "packages    torch 2.0",
         "metrics     eval_loss 2.5",
         "weight      2 tensors  9,150 elements  36.6 KB  F32",
-        "exp_avg     1 tensors  9,000 elements  18.0 KB  BF16",
+        "exp_avg     1 tensor  9,000 elements  18.0 KB  BF16",
         "random      2 tensors  154 elements  154 B  U8",
         "alias       head is a",
         "group 0     2 tensors  lr 0.1  betas [0.9, 0.99]",

@@ -48,12 +48,20 @@ def test_a_process_by_itself_or_a_whole_contract(
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2: srun has started several"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4: mpirun has started several"),
-        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4: Kubeflow has started several processes"),
-        (CLUSTER, "RANK=0 and WORLD_SIZE=2, but not LOCAL_RANK: a launcher that tells a part"),
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0, but not RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({**CLUSTER, "LOCAL_RANK": "no"}, "LOCAL_RANK=no, which is no number"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2 is set by a launcher"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set by a launcher"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is set by a launcher of several"),
+        (
+            CLUSTER,
+            "RANK=0 and WORLD_SIZE=2 is set by a launcher of several processes, but not "
+            "LOCAL_RANK: each process would make a run of its own",
+        ),
+        (
+            {"LOCAL_RANK": "0"},
+            "LOCAL_RANK=0 is set by a launcher of several processes, but not "
+            "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: each",
+        ),
+        ({**CLUSTER, "LOCAL_RANK": "no"}, "LOCAL_RANK=no, which is not a number"),
         ({**CLUSTER, "LOCAL_RANK": "0", "RANK": "2"}, "RANK=2 and WORLD_SIZE=2: ranks count"),
     ],
 )
@@ -75,7 +83,7 @@ def test_a_benchmark_is_one_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     result = CliRunner().invoke(main, ["bench", "recipe.yaml"])
     assert result.exit_code == 2
-    assert "SLURM_STEP_NUM_TASKS=2: srun has started several processes" in result.stderr
+    assert "SLURM_STEP_NUM_TASKS=2 is set by a launcher of several processes" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ def healthy() -> MachineReport:
             locks_freely=False,
             shared_memory_bytes=32 * GB,
             shared_memory_free_bytes=32 * GB,
-            overcommit_memory=0,
         ),
         software=Software(python="3.11.7", packages={"torch": "2.13.0+cpu"}, gpus=0),
         operators=Operators(

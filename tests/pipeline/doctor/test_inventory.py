@@ -79,10 +79,6 @@ def test_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for capabilities, freely in (("4000", True), ("0", False), (None, None)):
         found[inventory.CAPABILITIES] = capabilities
         assert inventory.kernel().locks_freely is freely
-    monkeypatch.undo()
-    file.write_text("always [madvise] never\n")
-    monkeypatch.setattr(inventory, "HUGE_PAGES", file)
-    assert inventory.kernel().transparent_huge_pages == "madvise"
 
 
 def test_the_nearest_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_a_training_on_gpus_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(
             DistContext, "gather", lambda self, mine, others=others: [mine, *others]
         )
-        record_memory(None, ctx)  # type: ignore[arg-type]
+        record_memory(ctx)
         assert read_record(tmp_path).reserved_bytes == reserved
     found = json.loads((tmp_path / "memory.json").read_bytes())
     assert found == RECORD | {"beside_bytes": 4 * GIB, "torch": torch.__version__}

@@ -251,23 +251,6 @@ def test_addresses_in_the_run_move_with_it(tmp_path: Path) -> None:
     assert found["export"].record == {"folder": "/elsewhere/export", "files": ["a", str(second)]}
 
 
-def test_an_old_record_of_the_run_that_was_copied_does_not_count(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("first", "copy")]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "recipe.yaml").touch()
-        event = {"time": 1, "event": "slot finished", "digest": "1"}
-        records = {
-            "train": {"checkpoint": str(folders[0] / "checkpoints" / "step-00000004")},
-            "export": {"folder": "/elsewhere/export"},
-            "remote": {"checkpoint": "s3://bucket/first/step-00000004"},
-        }
-        events = [{**event, "slot": slot, "record": record} for slot, record in records.items()]
-        (folder / "journal.jsonl").write_bytes(old(events))
-    found = [set(Journal(folder / "journal.jsonl").finished()) for folder in folders]
-    assert found == [{"train", "export", "remote"}, {"export", "remote"}]
-
-
 def test_a_journal_is_its_owners_and_is_not_written_through_a_link(tmp_path: Path) -> None:
     """A file of one line without an end looks like a line that a crash cut short."""
     target = tmp_path / "token"

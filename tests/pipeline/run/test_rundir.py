@@ -36,7 +36,7 @@ def test_a_given_folder_holds_one_run(tmp_path: Path) -> None:
     assert rundir.claim(folder) == folder
     with pytest.raises(UsageError, match=r"holds no recipe.yaml \(pipe ls shows runs\)"):
         rundir.existing(folder)
-    rundir.write_recipe(folder, "name: x\n")
+    (folder / "recipe.yaml").write_text("name: x\n")
     assert rundir.existing(folder) == folder
     with pytest.raises(UsageError, match=r"already holds a run \(continue it: pipe resume"):
         rundir.claim(folder)
