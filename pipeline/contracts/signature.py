@@ -27,13 +27,12 @@ class Need:
 def _annotations(stage: type, method: str = "run") -> dict[str, Any]:
     function = getattr(stage, method, None)
     if not callable(function):
-        raise PluginError(f"{stage.__module__}.{stage.__qualname__} has no method `{method}`")
+        raise PluginError(f"{name_of(stage)} has no method `{method}`")
     try:
         return typing.get_type_hints(function)
     except Exception as error:
         raise PluginError(
-            f"{stage.__module__}.{stage.__qualname__}.{method}: "
-            f"its annotations cannot be resolved: {error}",
+            f"{name_of(stage)}.{method}: its annotations cannot be resolved: {error}",
             hint="import artifact types outside TYPE_CHECKING",
         ) from error
 
@@ -54,7 +53,7 @@ def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
         kinds = [option for option in options if option is not type(None)]
         if len(kinds) != 1 or kinds[0] is Any or not isinstance(kinds[0], type):
             raise PluginError(
-                f"{stage.__module__}.{stage.__qualname__}.{method}: parameter `{parameter.name}` "
+                f"{name_of(stage)}.{method}: parameter `{parameter.name}` "
                 "is not annotated with one artifact class"
             )
         found.append(
@@ -69,9 +68,7 @@ def gives(stage: type) -> type | None:
     if given is None or given is type(None):
         return None
     if not isinstance(given, type):
-        raise PluginError(
-            f"{stage.__module__}.{stage.__qualname__}.run: its return annotation is not one class"
-        )
+        raise PluginError(f"{name_of(stage)}.run: its return annotation is not one class")
     return given
 
 

@@ -85,9 +85,8 @@ def _unusable_gpus(machine: MachineReport) -> Findings:
         driver = f"driver {software.driver}" if software.driver else "the driver"
         reason = software.torch_problem or "torch does not say why"
         seen = f"{cuda}cannot use them under {driver}: {reason}"
-    yield _finding(
-        "driver", f"{plural(gpus, 'GPU')}, but torch {software.packages['torch']} {seen}"
-    )
+    torch = f"torch {software.packages['torch']}"
+    yield _finding("driver", f"{plural(gpus, 'GPU')}, but {torch} {seen}")
 
 
 def _companions(machine: MachineReport) -> Findings:

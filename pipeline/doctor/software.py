@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.doctor.gpu_topology import parse_topology
-from pipeline.doctor.report import Operators, Software, Topology
+from pipeline.doctor.report import Link, Operators, Software, Topology
 from pipeline.hardware.gpus import gpu_count
 from pipeline.utils.versions import versions
 
@@ -25,6 +24,8 @@ PACKAGES = (
     "accelerate", "safetensors", "numpy", "peft", "bitsandbytes", "torchao", "flash_attn",
     "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_GPU = re.compile(r"GPU\d+")
 COMPANIONS = ("torchvision", "torchaudio")
 """Packages whose compiled code fits one torch only."""
 ANSWER_SECONDS = 10
@@ -72,6 +73,33 @@ def gpu_uuids() -> dict[int, str]:
 def topology(numbers: Collection[int]) -> Topology:
     """Links between the GPUs with these numbers; empty without nvidia-smi."""
     return parse_topology(_output("nvidia-smi", "topo", "-m"), numbers)
+
+
+def parse_topology(text: str, numbers: Collection[int]) -> Topology:
+    """Links between the GPUs with these numbers, each pair once, and the GPUs' NUMA nodes.
+
+    `text` is a table whose cells are separated by tabs, or by blanks if it was pasted:
+
+        GPU0  GPU1  NIC0  CPU Affinity  NUMA Affinity  GPU NUMA ID
+        GPU0   X    NV18  PIX           0-47           0              N/A
+
+    Newer drivers underline the header with terminal codes.
+    """
+    gpus = {f"GPU{number}" for number in numbers}
+    lines = [line.split() for line in _TERMINAL_CODES.sub("", text).splitlines()]
+    table = [cells for cells in lines if cells and _GPU.fullmatch(cells[0])]
+    if not table or "X" in table[0]:  # no header
+        return Topology()
+    columns = table[0][: table[0].index("CPU")] if "CPU" in table[0] else table[0]
+    links, numa = [], {}
+    for own, *cells in table[1:]:
+        kinds, rest = cells[: len(columns)], cells[len(columns) :]
+        for other, kind in zip(columns, kinds, strict=False):
+            if {own, other} <= gpus and columns.index(own) < columns.index(other):
+                links.append(Link(a=own, b=other, kind=kind))
+        if own in gpus and len(rest) > 1 and rest[1] != "N/A":
+            numa[own] = rest[1]
+    return Topology(links=tuple(links), numa=numa)
 
 
 def _output(*command: str) -> str:

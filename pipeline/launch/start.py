@@ -16,7 +16,7 @@ from pipeline.distributed.environment import is_worker, require_contract, worker
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable, stopped
 from pipeline.errors import PipeError, UsageError, system_errors_as
 from pipeline.plan.plan import Plan
-from pipeline.run import environment, failures, rundir
+from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.resume import plan_resume, results
 from pipeline.utils.files import replace_text
@@ -148,8 +148,8 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
     with system_errors_as(UsageError):
         before = recipe.read_text("utf-8") if recipe.exists() else None
         replace_text(recipe, plan.recipe.dump())
-        here = environment.environment()
-        changes = environment.write_environment(folder, here)
+        here = rundir.environment()
+        changes = rundir.write_environment(folder, here)
         failures.clear(folder)
         journal.write(
             "run started", procs=plan.view.procs, device=plan.view.device, environment=here

@@ -8,7 +8,6 @@ import pytest
 
 from pipeline.doctor import measurements
 from pipeline.doctor.ranks import measure
-from pipeline.doctor.timing import seconds_each
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +101,9 @@ def test_repetitions_follow_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) ->
     def action() -> None:
         now[0] += 2
 
-    seconds = seconds_each(action, device="cpu", budget=40, agree=lambda seconds: 2 * seconds)
+    seconds = measurements.seconds_each(
+        action, device="cpu", budget=40, agree=lambda seconds: 2 * seconds
+    )
     assert seconds == 4
     assert now[0] == 2 * (1 + 1 + 10)
 

@@ -23,7 +23,7 @@ def rates(settings, record):
     record({"rank": int(os.environ["RANK"]), "threads": threads, "size": settings["size"]})
 
 def meet(settings, record):
-    from pipeline.doctor.timing import Rendezvous
+    from pipeline.doctor.measurements import Rendezvous
     rank, together = int(os.environ["RANK"]), Rendezvous(settings)
     for late in (0, 1):
         time.sleep(0.5 * (rank == late))

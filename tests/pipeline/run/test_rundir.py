@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RunLocked, UsageError
-from pipeline.run import environment, rundir
+from pipeline.run import rundir
 
 
 def test_new_folders_are_private_and_never_the_same(tmp_path: Path) -> None:
@@ -44,16 +44,16 @@ def test_a_given_folder_holds_one_run(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_written_and_what_has_changed_is_told(tmp_path: Path) -> None:
-    now = environment.environment()
+    now = rundir.environment()
     assert {"torch", "transformers", "numpy"} <= now["packages"].keys()
-    assert environment.write_environment(tmp_path, now) == []
+    assert rundir.write_environment(tmp_path, now) == []
     facts = json.loads((tmp_path / "environment.json").read_text())
     assert facts == now
     assert facts["folder"] == str(Path.cwd())
-    assert environment.write_environment(tmp_path, {**now, "time": "later", "command": []}) == []
+    assert rundir.write_environment(tmp_path, {**now, "time": "later", "command": []}) == []
     packages = {name: v for name, v in now["packages"].items() if name != "numpy"}
     other = {**now, "python": "3.99.1", "packages": {**packages, "torch": "9.8.7"}}
-    assert environment.write_environment(tmp_path, other) == [
+    assert rundir.write_environment(tmp_path, other) == [
         f"numpy {now['packages']['numpy']} -> not there",
         f"python {now['python']} -> 3.99.1",
         f"torch {now['packages']['torch']} -> 9.8.7",
@@ -64,7 +64,7 @@ def test_the_environment_is_written_and_what_has_changed_is_told(tmp_path: Path)
 def test_an_environment_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "environment.json").write_text(text)
     facts = {"python": "3.11.1", "packages": {}}
-    assert environment.write_environment(tmp_path, facts) == []
+    assert rundir.write_environment(tmp_path, facts) == []
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "checkpoints.at", "journal.jsonl"])
