@@ -14,7 +14,7 @@ import click
 
 from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
-from pipeline.plan.plan import in_order, load_slots, plan_file
+from pipeline.plan.plan import Plan, in_order, load_slots, plan_file
 from pipeline.plan.registry import Registry
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
@@ -24,6 +24,7 @@ from pipeline.recipe.nodes import KeyPath
 from pipeline.run.data_preview import Preview, Token, documents, preview
 from pipeline.utils import terminal
 from pipeline.utils.terminal import bare
+from pipeline.utils.text import plural
 
 
 @click.command()
@@ -54,7 +55,8 @@ def show(
     """
     file = Path(recipe) / "recipe.yaml" if Path(recipe).is_dir() else Path(recipe)
     if count is not None:
-        show_data(file, overrides, registry, count=count, as_json=as_json)
+        plan = plan_file(file, overrides, registry=registry)
+        _show_data(plan, count=count, as_json=as_json)
         return
     loaded, values = _resolved(file, overrides, registry or Registry.installed())
     if as_json:
@@ -108,18 +110,12 @@ MARKS = "⟦", "⟧"
 """Marks around trained text on terminals without colours."""
 
 
-def show_data(
-    file: Path,
-    overrides: Sequence[str],
-    registry: Registry | None,
-    *,
-    count: int,
-    as_json: bool,
-) -> None:
+def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
     """Print `count` samples of a recipe's training data, and the number of all samples. Messages of
     the stages go to stderr."""
-    plan = plan_file(file, overrides, registry=registry)
-    with preview(plan, _log()) as shown:
+    log = logging.Logger("pipe.show", logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stderr))
+    with preview(plan, log) as shown:
         indices = shown.indices(count)
         if as_json:
             click.echo(json.dumps(_as_json(shown, indices), indent=1))
@@ -133,32 +129,25 @@ def show_data(
             click.echo(f"\n{text}", file=bare(sys.stdout))
 
 
-def _log() -> logging.Logger:
-    log = logging.Logger("pipe.show", logging.INFO)
-    log.addHandler(logging.StreamHandler(sys.stderr))
-    return log
-
-
 def _summary(shown: Preview) -> str:
     data = shown.data
     held = len(data.heldout) if data.heldout else 0
     packed = ", packed" if data.packed else ""
-    size = "a stream of" if shown.size is None else shown.size
-    return f"{size} samples to train on{packed}, {held} held out"
+    size = "a stream of samples" if shown.size is None else plural(shown.size, "sample")
+    return f"{size} to train on{packed}, {held} held out"
 
 
 def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:
     sample = shown.data.train[index]
     parts = list(documents(sample))
     targets = shown.data.train.targets(index)
-    head = f"sample {number}: {len(sample.input_ids)} tokens, {targets} to predict"
+    tokens = plural(len(sample.input_ids), "token")
+    head = f"sample {number}: {tokens}, {targets} to predict"
     texts = [_marked(shown, part, colour=colour) for part in parts]
     if sample.positions is None:
         return f"{head}\n{texts[0]}"
-    lines = [
-        f"--- document {number} of {len(parts)}\n{text}" for number, text in enumerate(texts, 1)
-    ]
-    return "\n".join([f"{head}, {len(parts)} documents", *lines])
+    lines = [f"--- document {i} of {len(parts)}\n{text}" for i, text in enumerate(texts, 1)]
+    return "\n".join([f"{head}, {plural(len(parts), 'document')}", *lines])
 
 
 def _marked(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> str:

@@ -40,7 +40,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The endless sequence of sample indices that a run trains on.
+    """An order of samples that are all known; shuffled anew in every epoch.
 
     Position p lies in epoch p // size; within an epoch every index of range(size) occurs once. An
     epoch's permutation is a balanced Feistel network (Luby and Rackoff 1988) over the next power of
@@ -58,14 +58,7 @@ class SampleOrder:
         if self.size < 1:
             raise ValueError(f"an order needs at least one sample, not {self.size}")
 
-    def __getitem__(self, position: int) -> int:
-        """The sample at `position`, which counts from 0 and has no end."""
-        if position < 0:
-            raise IndexError(f"positions count from 0, not {position}")
-        return int(self.indices(position, 1)[0])
-
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The samples at positions start ... start + count - 1; shape (count,)."""
         if start < 0 or count < 0:
             raise ValueError(f"positions count from 0: start={start}, count={count}")
         positions = np.arange(start, start + count, dtype=np.int64)

@@ -30,10 +30,8 @@ def open_log(run_dir: Path, rank: int) -> IO[str]:
 
 @contextlib.contextmanager
 def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
-    """The run's logger: rank 0 speaks on screen, every rank writes its own file.
-
-    Other ranks' raw output goes to their file too, whatever prints it.
-    """
+    """The run's logger: rank 0 writes to the screen, every rank to its own file. Everything else
+    that ranks above 0 print goes to their file too."""
     log = logging.getLogger("pipe")
     log.setLevel(logging.DEBUG)
     log.propagate = False
@@ -41,7 +39,12 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         to_file = logging.StreamHandler(stack.enter_context(open_log(run_dir, rank)))
         to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
         stack.enter_context(_attached(log, to_file))
-        stack.enter_context(_warnings_to(to_file))
+        for aside in map(logging.getLogger, ASIDES):
+            stack.callback(setattr, aside, "propagate", aside.propagate)
+            aside.propagate = False
+            stack.enter_context(_attached(aside, to_file))
+        stack.callback(logging.captureWarnings, False)
+        logging.captureWarnings(True)
         if rank == 0:
             to_screen = logging.StreamHandler(sys.stdout)
             to_screen.setLevel(logging.INFO)
@@ -52,33 +55,16 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
 
 
 ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
-"""Loggers on which libraries warn each other, and report kernels that were not built."""
+"""Loggers on which libraries warn each other, and report kernels that were not built. They do not
+write to the screen."""
 
 
 def hush_asides() -> None:
-    """Keep them off the screen of a command, which has no log: they have a handler, so logging does
-    not print them for want of one."""
-    for name in ASIDES:
-        if not logging.getLogger(name).handlers:
-            logging.getLogger(name).addHandler(logging.NullHandler())
-
-
-@contextlib.contextmanager
-def _warnings_to(handler: logging.Handler) -> Iterator[None]:
-    """Keep warnings off the screen: nearly all are from one library to another."""
-    warned = [logging.getLogger(name) for name in ASIDES]
-    propagated = [one.propagate for one in warned]
-    for one in warned:
-        one.propagate = False
-        one.addHandler(handler)
-    logging.captureWarnings(True)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
-        for one, propagates in zip(warned, propagated, strict=True):
-            one.removeHandler(handler)
-            one.propagate = propagates
+    """Keep the loggers of ASIDES off the screen of a command without a log. With a handler of their
+    own, logging does not fall back to printing them."""
+    for aside in map(logging.getLogger, ASIDES):
+        if not aside.handlers:
+            aside.addHandler(logging.NullHandler())
 
 
 @contextlib.contextmanager

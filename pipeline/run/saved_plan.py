@@ -96,7 +96,6 @@ def _read(file: Path) -> Identity:
 
 def differences(planned: Identity, now: Identity) -> Iterator[str]:
     """Each difference in words, with both values."""
-    folders = planned.folder, now.folder
     for slot in sorted({*planned.stages, *now.stages}):
         before, after = planned.stages.get(slot), now.stages.get(slot)
         if before is None or after is None:
@@ -104,40 +103,21 @@ def differences(planned: Identity, now: Identity) -> Iterator[str]:
         elif before.get("use") != after["use"]:
             yield _in_words(f"{slot}.use", before.get("use"), after["use"])
         else:
-            yield from _between(slot, before, after, folders)
+            yield from _between(slot, before, after)
     rest = {"stages", "versions", "folder"}
-    yield from _between("", planned.model_dump(exclude=rest), now.model_dump(exclude=rest), folders)
+    yield from _between("", planned.model_dump(exclude=rest), now.model_dump(exclude=rest))
     # A package that only one side has is an optional one, which the plan did without.
     for package in sorted(planned.versions.keys() & now.versions.keys()):
-        yield from _between(package, planned.versions[package], now.versions[package], folders)
+        yield from _between(package, planned.versions[package], now.versions[package])
 
 
-def _between(place: str, before: Any, after: Any, folders: tuple[str, str]) -> Iterator[str]:
+def _between(place: str, before: Any, after: Any) -> Iterator[str]:
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
             inner = f"{place}.{key}" if place else key
-            yield from _between(inner, before.get(key), after.get(key), folders)
-    elif not _same(before, after, folders):
+            yield from _between(inner, before.get(key), after.get(key))
+    elif before != after:
         yield _in_words(place, before, after)
-
-
-def _same(before: Any, after: Any, folders: tuple[str, str]) -> bool:
-    """Whether two values mean the same. A file is the same if it is called the same from both
-    recipes, which have moved together with it, or if it is the same file, beside which a recipe
-    has moved."""
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return all(_same(*two, folders) for two in zip(before, after, strict=True))
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        return not any(_between("", before, after, folders))
-    if isinstance(before, str) and isinstance(after, str):
-        absolute = (_absolute(*one) for one in zip((before, after), folders, strict=True))
-        return before == after or len({*absolute}) == 1
-    return bool(before == after)
-
-
-def _absolute(text: str, folder: str) -> str:
-    relative = text.startswith(("./", "../"))
-    return os.path.normpath(f"{folder}/{text}") if relative else text
 
 
 def _in_words(place: str, before: Any, after: Any) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import mmap
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -65,12 +64,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def anonymous_file(purpose: str) -> int:
-    """A descriptor of a file without a name, in memory where the system has such; it is gone with
-    the last process that has it open."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(f"pipe-{purpose}")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    """A descriptor of a file in memory, which is gone with the last process that has it open."""
+    return os.memfd_create(f"pipe-{purpose}")
 
 
 def try_writing(path: Path) -> None:

@@ -65,14 +65,14 @@ class Throughput:
         self._doing = doing
         self._total = total
         self._done = 0
-        self._began = self._told = time.monotonic()
+        self._began = self._last_line = time.monotonic()
 
     def advance(self, size: int) -> None:
         """`size` more bytes have been moved."""
         self._done += size
         now = time.monotonic()
-        if now - self._told > EVERY:
-            self._told = now
+        if now - self._last_line > EVERY:
+            self._last_line = now
             of = "" if self._total is None else f" of {human(self._total)}"
             self._log.info("%s: %s%s", self._doing, human(self._done), of)
 

@@ -53,7 +53,7 @@ def reference(
     order = SampleOrder(seed, len(data.train))
     losses, norms = [], []
     for step in range(steps):
-        samples = [data.train[order[step * batch + place]] for place in range(batch)]
+        samples = [data.train[index] for index in order.indices(step * batch, batch).tolist()]
         targets = sum(int((sample.labels != -100).sum()) for sample in samples)
         if together is None:
             loss = sum(_loss(model, sample, compute) for sample in samples) / targets

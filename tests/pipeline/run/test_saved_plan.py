@@ -132,19 +132,6 @@ def test_files_of_the_same_name_in_two_folders_are_two(tmp_path: Path) -> None:
     assert drift(file, plan(recipe=recipe)) == told
 
 
-def test_a_recipe_that_leaves_its_files_is_the_same_recipe(tmp_path: Path) -> None:
-    """It names them by where they are, as those of `pipe advise` do."""
-    file, data = tmp_path / "plan.json", chat(tmp_path / "here")
-    saved(file, plan(recipe=small(data.parent, f"[{data}]")))
-    moved = small(tmp_path / "there", f"[{data}]")
-    assert drift(file, plan(recipe=moved)) == ""
-    other = small(tmp_path / "there", f"[{chat(moved.parent)}]")
-    assert drift(file, plan(recipe=other)) == ""
-    third = small(tmp_path / "there", f"[{chat(moved.parent / 'deeper')}]")
-    told = 'data.files is ["./deeper/d.jsonl"] instead of ["./d.jsonl"]'
-    assert drift(file, plan(recipe=third)) == told
-
-
 def test_ranks_of_a_node_are_part_of_a_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     saved(file, plan(), 4)
