@@ -47,9 +47,8 @@ def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
     found = []
     for parameter in list(inspect.signature(getattr(stage, method)).parameters.values())[2:]:
         annotation = hints.get(parameter.name)
-        options = [annotation]
-        if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-            options = list(typing.get_args(annotation))
+        union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+        options = typing.get_args(annotation) if union else (annotation,)
         kinds = [option for option in options if option is not type(None)]
         if len(kinds) != 1 or kinds[0] is Any or not isinstance(kinds[0], type):
             raise PluginError(

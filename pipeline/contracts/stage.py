@@ -19,6 +19,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -125,15 +126,10 @@ class PlanView:
 
     def before(self, stage: Any, artifact: type) -> str | None:
         """The first slot before that of `stage` which gives `artifact` or a subclass of it; None
-        without one, and when the stage is in no slot."""
+        without one."""
         givers = {id(giver) for giver in self.giving(artifact)}
-        found = None
-        for slot, other in self.slots.items():
-            if other is stage:
-                return found
-            if found is None and id(other) in givers:
-                found = slot
-        return None
+        earlier = takewhile(lambda item: item[1] is not stage, self.slots.items())
+        return next((slot for slot, other in earlier if id(other) in givers), None)
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,6 @@ LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
     "locked_memory": resource.RLIMIT_MEMLOCK,
     "processes": resource.RLIMIT_NPROC,
-    "core": resource.RLIMIT_CORE,
 }
 MODEL = r"^model name\s*:\s*(.*\S)"
 CAPABILITIES = r"^CapEff:\s*([0-9a-f]+)$"
@@ -37,16 +36,11 @@ VARIABLES = {
 
 def host() -> Host:
     """Processor, cores and memory, as far as affinity and control groups leave them."""
-    swap = psutil.swap_memory()
     return Host(
         system=platform.platform(),
         processor=_search(MODEL, "/proc/cpuinfo") or platform.machine() or None,
         cores=usable_cores(),
-        cores_present=os.cpu_count(),
-        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         memory_free_bytes=free_memory(),
-        swap_bytes=swap.total,
-        swap_used_bytes=swap.used,
     )
 
 

@@ -75,27 +75,23 @@ class Topology(Record):
 
 
 class Host(Record):
-    """The host; `cores` are those that processes here may use, `cores_present` all."""
+    """The host; `cores` are those that processes here may use."""
 
     system: str | None = None
     processor: str | None = None
     cores: Positive | None = None
-    cores_present: Count | None = None
-    numa_nodes: Count | None = None
     memory_free_bytes: Count | None = None
-    swap_bytes: Count | None = None
-    swap_used_bytes: Count | None = None
 
 
 class Limit(Record):
-    """A limit of `ulimit`; None is unlimited. Locked memory and core dumps are in bytes."""
+    """A limit of `ulimit`; None is unlimited. Locked memory is in bytes."""
 
     soft: Count | None
     hard: Count | None
 
 
 class Kernel(Record):
-    """Limits (open_files, locked_memory, processes, core) and settings of the kernel.
+    """Limits (open_files, locked_memory, processes) and settings of the kernel.
     `processes_in_group` is the control group's limit of processes and threads; `locks_freely` is
     true for a user whom the limit of locked memory does not bind."""
 

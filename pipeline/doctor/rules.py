@@ -25,7 +25,6 @@ FATAL = {"torch", "matmul", "collectives"}  # fail only if no run can train
 CHECKPOINT = 7e9 * 12  # bytes of a 7B model's weights and AdamW's two moments in fp32
 SLOW_DISK = 200e6  # bytes per second
 SHARED = LOCKED = 1 << 30  # bytes; NVIDIA recommends --shm-size=1g for containers
-SWAP_IN_USE = 256 << 20
 LOW = 0.1  # share of host memory
 FEW = 4096  # open files, or processes and threads
 HARMLESS = {"", "0", "OFF", "INFO"}
@@ -181,9 +180,6 @@ def _shared_and_locked_memory(machine: MachineReport) -> Findings:
 
 
 def _host_memory(machine: MachineReport) -> Findings:
-    swap = machine.host.swap_used_bytes or 0
-    if swap > SWAP_IN_USE:
-        yield _finding("swap", f"{human(swap)} of swap are in use")
     free, total = machine.host.memory_free_bytes, machine.host_memory_bytes
     if total is not None and _below(free, LOW * total):
         yield _finding("host-memory", f"{human(free)} of {human(total)} of host memory are free")

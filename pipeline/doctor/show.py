@@ -94,7 +94,7 @@ def _network(machine: MachineReport) -> Iterator[Row]:
 
 def _limits(machine: MachineReport) -> Iterator[Row]:
     for name, limit in machine.kernel.limits.items():
-        text = human if name in ("locked_memory", "core") else str
+        text = human if name == "locked_memory" else str
         yield name.replace("_", " "), "unlimited" if limit.soft is None else text(limit.soft)
 
 

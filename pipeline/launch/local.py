@@ -106,13 +106,9 @@ def _started(command: Sequence[str], procs: int, spare: int) -> Iterator[subproc
 def _first_ends(ranks: Sequence[subprocess.Popen[bytes]]) -> list[Exit]:
     """Wait for all to finish, or for the first that end otherwise, which are returned."""
     while True:
-        codes = [process.poll() for process in ranks]
-        ends = [
-            Exit(rank=rank, code=code)
-            for rank, code in enumerate(codes)
-            if code not in (None, FINISHED)
-        ]
-        if ends or None not in codes:
+        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
+        ends = [Exit(rank, code) for rank, code in codes.items() if code not in (None, FINISHED)]
+        if ends or None not in codes.values():
             return ends
         time.sleep(LOOK_SECONDS)
 
@@ -126,10 +122,6 @@ def _stopped(ranks: Sequence[subprocess.Popen[bytes]]) -> list[Exit]:
     for process in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-    codes = [process.returncode for process in ranks]
+    codes = {rank: process.returncode or 0 for rank, process in enumerate(ranks)}
     kill_sessions(ranks)
-    return [
-        Exit(rank=rank, code=code)
-        for rank, code in enumerate(codes)
-        if code is not None and code < 0 and code != -signal.SIGTERM
-    ]
+    return [Exit(rank, code) for rank, code in codes.items() if 0 > code != -signal.SIGTERM]

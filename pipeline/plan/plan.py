@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +11,12 @@ from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Checked, PlanView
 from pipeline.errors import Location, PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.hardware.host import total_memory
 from pipeline.plan.registry import Registry
 from pipeline.plan.wiring import SlotType, inputs, missing_inputs
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.nodes import SourceMap
-from pipeline.utils.text import human, plural
-
-PROCESS_BYTES = 100 * 10**6
-"""Bytes of host memory, fewer than any process with torch takes."""
+from pipeline.utils.text import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +200,6 @@ def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
     elif procs is not None and launch.procs not in (None, procs):
         key, message = "procs", f"{asked}, but the launcher started {procs}"
         hint = f"set launch.procs={procs}, or null to take as many as are started"
-    elif procs is None and (launch.procs or 1) * PROCESS_BYTES > (total_memory() or math.inf):
-        key, message = "procs", f"this machine has no memory for {asked}"
-        hint = f"each takes at least {human(PROCESS_BYTES)} of it, without any model"
     else:
         return []
     location = recipe.marks.value(("launch", key))

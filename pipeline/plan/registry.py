@@ -31,11 +31,6 @@ class Entry:
     distribution: str
     version: str
 
-    @property
-    def kind(self) -> str:
-        """The part before the dot: `wrap`."""
-        return kind_of(self.name)
-
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
 

@@ -67,7 +67,9 @@ def plain_value(value: Any) -> Any:
         return {name: plain_value(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): plain_value(child) for key, child in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain_value, value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [plain_value(child) for child in value]
     return str(value) if isinstance(value, PurePath) else value
 

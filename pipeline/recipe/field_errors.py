@@ -28,7 +28,10 @@ _WANTED = {
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
 }
-_BOUNDS = {
+_MESSAGES = {
+    "missing": "is required",
+    "extra_forbidden": "unknown field",
+    "value_error": "{error}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
     "less_than_equal": "must be at most {le}",
@@ -74,12 +77,8 @@ def _fault(error: Any, data: Any) -> _Fault:
         return _Fault(path=path, type=kind, wanted=_WANTED[kind])
     if kind == "literal_error":
         return _Fault(path=path, type=kind, options=_options(context["expected"]))
-    if kind in _BOUNDS:
-        return _Fault(path=path, type=kind, message=_BOUNDS[kind].format(**context))
-    if kind == "value_error":
-        return _Fault(path=path, type=kind, message=str(context["error"]))
-    message = {"missing": "is required", "extra_forbidden": "unknown field"}.get(kind, error["msg"])
-    return _Fault(path=path, type=kind, message=message)
+    known = _MESSAGES.get(kind)
+    return _Fault(path=path, type=kind, message=known.format(**context) if known else error["msg"])
 
 
 def _path(error: Any, data: Any) -> KeyPath:

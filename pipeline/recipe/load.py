@@ -159,12 +159,12 @@ def _slots(stages: Any, marks: SourceMap) -> tuple[dict[str, SlotSpec], list[Pro
 
 def _wrong_slot(slot: str, value: Any, marks: SourceMap) -> list[Problem]:
     path: KeyPath = ("stages", slot)
-    problems = []
+    message, problems = "", []
     if slot in TOP_LEVEL:
         message = f"a slot cannot be called `{slot}`: that is a key of the recipe itself"
-        problems.append(Problem(message=message, key=slot, location=marks.key(path)))
     elif not SLOT.fullmatch(slot):
         message = "a slot's name is small letters, digits and underscores, and starts with a letter"
+    if message:
         problems.append(Problem(message=message, key=slot, location=marks.key(path)))
     if not isinstance(value, Mapping):
         hint = f"write `{slot}: {{use: {value}}}`" if isinstance(value, str) else ""

@@ -67,13 +67,10 @@ def _check_start(root: Node, parts: list[str]) -> None:
 
 
 def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:
-    if not text.strip():
-        raise _RefusedError("there is no value after =", f"write {path}=null or {path}=''")
     node, found = parse(text, locate=lambda line, column: place, folder=Path.cwd())
     if node is None and not found:
-        raise _RefusedError(
-            "there is no value after =", "put quotes around text that starts with #"
-        )
+        hint = f"write {path}=null or {path}=''; put quotes around text that starts with #"
+        raise _RefusedError("there is no value after =", hint)
     return node or Node(value=None, at=place), found
 
 

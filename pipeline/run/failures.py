@@ -15,9 +15,8 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.errors import ResumeRefused, RunFailed, in_words, is_expected
 from pipeline.utils.files import private_folder, replace_text
@@ -30,8 +29,7 @@ MOST_LINES = 12
 """Lines of an error's message that are kept; libraries append whole native stacks to theirs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exit:
+class Exit(NamedTuple):
     """Exit code of a rank's process that ended by itself; a negative code is a signal's number."""
 
     rank: int

@@ -27,19 +27,16 @@ Artifacts = Mapping[str, Any]
 def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> None:
     """Ask the stages of `slots` for what they will need. Raises StageError when that is not there;
     rank 0 asks, whose machine also writes the exports."""
-    if ctx.dist.is_main:
-        require_resources(_rooms(plan, ctx, artifacts, slots))
-
-
-def _rooms(
-    plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]
-) -> Iterator[ResourceNeed]:
+    if not ctx.dist.is_main:
+        return
+    needs: list[ResourceNeed] = []
     known = _in_order(plan, artifacts)
     for step in plan.steps:
         asked = step.slot in slots and isinstance(step.stage, NeedsResources)
         if asked and not known.missing(step.stage, "resource_needs"):
             own = dataclasses.replace(ctx, slot=step.slot)
-            yield from known.call(step.stage, "resource_needs", own)
+            needs += known.call(step.stage, "resource_needs", own)
+    require_resources(needs)
 
 
 def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +11,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.contracts.signature import init_fields
 from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
 from pipeline.plan.plan import Plan, PlannedSlot
+from pipeline.recipe.field_docs import plain_value
 
 VERSION: Final = 3
 Count = Annotated[int, Field(ge=1)]
@@ -57,7 +56,8 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
     folders = [str(file.parent) for file in plan.recipe.source_files]
 
     def fields(step: PlannedSlot) -> dict[str, Any]:
-        shown: dict[str, Any] = _public(_plain(step.stage, folders), written[step.slot])
+        plain = _portable(plain_value(step.stage), folders)
+        shown: dict[str, Any] = _public(plain, written[step.slot])
         return {"use": step.use, **shown}
 
     return Identity(
@@ -124,16 +124,12 @@ def _in_words(place: str, before: Any, after: Any) -> str:
     return f"{place} is {json.dumps(after)} instead of {json.dumps(before)}"
 
 
-def _plain(value: Any, folders: Sequence[str]) -> Any:
-    """A stage, or what is in one, as JSON knows it."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name), folders) for f in init_fields(type(value))}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each, folders) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each, folders) for each in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
+def _portable(value: Any, folders: Sequence[str]) -> Any:
+    """A plain value as JSON knows it, with files named as `_named` does."""
+    if isinstance(value, dict):
+        return {key: _portable(each, folders) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_portable(each, folders) for each in value]
     if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
         return value
     return _named(str(value), folders)

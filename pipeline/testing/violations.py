@@ -176,22 +176,7 @@ def _checked(made: Any) -> Generator[str, None, list[Problem]]:
     for each in found:
         if not isinstance(each, Problem):
             yield f"check yields {type(each).__name__} instead of Problem"
-        elif each.key and not _names_field(type(made), each.key.split(".")):
-            yield f"check yields a problem whose key is no field: `{each.key}`"
     return [each for each in found if isinstance(each, Problem)]
-
-
-def _names_field(stage: type, parts: list[str]) -> bool:
-    """Whether a dotted key leads to a field, as deep as there are dataclasses."""
-    owners = [stage]
-    for part in parts:
-        types = [field_types(owner)[part] for owner in owners if part in field_types(owner)]
-        if not types:
-            return part.isdecimal()
-        owners = [below for each in types for below in dataclasses_in(each)]
-        if not owners:
-            return True
-    return True
 
 
 def _listed(found: list[Problem]) -> str:

@@ -25,7 +25,6 @@ def healthy() -> MachineReport:
         "open_files": Limit(soft=65536, hard=65536),
         "locked_memory": Limit(soft=None, hard=None),
         "processes": Limit(soft=65536, hard=65536),
-        "core": Limit(soft=0, hard=None),
     }
     return MachineReport(
         devices=(),
@@ -39,7 +38,7 @@ def healthy() -> MachineReport:
         d2h_bytes_per_s=None,
         disk_write_bytes_per_s=1e9,
         disk_read_bytes_per_s=1e9,
-        host=Host(cores=8, memory_free_bytes=60 * GB, swap_bytes=0, swap_used_bytes=0),
+        host=Host(cores=8, memory_free_bytes=60 * GB),
         kernel=Kernel(
             limits=limits,
             locks_freely=False,

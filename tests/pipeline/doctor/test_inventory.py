@@ -73,7 +73,7 @@ def test_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text("Name:\tpython\nCapEff:\t0000000000004000\n")
     assert inventory._search(inventory.CAPABILITIES, file) == "0000000000004000"
     assert inventory._search(inventory.CAPABILITIES, tmp_path / "none") is None
-    assert set(inventory.kernel().limits) == {"open_files", "locked_memory", "processes", "core"}
+    assert set(inventory.kernel().limits) == {"open_files", "locked_memory", "processes"}
     found: dict[str, str | None] = {}
     monkeypatch.setattr(inventory, "_search", lambda pattern, _: found.get(pattern))
     for capabilities, freely in (("4000", True), ("0", False), (None, None)):

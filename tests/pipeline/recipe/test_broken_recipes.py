@@ -464,7 +464,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         ("train.steps=",),
         [
             "command line, override 1: `train.steps=`: there is no value after = "
-            "(write train.steps=null or train.steps='')"
+            "(write train.steps=null or train.steps=''; put quotes around text that starts with #)"
         ],
     ),
     "override with bad yaml": (

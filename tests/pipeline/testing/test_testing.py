@@ -176,11 +176,6 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         ('yield Problem(key="size", message="brings bad luck")', "pass\n        yield 'no'"),
         "check yields str instead of Problem",
     ),
-    "check with an unknown key": (
-        ("if self.size == 13:\n            yield Problem(key=\"size\"",
-         "if self.size == 3:\n            yield Problem(key=\"inner.bottom\""),
-        "check yields a problem whose key is no field: `inner.bottom`",
-    ),
     "presets that are not of strategies": (
         ("return {}", "from pipeline.planning.planner import Preset; return {'big': Preset()}"),
         "has presets, which are for stages that give an Engine",
