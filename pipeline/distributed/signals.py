@@ -18,9 +18,6 @@ ENDING = (
 """Signals that end a process by default and that people and batch systems send to ask for it."""
 
 
-AFTER_THE_FIRST = (signal.SIG_DFL, signal.SIG_IGN)
-
-
 class Interrupted(BaseException):
     """A signal asked this process to end. No `except Exception` of a stage swallows it."""
 
@@ -90,7 +87,7 @@ def _forced_end(seconds: float) -> Iterator[None]:
 
 def _is_ours(number: int) -> bool:
     """Whether the signal asks this process to end: a stage may have a handler of its own for it."""
-    return number in ENDING and signal.getsignal(number) in (_raise, *AFTER_THE_FIRST)
+    return number in ENDING and signal.getsignal(number) in (_raise, signal.SIG_DFL, signal.SIG_IGN)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

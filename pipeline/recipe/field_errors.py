@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.contracts.signature import dataclasses_in, field_types
 from pipeline.errors import Problem
+from pipeline.recipe.dump import inline
 from pipeline.recipe.nodes import KeyPath, SourceMap, dotted, lookup
 from pipeline.recipe.scalars import what_to_write
 from pipeline.utils.text import closest, did_you_mean
@@ -129,7 +130,7 @@ def _wanted(faults: list[_Fault], marks: SourceMap, path: KeyPath) -> tuple[str,
     written = lookup(marks.data, path)
     if not isinstance(written, str):
         only_text = wanted == ["text"] and isinstance(written, int | float)
-        return message, f'write "{_yaml(written)}"' if only_text else ""
+        return message, f'write "{inline(written)}"' if only_text else ""
     found = closest(written, options)
     if found is not None:
         return message, f"did you mean `{found}`?"
@@ -175,9 +176,4 @@ def _shown(marks: SourceMap, path: KeyPath) -> str:
         return f"a list of {len(written)}"
     if isinstance(written, str):
         return f"the text `{written}`"
-    return f"`{_yaml(written)}`"
-
-
-def _yaml(value: Any) -> str:
-    words = {True: "true", False: "false", None: "null"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return f"`{inline(written)}`"

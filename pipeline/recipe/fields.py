@@ -85,17 +85,10 @@ def _docs_in(kind: type) -> dict[str, str]:
     if isinstance(definition, ast.ClassDef):
         for statement, below in zip(definition.body, definition.body[1:], strict=False):
             target = statement.target if isinstance(statement, ast.AnnAssign) else None
-            text = _literal(below)
-            if isinstance(target, ast.Name) and text:
-                docs[target.id] = inspect.cleandoc(text)
+            match below:
+                case ast.Expr(ast.Constant(str(text))) if isinstance(target, ast.Name):
+                    docs[target.id] = inspect.cleandoc(text)
     return docs
-
-
-def _literal(statement: ast.stmt) -> str | None:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        value = statement.value.value
-        return value if isinstance(value, str) else None
-    return None
 
 
 def _as_model(kind: type) -> Any:

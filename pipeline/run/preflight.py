@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.resources import require_resources
@@ -25,8 +25,8 @@ Artifacts = Mapping[str, Any]
 
 
 def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> None:
-    """Ask the stages of `slots` for what they will need. Raises StageError when that is not there;
-    rank 0 asks, whose machine also writes the exports."""
+    """Ask the stages of `slots` for the resources that they will need; raise StageError if some are
+    missing. Only rank 0 asks: its machine also writes the exports."""
     if not ctx.dist.is_main:
         return
     needs: list[ResourceNeed] = []
@@ -43,12 +43,14 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     """Save the engine's state and have every stage with `run_dry` work on that checkpoint
     (collective). Everything written is removed again, unless it fails; random states stay
     unchanged."""
-    folder = ctx.run_dir / f"{ctx.run_dir.name}.dry-run"
+    from pipeline.checkpoint import rng_state
+
+    folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
     ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
     began = time.monotonic()
     removals: list[Callable[[], object]] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_random_state_kept(ctx))
+        stack.callback(rng_state.apply, rng_state.capture(device), device)
         if ctx.dist.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -57,7 +59,7 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
         stage_ctx = dataclasses.replace(
             ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
         )
-        _play(plan, stage_ctx, dict(artifacts), stack)
+        _run_stages(plan, stage_ctx, dict(artifacts), stack)
     # After a failure everything stays, to be looked at, until the next dry run.
     ctx.dist.barrier()
     for remove in reversed(removals):
@@ -66,7 +68,9 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     ctx.log.info("dry run: passed in %.1f s; all of it is removed", time.monotonic() - began)
 
 
-def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack) -> None:
+def _run_stages(
+    plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack
+) -> None:
     checkpoints: Checkpoints | None = None
     for step in plan.steps:
         if step.gives is not None and issubclass(step.gives, TrainedRun):
@@ -88,14 +92,3 @@ def _play(plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib
 def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
     """Artifacts in the order of slots: those that were restored may have come first."""
     return Results({one.slot: artifacts[one.slot] for one in plan.steps if one.slot in artifacts})
-
-
-@contextlib.contextmanager
-def _random_state_kept(ctx: Context) -> Iterator[None]:
-    from pipeline.checkpoint import rng_state
-
-    states = rng_state.capture(ctx.dist.device)
-    try:
-        yield
-    finally:
-        rng_state.apply(states, ctx.dist.device)

@@ -15,17 +15,10 @@ from pipeline.utils.files import opened, private_folder
 from pipeline.utils.terminal import ShownFormatter
 
 
-def log_file(run_dir: Path, rank: int) -> Path:
-    """File of a rank's output; its folder exists when this returns. Raises StageError."""
-    with system_errors_as(StageError):
-        return private_folder(run_dir / "logs") / f"rank-{rank:05d}.log"
-
-
 def open_log(run_dir: Path, rank: int) -> IO[str]:
-    """A rank's log, to be added to. Raises StageError."""
-    path = log_file(run_dir, rank)
+    """Open a rank's log to append to it. Raises StageError."""
     with system_errors_as(StageError):
-        return opened(path, "a")
+        return opened(private_folder(run_dir / "logs") / f"rank-{rank:05d}.log", "a")
 
 
 @contextlib.contextmanager
