@@ -22,7 +22,7 @@ from pipeline.utils.terminal import guard
 
 COMMANDS = {
     "run": ("run:run", "Run a recipe's stages, in order."),
-    "resume": ("run:resume", "Go on with a run where it stopped."),
+    "resume": ("run:resume", "Continue a run where it stopped."),
     "bench": ("bench:bench", "Measure a recipe under several strategies and process counts."),
     "ls": ("ls:ls", "List runs."),
     "inspect": ("inspect:inspect", "Show what is in a checkpoint; verify it."),
@@ -30,7 +30,7 @@ COMMANDS = {
     "export": ("export:export", "Export a run's model, or a checkpoint's."),
     "verify": ("verify:verify", "Verify that an export is unchanged and works."),
     "import": ("import_:import_", "Turn other tools' configuration files into a recipe."),
-    "doctor": ("doctor:doctor", "Measure this machine, and say what will hurt."),
+    "doctor": ("doctor:doctor", "Measure this machine, and find what will fail or be slow."),
     "check": ("check:check", "Find every mistake in a recipe before running."),
     "plan": ("plan:plan", "Predict what a recipe will need, and whether it fits."),
     "advise": ("advise:advise", "Find how to train a model on given GPUs; write its recipe."),
@@ -82,7 +82,7 @@ class Commands(click.Group):
 
 
 def _give_up(error: Exception) -> NoReturn:
-    """An error that is our fault: one line and a file, or the traceback with PIPE_DEBUG=1."""
+    """Report a bug of ours: one line and a file, or the traceback with PIPE_DEBUG=1."""
     if os.environ.get("PIPE_DEBUG") == "1":
         raise error
     with tempfile.NamedTemporaryFile(

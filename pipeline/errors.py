@@ -1,4 +1,4 @@
-"""Errors in words for the person who has to act on them."""
+"""Errors, worded for the person who has to act on them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PipeError(Exception):
 
 
 def _as_it_was(kind: type[PipeError], text: str) -> PipeError:
-    """An error that comes from another process."""
+    """Rebuild an error that another process has sent."""
     error = kind.__new__(kind)
     Exception.__init__(error, text)
     return error
@@ -125,11 +125,11 @@ class CheckpointError(StageError):
 
 
 class ResumeRefused(CheckpointError):
-    """The recipe does not belong to the training whose checkpoint it was to go on from."""
+    """The recipe differs from the training whose checkpoint it would continue."""
 
 
 class ExportError(StageError):
-    """An export did not load back as what was trained."""
+    """An export does not load as the model that was trained."""
 
 
 class RunFailed(PipeError):
@@ -145,7 +145,7 @@ class RunStopped(PipeError):
 
 
 class MachineUnfit(PipeError):
-    """`pipe doctor` found what training will fail on."""
+    """`pipe doctor` found something that makes training fail."""
 
     exit_code = 5
 
@@ -155,7 +155,7 @@ class RunLocked(UsageError):
 
 
 class JournalDamaged(UsageError):
-    """A run's journal is not as it was written."""
+    """A run's journal is damaged."""
 
 
 _OF_THE_MACHINE = {
@@ -188,7 +188,7 @@ def first_mistake(error: ValidationError) -> str:
 
 @contextlib.contextmanager
 def system_errors_as(kind: type[PipeError]) -> Iterator[None]:
-    """Raise what the system or a store refuses as an error for people."""
+    """Raise an OSError of the body as an error of this kind."""
     try:
         yield
     except OSError as error:

@@ -46,13 +46,8 @@ def _line(plan: Plan) -> str:
 def _summary(plan: Plan) -> dict[str, object]:
     steps = [{"slot": step.slot, "use": step.use} for step in plan.steps]
     warnings = [_problem(warning) for warning in plan.warnings]
-    return {
-        "ok": True,
-        "name": plan.recipe.name,
-        "stages": steps,
-        "problems": [],
-        "warnings": warnings,
-    }
+    facts = {"ok": True, "name": plan.recipe.name, "stages": steps}
+    return {**facts, "problems": [], "warnings": warnings}
 
 
 def _problem(problem: Problem) -> dict[str, object]:

@@ -40,7 +40,7 @@ def export(
     procs: int | None,
     accept: tuple[str, ...],
 ) -> None:
-    """Write the model of a RUN's checkpoint, or of any CHECKPOINT, as a proven export.
+    """Write the model of a RUN's checkpoint, or of any CHECKPOINT, as a verified export.
 
     Needs no GPU and little memory. CHECKPOINT can have been saved by this program, DeepSpeed,
     torch.distributed.checkpoint or transformers' Trainer. The same command again continues an

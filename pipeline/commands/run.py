@@ -73,13 +73,13 @@ ACCEPTABLE = (
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Go on under this recipe instead of the run's own: another strategy, other hardware.",
+    help="Continue under this recipe instead of the run's own: another strategy, other hardware.",
 )
 @click.option(
     "--accept",
     type=click.Choice(ACCEPTABLE),
     multiple=True,
-    help="Go on although this part of the training is another than before. May be repeated.",
+    help="Continue although this part of the training has changed. May be repeated.",
 )
 def resume(
     run_dir: Path, overrides: tuple[str, ...], recipe: Path | None, accept: tuple[str, ...]

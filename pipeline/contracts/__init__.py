@@ -6,5 +6,5 @@ engine.py                the model with its optimizer, on this process's device
 tensors.py               named tensors that are read range by range
 training.py, export.py   results, and how far a training has come
 sample_order.py          the order in which samples are visited
-resources.py             room on disk and in memory that a stage needs
+resources.py             disk space and memory that a stage needs
 """

@@ -130,8 +130,8 @@ class Engine(ABC):
     - `step(lr_scale=...)` sets every group's learning rate to its base rate times `lr_scale`,
       clips by the global norm, steps, and clears gradients. The schedule is thus a pure function
       of the step and no part of the engine's state.
-    - `state` and `fragments` are the whole training state, whatever the strategy: what they say is
-      what a checkpoint holds, and `restore` puts it back. A strategy knows nothing of files.
+    - `state` and `fragments` are the whole training state, whatever the strategy: a checkpoint
+      holds exactly that, and `restore` puts it back. A strategy knows nothing of files.
     """
 
     model: nn.Module
@@ -173,18 +173,18 @@ class Engine(ABC):
 
     @abstractmethod
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        """The same fragments to be overwritten, each before the next is taken. When all ranks have
-        exhausted theirs and called `refresh`, the engine is in `state`; until then a restore may
-        start anew. `groups` is not applied: hyperparameters are the recipe's. Raises
-        CheckpointError where `state` cannot be expressed."""
+        """Yield the same fragments to be overwritten, each before the next is taken. When every
+        rank has taken all of its fragments and called `sync_compute_weights`, the engine is in
+        `state`; until then a restore may start anew. `groups` is not applied: hyperparameters are
+        the recipe's. Raises CheckpointError where `state` cannot be expressed."""
 
     @abstractmethod
     def sync_compute_weights(self) -> None:
         """Bring what is computed from the masters in line with them (collective)."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Surround forward passes without backward on the weights that the training is for
-        (collective). They are those that are trained, where no engine says otherwise."""
+        """Surround forward passes without backward, on the weights to be evaluated (collective):
+        the trained ones, unless an engine overrides this."""
         return contextlib.nullcontext()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ verified."""
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel(Durable):
-    """A folder that `transformers` loads, proven by loading it."""
+    """A folder that `transformers` loads, verified by loading it."""
 
     folder: Path
     files: Sequence[str]

@@ -29,7 +29,7 @@ class ModelSource(ABC):
     def weights(self) -> TensorReader:
         """Open the source's weights, under the names of `build`'s module and with its shapes; for a
         random initialisation, a pure function of the seed. Raises StageError, naming the tensors
-        that are missing, too much or of another shape."""
+        that are missing, unexpected or of another shape."""
 
     @abstractmethod
     def tie(self, model: nn.Module) -> None:
@@ -64,14 +64,14 @@ class ModelSource(ABC):
 
     @property
     def contents(self) -> str | None:
-        """Hex digest of all bytes of the files that `weights` reads; None when it reads none. Takes
-        as long as reading them, the first time that a machine is asked."""
+        """Hex digest of all bytes of the files that `weights` reads; None when it reads none. The
+        first call on a machine takes as long as reading them."""
         return None
 
     @property
     def location(self) -> str | None:
         """Folder or hub id from which others load the model; None for a random or changed model,
-        and for one stored in a form that others cannot load by itself."""
+        and for one whose stored form others cannot load alone."""
         return None
 
     @property
@@ -87,8 +87,8 @@ class ModelSource(ABC):
 
     @property
     def inference_view(self) -> ModelSource:
-        """The same model, computing by itself: without what only training wants of its module, such
-        as compiled blocks or products in fewer bits."""
+        """The same model without what only training needs, such as compiled blocks or products in
+        fewer bits."""
         return self
 
     @property
@@ -103,7 +103,7 @@ class ModelSource(ABC):
         return self
 
     def merge_trained(self, trained: Weights) -> Weights:
-        """The tensors of `exported`, from what a checkpoint of this model holds."""
+        """The tensors of `export_view`, computed from those of a checkpoint of this model."""
         return trained
 
     @abstractmethod

@@ -9,8 +9,8 @@ Optional methods are the protocols below; a stage has one by defining it, and th
 its signature when the stage is loaded. The class attribute `for_export`, also optional, maps fields
 to the values that `pipe export` gives them, as it trains nothing and runs on the CPU.
 
-Questions of `pipe plan`, `pipe advise` and `pipe bench` are for a class of its own, the stage's
-planner (`pipeline.planning`), so that no run imports it.
+`pipe plan`, `pipe advise` and `pipe bench` ask a separate class, the stage's planner
+(`pipeline.planning`), which no run imports.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Stage(Protocol):
 
 @runtime_checkable
 class Checked(Protocol):
-    """A stage with an opinion on the rest of the recipe or on the machine."""
+    """A stage that checks itself against the rest of the recipe or the machine."""
 
     def check(self, plan: PlanView) -> Iterable[Problem]:
-        """Yield problems that only show in company. Never raises; imports nothing heavy."""
+        """Yield problems that show only beside other slots. Never raises; imports nothing heavy."""
 
 
 @runtime_checkable
@@ -86,7 +86,8 @@ class VerifiesResult(Protocol):
     """A stage that can check whether its durable result is unchanged."""
 
     def verify_result(self, result: Any) -> None:
-        """Raise StageError if not. A resume asks it, in one process, before it skips the slot."""
+        """Raise StageError if it has changed. A resume calls this in one process before it skips
+        the slot."""
 
 
 TAKES_ARTIFACTS = ("resource_needs", "run_dry")
@@ -108,7 +109,7 @@ class PlanView:
     slots: Mapping[str, Any]
     """Slot name -> stage instance, in order. Slots with mistakes of their own are missing."""
     forecast: bool = False
-    """Whether it is asked what the recipe would need, and nothing is to run: files that only a run
+    """Whether only the resource needs are predicted and nothing will run: files that only a run
     reads may still be missing."""
 
     def find(self, kind: type[T]) -> T | None:

@@ -37,8 +37,8 @@ class TensorReader(ABC):
     bytes_read: int = 0
     """Bytes of tensors that were read from files so far."""
     as_stored: bool = False
-    """Whether values are what files hold, not computed from it: to read them once more costs no
-    more than a copy out of the page cache."""
+    """Whether values are read from files unchanged, not computed: reading them again costs no more
+    than a copy from the page cache."""
 
     @abstractmethod
     def names(self) -> Collection[str]:

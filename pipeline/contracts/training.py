@@ -48,15 +48,15 @@ class Progress:
     """The lowest held-out loss so far, `eval_loss`, and the `step` at which it was reached; empty
     before the first evaluation."""
     patience: dict[str, float] = field(default_factory=dict)
-    """State of early stopping: the `eval_loss` to improve on, and for how many `evaluations` none
-    did."""
+    """State of early stopping: the `eval_loss` to improve on, and the number of `evaluations` since
+    the last improvement."""
     stopped: str = ""
     """Why training ended before its last step, if it did."""
     recent_losses: list[float] = field(default_factory=list)
     """Losses of the newest steps, where loss spikes are looked for; oldest first."""
     left_out: list[list[int]] = field(default_factory=list)
-    """Positions of the sample order that no update is from, as [start, stop) in ascending order:
-    those of anomalous steps, and of steps that a rollback undid."""
+    """Positions of the sample order without an update, as [start, stop) in ascending order: those
+    of anomalous steps, and of steps that a rollback undid."""
     left_out_in_a_row: int = 0
     """Anomalous steps since the last update."""
     rollbacks: int = 0
@@ -69,7 +69,7 @@ class Progress:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Progress:
-        """Progress from its JSON. Raises TypeError for fields that there are not."""
+        """Progress from its JSON. Raises TypeError for unknown fields."""
         fields = dict(record)
         if "origin" in fields:  # the name of `lineage` in checkpoints of version 0.1.0
             fields["lineage"] = fields.pop("origin")
@@ -82,8 +82,8 @@ class Progress:
         return {**vars(before), "lineage": None} != {**vars(self), "lineage": None}
 
     def as_new_run(self) -> Progress:
-        """The position of a new run which starts from here: as far on, in the data too, and nothing
-        of what evaluations and anomalies meant to this one."""
+        """Progress of a new run that starts here: the same step and data position, without this
+        run's evaluations and anomalies."""
         return Progress(
             step=self.step,
             samples=self.samples,
@@ -173,9 +173,9 @@ class Checkpoints(ABC):
     @abstractmethod
     def save(self, progress: Progress) -> None:
         """Save the engine's whole state (collective). May return before it is on disk, but not
-        before the engine may change. Where the newest checkpoint is of this step, it is of the same
-        state, and gets the progress alone. Raises CheckpointError when it, or the save before it,
-        fails.
+        before the engine may change. If the newest checkpoint is of this step, its state is the
+        same, and only the progress is written. Raises CheckpointError when it, or the save before
+        it, fails.
         """
 
     @abstractmethod
@@ -188,8 +188,8 @@ class Checkpoints(ABC):
         """Load the newest complete checkpoint into the engine (collective); None if there is none.
         Can be called again in the middle of a training, to go back.
 
-        `validate` is given the progress that it holds before anything is loaded, and raises if that
-        is not to be continued. Raises CheckpointError when what is there cannot be.
+        `validate` gets the checkpoint's progress before anything is loaded, and raises if it must
+        not be continued. Raises CheckpointError if the checkpoint cannot be loaded.
         """
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:

@@ -1,4 +1,4 @@
-"""The environment variables by which a launcher tells a process its rank and world."""
+"""Environment variables in which a launcher gives a process its rank and world size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOPBACK = "lo"
 
 
 def is_worker() -> bool:
-    """Whether this process is a rank under torchrun or something that speaks its contract."""
+    """Whether this process is a rank under torchrun or a launcher with the same contract."""
     return STORE in os.environ or all(name in os.environ for name in CONTRACT)
 
 

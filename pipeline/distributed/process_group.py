@@ -54,7 +54,7 @@ class DistContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes shared files and speaks on screen."""
+        """Whether this is rank 0, which writes shared files and prints."""
         return self.rank == 0
 
     def barrier(self) -> None:

@@ -81,7 +81,7 @@ class Session:
     _began: float = field(default_factory=time.monotonic)
 
     def torch(self) -> dict[str, Any]:
-        """What torch says of itself, or nothing. The total time begins after it."""
+        """Facts that torch reports, or nothing. The total time begins after it."""
         seconds = TORCH_SECONDS * self._patience
         records = self._run("torch", {}, procs=1, seconds=seconds).all_records
         self._began = time.monotonic()

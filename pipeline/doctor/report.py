@@ -120,10 +120,8 @@ class Software(Record):
 
 
 class Operators(Record):
-    """Paths of the tools that compile DeepSpeed's operators; None if a tool is missing, and
-    `known` is false if none was looked for."""
+    """Paths of the tools that compile DeepSpeed's operators; None if a tool is missing."""
 
-    known: bool = False
     compiler: str | None = None
     ninja: str | None = None
     cuda_home: str | None = None
@@ -189,7 +187,7 @@ class MachineReport(Record):
     topology: Topology = Topology()
     network: Network = Network()
     software: Software = Software()
-    operators: Operators = Operators()
+    operators: Operators | None = None
     kernel: Kernel = Kernel()
     folders: tuple[Folder, ...] = ()
     environment: dict[str, str] = {}

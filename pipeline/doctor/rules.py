@@ -104,7 +104,7 @@ def _companions(machine: MachineReport) -> Findings:
 
 def _compilers(machine: MachineReport) -> Findings:
     tools = machine.operators
-    if not tools.known:
+    if tools is None:
         return
     names = {"C++ compiler": tools.compiler, "ninja": tools.ninja}
     if missing := [name for name, path in names.items() if path is None]:

@@ -32,8 +32,7 @@ def lines(machine: MachineReport, findings: Sequence[Finding]) -> Iterator[str]:
     yield from _section("GPUs", _gpus(machine))
     yield from _section("network", _network(machine))
     yield from _section("software", _facts(machine.software), machine.software.packages.items())
-    if machine.operators.known:
-        yield from _section("operators", list(_facts(machine.operators))[1:])  # without `known`
+    yield from _section("operators", _facts(machine.operators) if machine.operators else ())
     yield from _section("limits", _limits(machine), _facts(machine.kernel))
     yield from _section("environment", machine.environment.items())
     yield from _section("folders", _folders(machine))
@@ -70,7 +69,7 @@ def _facts(record: Record) -> Iterator[Row]:
 
 def _gpus(machine: MachineReport) -> Iterator[Row]:
     if not machine.devices and machine.software.gpus:
-        yield "of the driver", f"{machine.software.gpus}, none of torch"
+        yield "driver", f"{plural(machine.software.gpus, 'GPU')}, none usable by torch"
     elif not machine.devices:
         yield "none", "training runs on the processor"
     for name, device in machine.gpus.items():

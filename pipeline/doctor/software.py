@@ -33,7 +33,7 @@ ANSWER_SECONDS = 10
 
 
 def software(torch: Mapping[str, Any]) -> Software:
-    """Versions; `torch` is what torch says of itself, or empty."""
+    """Versions; `torch` holds the facts that torch reports, or nothing."""
     return Software(
         python=platform.python_version(),
         packages=versions(PACKAGES),
@@ -118,7 +118,6 @@ def operators() -> Operators:
     chosen = os.environ.get("CXX", "c++").split()
     scripts = sysconfig.get_path("scripts")
     return Operators(
-        known=True,
         compiler=shutil.which(chosen[0]) if chosen else None,
         ninja=shutil.which("ninja") or shutil.which("ninja", path=scripts),
         cuda_home=_cuda_home(),

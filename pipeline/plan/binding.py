@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Results(dict[str, Any]):
-    """Results by slot, in the order of slots, which are found again by their type."""
+    """Results by slot, in the order of slots; they are looked up by type."""
 
     @classmethod
     def of(cls, *given: object) -> Results:
@@ -30,19 +30,19 @@ class Results(dict[str, Any]):
             yield from (one for one in every if isinstance(one, kind))
 
     def require(self, kind: type[T], why: str) -> T:
-        """The latest result of this kind. Raises UsageError, `why` it cannot go on, without one."""
+        """The latest result of this kind. Raises UsageError with the message `why` without one."""
         found = self.latest(kind)
         if found is None:
             raise UsageError(why)
         return found
 
     def missing(self, owner: object, method: str) -> list[str]:
-        """Names of the types that a method cannot do without, and that nothing has given."""
+        """Names of the types that a method requires and that no slot has given."""
         required = (need.type for need in _needs(owner, method) if not need.optional)
         return [kind.__name__ for kind in required if self.latest(kind) is None]
 
     def call(self, owner: object, method: str, first: object) -> Any:
-        """Call a method with `first`, and what it asks for by its annotations."""
+        """Call a method with `first` and the results that its annotations name."""
         found = {need.parameter: self.latest(need.type) for need in _needs(owner, method)}
         return getattr(owner, method)(first, **found)
 

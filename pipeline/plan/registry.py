@@ -73,7 +73,8 @@ class Plugins(Generic[T]):
         return cls(installed_entries(cls.group))
 
     def entries(self) -> list[Entry]:
-        """Every entry by name; two packages' entries of one name are both there."""
+        """Every entry in the order of names; two packages' entries of one name are both
+        included."""
         return [entry for same_name in self._entries.values() for entry in same_name]
 
     def names(self, kind: str = "") -> list[str]:

@@ -85,7 +85,7 @@ class Sources:
             self._say("the recipe is empty", Location(file=name))
             return None
         if not self._is_recipe(root, text):
-            # Not a word of it: `extends` can name any file that this person may read.
+            # Nothing of it is shown: `extends` can name any file that this person may read.
             where = Location(file=name) if root is None else root.at
             place = problems[0].location if problems else where
             self._say("a recipe is a mapping with `name` and `stages`", place)

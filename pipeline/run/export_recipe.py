@@ -117,7 +117,7 @@ def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
 
 
 def _kept(recipe: str, content: Mapping[str, Any], trained: dict[str, Any]) -> Slots:
-    """The slots that the export needs, the one that trains replaced."""
+    """The slots that the export needs, with `trained` in place of the one that trains."""
     links = list(_links(content))
     ends = [link.slot for link in links if _gives(link, ExportedModel)][-1:]
     kept = set(ends or (link.slot for link in links if _gives(link, ModelSource | TrainedRun)))
@@ -135,7 +135,7 @@ def _kept(recipe: str, content: Mapping[str, Any], trained: dict[str, Any]) -> S
 
 
 def _completed(slots: Slots) -> str:
-    """Add the slots that every export needs and `slots` lack; the name of the slot that exports."""
+    """Add the slots that an export needs to `slots`; return the name of the slot that exports."""
     stages, links = Registry.installed(), list(_links(slots))
     for link in links:
         spec, changes = slots[link.slot], getattr(link.kind, "for_export", {})

@@ -1,4 +1,4 @@
-"""What a run has done so far, one JSON object a line, so that a later process can go on.
+"""The events of a run, one JSON object a line, from which a later process continues it.
 
 Each line ends with a checksum of the whole file up to there, so that any change of the file is an
 error. Lines of earlier versions have no checksum. Addresses inside the run's folder are written

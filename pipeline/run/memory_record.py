@@ -28,7 +28,7 @@ class MemoryRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     device: str
-    """Name of its kind."""
+    """Name of the GPU's kind."""
     device_bytes: PositiveInt
     allocated_bytes: PositiveInt
     """Most that tensors held at once."""

@@ -1,4 +1,4 @@
-"""One voice on screen, and everything in files: rank 0 speaks, every rank writes its own log."""
+"""Logs of a run: rank 0 writes to the screen, and every rank to its own file."""
 
 from __future__ import annotations
 

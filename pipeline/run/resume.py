@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
-    """Slots to run, and records to restore those finished slots from that they read."""
+    """Slots to run, and records from which the finished slots that they read are restored."""
 
     run: frozenset[str]
     restore: Mapping[str, Mapping[str, Any]]
@@ -85,8 +85,9 @@ def _needed(
 
 
 def _live_again(plan: Plan, todo: ResumePlan) -> str | None:
-    """A finished slot whose work was in memory, where slots behind it that now run may need it: no
-    slot reads it and it left nothing on disk. Not if a model had to be built for it alone."""
+    """Return a finished slot whose work was only in memory and which later slots that now run may
+    need: no slot reads its result, and nothing of it is on disk. A slot does not count if a model
+    would have to be built for it alone."""
     durable = {step.slot for step in plan.steps if step.gives and issubclass(step.gives, Durable)}
     for number, step in enumerate(plan.steps):
         taken = {slot for slot in step.inputs.values() if slot is not None}
@@ -154,7 +155,7 @@ def digests(plan: Plan) -> dict[str, str]:
 
 
 def _finished(plan: Plan, journal: Journal) -> dict[str, Finished]:
-    """Finishes that still count: the slot and all it depends on are as they were."""
+    """Finished slots that have not changed, and neither have the slots that they depend on."""
     now = digests(plan)
     return {
         slot: finish
@@ -164,7 +165,7 @@ def _finished(plan: Plan, journal: Journal) -> dict[str, Finished]:
 
 
 def _problem(step: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) -> str:
-    """Why the recorded result cannot be had as it was left; empty when it can."""
+    """Return why the recorded result is missing or has changed; empty if it is unchanged."""
     try:
         result = restored(step, record)
         if thorough and isinstance(step.stage, VerifiesResult):

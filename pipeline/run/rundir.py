@@ -37,7 +37,7 @@ RECIPE = location.RECIPE
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
-"""Left by a run, and taken by a new one in the same folder for its own."""
+"""Files of a run that a new run in the same folder would take for its own."""
 LOCK = "lock"
 LOCK_SECONDS = 1.0
 """Seconds to ask for the lock before another process is taken to hold it."""
@@ -152,8 +152,8 @@ def environment() -> dict[str, Any]:
 
 
 def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Record what this start runs on. Returns what was another when the run was last started, as in
-    `torch 2.12.0 -> 2.13.0`."""
+    """Record what this start runs on. Returns the versions that have changed since the previous
+    start, as in `torch 2.12.0 -> 2.13.0`."""
     file = folder / ENVIRONMENT_FILE
     before: Any = {}
     with contextlib.suppress(OSError, ValueError):

@@ -28,7 +28,7 @@ class Identity(BaseModel):
     """Slot -> `use` and every field with its checked value, defaults too. Values from the
     environment stay as written, and files beside a file of the recipe are named from `folder`."""
     folder: str
-    """The recipe's own. Not compared: it is what `./` means."""
+    """The recipe's folder, which `./` stands for. Not compared."""
     seed: int
     device: Literal["cpu", "cuda"]
     processes: Count

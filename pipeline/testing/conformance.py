@@ -36,8 +36,8 @@ def check_stage(
     """The violations of the stage contract by a class, in words; empty for a good stage.
 
     `valid` are fields of a slot as in a recipe, without any mistake; by default none, for a stage
-    without required fields. `invalid` are pairs of fields with a mistake and the dotted key at
-    which a problem must be reported.
+    without required fields. `invalid` are pairs of a dotted key and fields with a mistake there,
+    which a problem must report.
 
     Checked are the entry point, the class, `run`'s annotations, each field (documented, a type that
     a recipe can hold, a default within its bounds), presets, imports while importing and checking

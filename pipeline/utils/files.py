@@ -43,7 +43,7 @@ def private_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """The system's errors about an open file do not say which."""
+    """Name `path` in system errors of the body: those about an open file do not."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,8 @@ def _is_link(path: str | Path) -> OSError:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Whoever reads the file sees all of the old text or all of the new. Only its owner can."""
+    """Replace the text of a file: a reader sees all of the old or all of the new text. Only its
+    owner can read it."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     with naming(temporary), opened(temporary, "x") as file:
@@ -72,7 +73,7 @@ def try_writing(path: Path) -> None:
     """Raise OSError where a file could not be written, before the work whose result it is for. An
     existing file stays, and no new one is left."""
     new = not path.exists()
-    if not new and not path.is_file():  # who reads a pipe would take this for its end
+    if not new and not path.is_file():  # a pipe's reader would take this for its end
         return
     path.open("ab").close()
     if new:

@@ -11,8 +11,8 @@ from pipeline.errors import StageError
 
 @contextlib.contextmanager
 def optional(needed: str, *, hint: str) -> Iterator[None]:
-    """Imports a package inside, unheard. Raises StageError, saying what is `needed`, when it cannot
-    be imported."""
+    """Import a package in the body, silently. Raises StageError with the message `needed` when it
+    cannot be imported."""
     try:
         with unheard():
             yield

@@ -46,9 +46,7 @@ def healthy() -> MachineReport:
             shared_memory_free_bytes=32 * GB,
         ),
         software=Software(python="3.11.7", packages={"torch": "2.13.0+cpu"}, gpus=0),
-        operators=Operators(
-            known=True, compiler="/usr/bin/c++", ninja="/usr/bin/ninja", libaio=True
-        ),
+        operators=Operators(compiler="/usr/bin/c++", ninja="/usr/bin/ninja", libaio=True),
         folders=(
             Folder(use="runs", path="/data", filesystem="xfs", free_bytes=900 * GB, writable=True),
         ),

@@ -246,7 +246,7 @@ def test_valid_fields_that_are_refused(make: Make) -> None:
         ("Optimizer.x", "its name `Optimizer.x` is not kind.name in lower-case letters, digits and "
          "underscores"),
         ("wrap.thing", "is called `wrap.thing`, but wrap stages give Engine, and it gives "
-         "OptimizerPlan (call it optimizer.thing)"),
+         "OptimizerPlan"),
     ],
 )  # fmt: skip
 def test_names(make: Make, name: str, expected: str) -> None:
