@@ -51,14 +51,8 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
                 resolver.wrong.add(path)
                 known = isinstance(error, _UnresolvedError)
                 message = str(error) if known else "interpolations refer to each other too often"
-                problems.append(
-                    Problem(
-                        message=message,
-                        key=dotted(path),
-                        hint=getattr(error, "hint", ""),
-                        location=node.at,
-                    )
-                )
+                key, hint = dotted(path), getattr(error, "hint", "")
+                problems.append(Problem(message=message, key=key, hint=hint, location=node.at))
             _put(data, path, value)
     return data, problems
 
@@ -77,10 +71,8 @@ class _Resolver:
         for call in filter(None, (_CALL.fullmatch(inner) for _, inner in _parts(text))):
             name, default = call["name"], call["default"]
             if call["function"] != "oc.env":
-                function = f"`{call['function']}`"
-                raise _UnresolvedError(
-                    f"{function} is not allowed in an interpolation (only `oc.env` is)"
-                )
+                message = f"`{call['function']}` is not allowed in an interpolation"
+                raise _UnresolvedError(message, "only `oc.env` is")
             if not name:
                 raise _UnresolvedError("`oc.env` needs the name of an environment variable")
             if name not in self._allowed:
