@@ -106,7 +106,7 @@ def load_slots(
     """Each slot's class, the stages of those without mistakes, and the mistakes."""
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():
-        kind, stage, wrong = _load(slot, spec, registry, recipe.marks)
+        kind, stage, wrong = _load(slot, spec, registry, recipe.places)
         links.append(SlotType(slot=slot, use=spec.use, kind=kind))
         if stage is not None:
             stages[slot] = stage
@@ -128,12 +128,12 @@ def _draft(
     procs: int | None,
 ) -> tuple[Plan, list[Problem]]:
     links, stages, problems = load_slots(recipe, registry)
-    problems += missing_inputs(links, registry, recipe.marks)
+    problems += missing_inputs(links, registry, recipe.places)
     view = _view(recipe, stages, procs, forecast)
     for slot, stage in stages.items():
-        problems += _checked(slot, stage, view, recipe.marks)
+        problems += _checked(slot, stage, view, recipe.places)
     if not recipe.stages:
-        location = recipe.marks.value(("stages",))
+        location = recipe.places.value(("stages",))
         problems.append(
             Problem(message="a recipe needs at least one stage", key="stages", location=location)
         )
@@ -156,10 +156,10 @@ def _draft(
 
 
 def _load(
-    slot: str, spec: SlotSpec, registry: Registry, marks: SourceMap
+    slot: str, spec: SlotSpec, registry: Registry, places: SourceMap
 ) -> tuple[type | None, Any, list[Problem]]:
     """The slot's class and stage, as far as there are any, and the mistakes."""
-    kind, key, location = None, f"{slot}.use", marks.value(("stages", slot, "use"))
+    kind, key, location = None, f"{slot}.use", places.value(("stages", slot, "use"))
     if not spec.use:
         return None, None, []
     if spec.use not in registry:
@@ -167,7 +167,7 @@ def _load(
         return None, None, [Problem(message=message, key=key, hint=hint, location=location)]
     try:
         kind = registry.load(spec.use)
-        return kind, *build(kind, spec.fields, marks=marks, path=("stages", slot))
+        return kind, *build(kind, spec.fields, places=places, path=("stages", slot))
     except PluginError as error:
         return kind, None, [Problem(message=str(error), key=key, location=location)]
 
@@ -202,11 +202,11 @@ def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
         hint = f"set launch.procs={procs}, or null to take as many as are started"
     else:
         return []
-    location = recipe.marks.value(("launch", key))
+    location = recipe.places.value(("launch", key))
     return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
 
 
-def _checked(slot: str, stage: Any, view: PlanView, marks: SourceMap) -> list[Problem]:
+def _checked(slot: str, stage: Any, view: PlanView, places: SourceMap) -> list[Problem]:
     """Problems that the stage itself finds, with their places filled in."""
     if not isinstance(stage, Checked):
         return []
@@ -215,12 +215,12 @@ def _checked(slot: str, stage: Any, view: PlanView, marks: SourceMap) -> list[Pr
     except Exception as error:
         reason = f"its check failed: {type(error).__name__}: {error}"
         found = [Problem(message=f"`{type(stage).__qualname__}` is at fault, {reason}")]
-    return [_placed(problem, slot, marks) for problem in found]
+    return [_placed(problem, slot, places) for problem in found]
 
 
-def _placed(problem: Problem, slot: str, marks: SourceMap) -> Problem:
+def _placed(problem: Problem, slot: str, places: SourceMap) -> Problem:
     parts = [int(part) if part.isdecimal() else part for part in problem.key.split(".") if part]
-    location = problem.location or marks.value(("stages", slot, *parts))
+    location = problem.location or places.value(("stages", slot, *parts))
     if not parts and problem.location is None:
-        location = marks.key(("stages", slot))
+        location = places.key(("stages", slot))
     return replace(problem, key=".".join([slot, *map(str, parts)]), location=location)

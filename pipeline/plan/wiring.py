@@ -39,7 +39,7 @@ def inputs(links: Sequence[SlotType], index: int) -> dict[str, str | None]:
 
 
 def missing_inputs(
-    links: Sequence[SlotType], registry: Registry, marks: SourceMap
+    links: Sequence[SlotType], registry: Registry, places: SourceMap
 ) -> list[Problem]:
     """A problem for every need that no earlier slot meets."""
     problems = []
@@ -49,7 +49,7 @@ def missing_inputs(
             continue
         for need in needs(link.kind):
             if not need.optional and _producer(need, earlier) is None:
-                problems.append(_missing(need, links, index, registry, marks))
+                problems.append(_missing(need, links, index, registry, places))
     return problems
 
 
@@ -62,7 +62,7 @@ def _meets(given: type | None, need: Need) -> bool:
 
 
 def _missing(
-    need: Need, links: Sequence[SlotType], index: int, registry: Registry, marks: SourceMap
+    need: Need, links: Sequence[SlotType], index: int, registry: Registry, places: SourceMap
 ) -> Problem:
     link, earlier = links[index], links[:index]
     later = next((other for other in links[index + 1 :] if _meets(other.gives, need)), None)
@@ -70,7 +70,7 @@ def _missing(
     message = f"`{link.use}` needs {need.type.__name__}"
     if later is not None:
         message += f", which slot `{later.slot}` gives only after it"
-        place = marks.key(("stages", later.slot))
+        place = places.key(("stages", later.slot))
         hint = f"move slot `{later.slot}` ({place}) before `{link.slot}`"
     elif alike is not None and alike.gives is not None:
         message += f", but slot `{alike.slot}` ({alike.use}) gives {alike.gives.__name__}"
@@ -79,7 +79,7 @@ def _missing(
         message += ", which no slot before it gives"
         givers = _givers(need, registry)
         hint = f"stages that give it: {', '.join(givers)}" if givers else ""
-    location = marks.value(("stages", link.slot, "use"))
+    location = places.value(("stages", link.slot, "use"))
     return Problem(message=message, key=f"{link.slot}.use", hint=hint, location=location)
 
 

@@ -58,7 +58,7 @@ class _Fault:
 
 
 def to_problems(
-    errors: Sequence[Any], kind: type, data: Mapping[str, Any], marks: SourceMap, base: KeyPath
+    errors: Sequence[Any], kind: type, data: Mapping[str, Any], places: SourceMap, base: KeyPath
 ) -> list[Problem]:
     """Problems of `data`, written at `base`, as a `kind`; those of one value become one."""
     faults = [_fault(error, data) for error in errors]
@@ -66,7 +66,7 @@ def to_problems(
     for path in dict.fromkeys(fault.path for fault in faults):
         here = [fault for fault in faults if fault.path == path]
         inside = any(len(f.path) > len(path) and f.path[: len(path)] == path for f in faults)
-        problem = _problem(here, inside=inside, kind=kind, marks=marks, base=base)
+        problem = _problem(here, inside=inside, kind=kind, places=places, base=base)
         if problem is not None:
             problems.append(problem)
     return problems
@@ -104,30 +104,30 @@ def _options(expected: str) -> tuple[str, ...]:
 
 
 def _problem(
-    faults: list[_Fault], *, inside: bool, kind: type, marks: SourceMap, base: KeyPath
+    faults: list[_Fault], *, inside: bool, kind: type, places: SourceMap, base: KeyPath
 ) -> Problem | None:
     path = (*base, *faults[0].path)
     said = [fault for fault in faults if fault.message]
     if said:
         message, hint = said[0].message, _hint(said[0], kind)
         if said[0].type not in ("missing", "extra_forbidden", "value_error"):
-            message += f", not {_shown(marks, path)}"
+            message += f", not {_shown(places, path)}"
     elif inside:
         # another member of the union took the value and complains about what is in it
         return None
     else:
-        message, hint = _wanted(faults, marks, path)
+        message, hint = _wanted(faults, places, path)
     by_key = said and said[0].type in ("missing", "extra_forbidden")
-    place = marks.key(path) if by_key else marks.value(path)
+    place = places.key(path) if by_key else places.value(path)
     return Problem(message=message, key=dotted(path), hint=hint, location=place)
 
 
-def _wanted(faults: list[_Fault], marks: SourceMap, path: KeyPath) -> tuple[str, str]:
+def _wanted(faults: list[_Fault], places: SourceMap, path: KeyPath) -> tuple[str, str]:
     options = [option for fault in faults for option in fault.options]
     wanted = list(dict.fromkeys(fault.wanted for fault in faults if fault.wanted))
     named = [f"`{option}`" for option in options]
-    message = f"must be {_either([*named, *wanted])}, not {_shown(marks, path)}"
-    written = lookup(marks.data, path)
+    message = f"must be {_either([*named, *wanted])}, not {_shown(places, path)}"
+    written = lookup(places.data, path)
     if not isinstance(written, str):
         only_text = wanted == ["text"] and isinstance(written, int | float)
         return message, f'write "{inline(written)}"' if only_text else ""
@@ -167,9 +167,9 @@ def _either(options: Sequence[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _shown(marks: SourceMap, path: KeyPath) -> str:
+def _shown(places: SourceMap, path: KeyPath) -> str:
     """The value as it was written, so that no environment variable's value is printed."""
-    written = lookup(marks.data, path)
+    written = lookup(places.data, path)
     if isinstance(written, dict):
         return "a mapping"
     if isinstance(written, list):

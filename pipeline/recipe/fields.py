@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def build(
-    kind: type[T], data: Mapping[str, Any], *, marks: SourceMap, path: KeyPath
+    kind: type[T], data: Mapping[str, Any], *, places: SourceMap, path: KeyPath
 ) -> tuple[T | None, list[Problem]]:
     """An instance of the dataclass `kind` from plain values that were written at `path`, or None
     and everything that is wrong with them. Raises PluginError when `kind` itself is at fault."""
@@ -44,7 +44,7 @@ def build(
         validated: T = adapter(kind).validate_json(json.dumps(data), strict=True)  # type: ignore[arg-type]
         return validated, []
     except ValidationError as error:
-        return None, to_problems(error.errors(include_url=False), kind, data, marks, path)
+        return None, to_problems(error.errors(include_url=False), kind, data, places, path)
 
 
 @functools.cache

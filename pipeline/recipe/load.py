@@ -17,7 +17,7 @@ from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.merge import drop_removed
-from pipeline.recipe.nodes import KeyPath, Node, SourceMap, marks_of, plain
+from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply
 from pipeline.utils.text import did_you_mean
 
@@ -72,13 +72,13 @@ class Recipe(Header):
     """A merged recipe. Fields of stages are not validated yet; `make_plan` does that."""
 
     stages: Mapping[str, SlotSpec]
-    marks: SourceMap = field(compare=False, repr=False)
+    places: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
     tree: Node = field(compare=False, repr=False)
 
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
-        return str(self.marks.values.get(path, "default"))
+        return str(self.places.values.get(path, "default"))
 
     def dump(self) -> str:
         """The merged recipe as YAML: self-contained, without any environment variable's value."""
@@ -113,14 +113,14 @@ def read_recipe(
     tree, wrong_overrides = apply(tree, overrides)
     tree, unknown = _known(drop_removed(tree))
     data, unresolved = resolve(tree)
-    marks = marks_of(tree)
+    places = places_of(tree)
     given = {key: value for key, value in data.items() if key in HEADER_KEYS}
-    header, wrong_header = build(Header, given, marks=marks, path=())
-    stages, wrong_slots = _slots(data.get("stages"), marks)
+    header, wrong_header = build(Header, given, places=places, path=())
+    stages, wrong_slots = _slots(data.get("stages"), places)
     recipe = Recipe(
         **vars(header or Header(name="unnamed")),
         stages=stages,
-        marks=marks,
+        places=places,
         source_files=tuple(sources.files),
         tree=tree,
     )
@@ -141,23 +141,23 @@ def _unknown_key(key: str, tree: Node) -> Problem:
     return Problem(message="unknown key", key=key, hint=hint, location=tree.keys[key])
 
 
-def _slots(stages: Any, marks: SourceMap) -> tuple[dict[str, SlotSpec], list[Problem]]:
+def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Problem]]:
     if stages is None:
         return {}, []
     if not isinstance(stages, Mapping):
         message = "must be a mapping of slots, each with `use` and the stage's fields"
-        return {}, [Problem(message=message, key="stages", location=marks.value(("stages",)))]
+        return {}, [Problem(message=message, key="stages", location=places.value(("stages",)))]
     slots: dict[str, SlotSpec] = {}
     problems: list[Problem] = []
     for slot, value in stages.items():
-        problems.extend(_wrong_slot(slot, value, marks))
+        problems.extend(_wrong_slot(slot, value, places))
         fields = dict(value) if isinstance(value, Mapping) else {}
         use = fields.pop("use", None)
         slots[slot] = SlotSpec(use=use if isinstance(use, str) else "", fields=fields)
     return slots, problems
 
 
-def _wrong_slot(slot: str, value: Any, marks: SourceMap) -> list[Problem]:
+def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
     path: KeyPath = ("stages", slot)
     message, problems = "", []
     if slot in TOP_LEVEL:
@@ -165,16 +165,16 @@ def _wrong_slot(slot: str, value: Any, marks: SourceMap) -> list[Problem]:
     elif not SLOT.fullmatch(slot):
         message = "a slot's name is small letters, digits and underscores, and starts with a letter"
     if message:
-        problems.append(Problem(message=message, key=slot, location=marks.key(path)))
+        problems.append(Problem(message=message, key=slot, location=places.key(path)))
     if not isinstance(value, Mapping):
         hint = f"write `{slot}: {{use: {value}}}`" if isinstance(value, str) else ""
         message = "a slot is a mapping with `use` and the stage's fields"
-        problems.append(Problem(message=message, key=slot, hint=hint, location=marks.value(path)))
+        problems.append(Problem(message=message, key=slot, hint=hint, location=places.value(path)))
         return problems
     use = value.get("use")
     if not isinstance(use, str) or not use:
         given = "use" in value
-        place = marks.value((*path, "use")) if given else marks.key(path)
+        place = places.value((*path, "use")) if given else places.key(path)
         message = "must be a stage's name" if given else "is missing"
         hint = "`pipe stages` lists them"
         problems.append(Problem(message=message, key=f"{slot}.use", hint=hint, location=place))

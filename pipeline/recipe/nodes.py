@@ -88,7 +88,7 @@ def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
             yield from walk(child, (*path, index))
 
 
-def marks_of(root: Node) -> SourceMap:
+def places_of(root: Node) -> SourceMap:
     """Places of all keys and values of a tree."""
     keys: dict[KeyPath, Location] = {}
     values: dict[KeyPath, Location] = {}

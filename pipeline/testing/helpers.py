@@ -37,8 +37,8 @@ def problems(
 
 def make(stage: type, fields: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
     """The stage with these fields, or None and their problems."""
-    marks = SourceMap(keys={}, values={(): Location(file="fields")}, data=fields)
-    return build(stage, fields, marks=marks, path=())
+    places = SourceMap(keys={}, values={(): Location(file="fields")}, data=fields)
+    return build(stage, fields, places=places, path=())
 
 
 def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:

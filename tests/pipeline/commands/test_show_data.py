@@ -56,7 +56,7 @@ def test_samples_with_marks(show: Any) -> None:
 def test_documents_of_packed_samples(show: Any) -> None:
     result = show("r.yaml", "--data", "1", "data.packing=true")
     assert result.stdout == (
-        "1 samples to train on, packed, 0 held out\n\n"
+        "1 sample to train on, packed, 0 held out\n\n"
         "sample 0: 54 tokens, 12 to predict, 2 documents\n"
         "--- document 1 of 2\n<|s|>user\nA<|e|>\n<|s|>assistant\n⟦b\\u001b[2J<|e|>⟧\n"
         "--- document 2 of 2\n<|s|>user\nCé<|e|>\n<|s|>assistant\n⟦d🎉<|e|>⟧\n"

@@ -56,7 +56,7 @@ def test_a_slot_with_another_use_is_replaced_in_its_place() -> None:
     recipe = over("stages: {wrap: {use: wrap.y, bucket: 1}}\n")
     assert recipe.stages["wrap"] == SlotSpec(use="wrap.y", fields={"bucket": 1})
     assert list(recipe.stages) == ["model", "wrap", "train"]
-    assert str(recipe.marks.key(("stages", "wrap"))) == "r.yaml:2:10"
+    assert str(recipe.places.key(("stages", "wrap"))) == "r.yaml:2:10"
 
 
 def test_null_removes_a_slot_and_new_slots_come_last() -> None:
@@ -112,7 +112,7 @@ def test_places_follow_the_values() -> None:
         ("wrap", "extra", "k"): "command line, override 1",
         ("wrap", "stage"): "base.yaml:7:30",
     }
-    assert str(recipe.marks.key(("stages", "wrap"))) == "base.yaml:7:3"
+    assert str(recipe.places.key(("stages", "wrap"))) == "base.yaml:7:3"
 
 
 @pytest.mark.parametrize(

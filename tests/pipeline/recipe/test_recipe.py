@@ -113,12 +113,12 @@ def test_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "r.yaml", "name: r\nstages:\n  a:\n    use: x.y\n    b: [1, 2]\n")
     recipe = load_recipe("r.yaml", ["a.c=5"])
-    marks = recipe.marks
-    assert str(marks.key(("stages", "a", "b"))) == "r.yaml:5:5"
-    assert str(marks.value(("stages", "a", "b"))) == "r.yaml:5:8"
-    assert str(marks.value(("stages", "a", "b", 1))) == "r.yaml:5:12"
-    assert str(marks.key(("stages", "a", "zzz", "deeper"))) == "r.yaml:3:3"
-    assert str(marks.value(("stages", "a", "c"))) == "command line, override 1"
+    places = recipe.places
+    assert str(places.key(("stages", "a", "b"))) == "r.yaml:5:5"
+    assert str(places.value(("stages", "a", "b"))) == "r.yaml:5:8"
+    assert str(places.value(("stages", "a", "b", 1))) == "r.yaml:5:12"
+    assert str(places.key(("stages", "a", "zzz", "deeper"))) == "r.yaml:3:3"
+    assert str(places.value(("stages", "a", "c"))) == "command line, override 1"
     assert recipe.origin(("stages", "a", "c")) == "command line, override 1"
     assert recipe.origin(("stages", "a", "d")) == "default"
 
