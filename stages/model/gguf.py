@@ -11,13 +11,27 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
+from pipeline.utils import optional
 from stages.model import compat
-from stages.model.read import gguf_reader
+from stages.model.read import gguf_header
 from stages.weights.change import Change
 from stages.weights.converted import ConvertedReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+def gguf_reader(file: Path) -> Any:
+    """Return the gguf package's reader of a file whose header can be read. Raises StageError where
+    the package is not installed, and for a file that is cut short."""
+    hint = "pip install 'pipetrain[gguf]'"
+    with optional("reading a GGUF file needs the package `gguf`", hint=hint):
+        from gguf import GGUFReader
+    try:
+        return GGUFReader(file)
+    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
+        hint = "download or copy it again"
+        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:
@@ -41,9 +55,9 @@ class GgufTensors(TensorReader):
     """A file's tensors under their own names, in fp32."""
 
     def __init__(self, file: Path) -> None:
+        metadata, _ = gguf_header(file)
+        self.architecture = str(metadata.get("general.architecture", ""))
         reader = gguf_reader(file)
-        architecture = reader.get_field("general.architecture")
-        self.architecture = "" if architecture is None else str(architecture.contents())
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def names(self) -> Collection[str]:
