@@ -15,6 +15,7 @@ from pipeline import StageError
 from stages.model import compat
 from stages.model.config_checks import wrong_size
 from stages.model.files import Files, local, read_json
+from stages.model.read import gguf_header
 
 LOCAL_KEYS = (
     "_name_or_path",
@@ -99,6 +100,8 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
     are quantized."""
     from transformers import AutoConfig
 
+    if files.gguf is not None:
+        gguf_header(files.folder / files.gguf)  # is it there as a whole?
     with _unusable():
         config = AutoConfig.from_pretrained(
             files.folder,

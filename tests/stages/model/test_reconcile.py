@@ -78,7 +78,7 @@ def test_a_base_model_is_refused_without_a_word_about_its_head(tmp_path: Path) -
     base_model(tmp_path)
     said = refused(tmp_path)
     assert f"do not fit LlamaForCausalLM: missing 1 tensor ({HEAD})" in said
-    assert "declared in the model slot: new_weights" in said
+    assert "in the model slot: new_weights" in said
 
 
 def test_a_base_model_with_a_new_head(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_every_difference_is_in_one_error(tmp_path: Path) -> None:
         "missing 2 tensors (model.layers.0.mlp.up_proj.weight, model.norm.weight); "
         "unexpected 2 tensors (astray, stray); "
         f"of another shape 2 tensors ({HEAD} scalar instead of 131x36, "
-        "model.layers.1.mlp.up_proj.weight 52x36 instead of 53x36) (what is meant to differ "
+        "model.layers.1.mlp.up_proj.weight 52x36 instead of 53x36) (declare intended differences "
     )
 
 
@@ -331,7 +331,7 @@ def test_every_difference_is_in_one_error(tmp_path: Path) -> None:
     [
         ({"new_weights": ["a"]}, ["new_weights: `new_weights` needs weights that are loaded"]),
         ({"unused_weights": ["a"]}, ["unused_weights: `unused_weights` needs weights that are"]),
-        ({"vocab_size": 3}, ["vocab_size: `config` says it already"]),
+        ({"vocab_size": 3}, ["vocab_size: `config` sets it already"]),
         (
             {"new_weights": ["a"], "unused_weights": ["b"], "vocab_size": 3},
             ["new_weights: ", "unused_weights: ", "vocab_size: "],

@@ -180,7 +180,9 @@ def test_a_training_without_any_rate_warns_and_every_generator_follows_the_seed(
     tmp_path: Path,
 ) -> None:
     (warnings, draws) = run_ranks(one_step, 1, str(tmp_path / "warm-up"), 1)[0]
-    assert [one.startswith("the learning rate is 0 at every step") for one in warnings] == [True]
+    assert [one.startswith("warm-up begins with a learning rate of 0") for one in warnings] == [
+        True
+    ]
     assert run_ranks(one_step, 1, str(tmp_path / "none"), 0)[0] == [[], draws]
 
 
