@@ -21,7 +21,7 @@ from pipeline.plan.plan import make_plan
 from pipeline.plan.registry import Registry
 from pipeline.recipe import load_recipe
 from pipeline.run import failures
-from pipeline.utils.process_tree import none_left
+from pipeline.utils.process_tree import none_left, own_module
 
 STUCK = """
 import ctypes, os, signal, threading
@@ -108,12 +108,14 @@ os._exit(76)
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Two that misbehave, as the launcher starts them."""
-    package = tmp_path / "path" / "pipeline"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "worker.py").write_text(WORKER)
+    path = tmp_path / "path"
+    path.mkdir()
+    (path / "misbehaving.py").write_text(WORKER)
     (tmp_path / "random.py").write_text("raise SystemExit(9)")  # in the user's folder
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(path))
+    monkeypatch.setattr(
+        "pipeline.launch.local.own_module", lambda _, *rest: own_module("misbehaving", *rest)
+    )
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -154,7 +156,7 @@ def test_a_rank_that_was_dying_already_is_the_cause(
         ranks("late")
 
 
-def test_a_rank_that_died_before_the_others_are_stopped_is_told() -> None:
+def test_a_rank_that_died_before_the_others_are_stopped_is_named() -> None:
     """It can die between the look at all ranks and the end that is made to them."""
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     process.kill()
