@@ -37,7 +37,24 @@ class LocalStore(Store):
         return str(self._root / name / file)
 
     def attempt(self, name: str, identity: str) -> Transaction:
-        return _LocalTransaction(self._root / name, self._root / f"{name}.tmp-{identity}")
+        transaction = Transaction(self, name, f"{name}.tmp-{identity}", "")
+        _make_durable(self._root)
+        (self._root / transaction.folder).mkdir(exist_ok=True, mode=0o700)
+        return transaction
+
+    def commit(self, transaction: Transaction, manifest: bytes) -> None:
+        self.put(transaction.folder, MANIFEST, manifest)
+        (self._root / transaction.folder).rename(self._root / transaction.name)
+        _sync(self._root)
+
+    def abandon(self, transaction: Transaction) -> None:
+        # Rename it first, so that nobody continues to write into it.
+        folder = self._root / transaction.folder
+        doomed = folder.with_name(folder.name.replace(".tmp-", ".deleted-"))
+        with contextlib.suppress(OSError):
+            folder.rename(doomed)
+            _remove(doomed)
+        _remove(folder)
 
     def size(self, name: str, file: str) -> int | None:
         try:
@@ -48,9 +65,20 @@ class LocalStore(Store):
     def get(self, name: str, file: str) -> bytes:
         return (self._root / name / file).read_bytes()
 
-    def replace(self, name: str, file: str, data: bytes) -> None:
-        _put(self._root / name / file, data)
-        _sync(self._root / name)
+    def put(self, name: str, file: str, data: bytes) -> None:
+        path = self._root / name / file
+        partial = path.with_name(path.name + ".partial")
+        partial.unlink(missing_ok=True)
+        with _LocalSink(partial, len(data), shared=False) as sink:
+            sink.write(0, memoryview(data))
+        partial.rename(path)
+        _sync(path.parent)
+
+    def create(self, name: str, file: str, size: int, *, shared: bool) -> Sink:
+        return _LocalSink(self._root / name / file, size, shared=shared)
+
+    def remove(self, name: str, file: str) -> None:
+        (self._root / name / file).unlink()
 
     def open(self, name: str, file: str) -> Source:
         return _LocalSource(self._root / name / file)
@@ -78,45 +106,6 @@ class LocalStore(Store):
     def _entries(self) -> Iterator[Path]:
         if self._root.is_dir():
             yield from self._root.iterdir()
-
-
-class _LocalTransaction(Transaction):
-    prefix = ""
-
-    def __init__(self, final: Path, folder: Path) -> None:
-        self._final = final
-        self._folder = folder
-        _make_durable(folder.parent)
-        folder.mkdir(exist_ok=True, mode=0o700)
-
-    def create(self, file: str, size: int, *, shared: bool) -> Sink:
-        return _LocalSink(self._folder / file, size, shared=shared)
-
-    def put(self, file: str, data: bytes) -> None:
-        _put(self._folder / file, data)
-
-    def get(self, file: str) -> bytes | None:
-        try:
-            return (self._folder / file).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def discard(self, file: str) -> None:
-        (self._folder / file).unlink()
-
-    def commit(self, manifest: bytes) -> None:
-        self.put(MANIFEST, manifest)
-        _sync(self._folder)
-        self._folder.rename(self._final)
-        _sync(self._final.parent)
-
-    def abandon(self) -> None:
-        # Rename it first, so that nobody continues to write into it.
-        doomed = self._folder.with_name(self._folder.name.replace(".tmp-", ".deleted-"))
-        with contextlib.suppress(OSError):
-            self._folder.rename(doomed)
-            _remove(doomed)
-        _remove(self._folder)
 
 
 class _LocalSink(Sink):
@@ -158,15 +147,6 @@ class _LocalSource(Source):
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def _put(path: Path, data: bytes) -> None:
-    """Replace or make a file, which appears at once."""
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    with _LocalSink(partial, len(data), shared=False) as sink:
-        sink.write(0, memoryview(data))
-    partial.rename(path)
 
 
 def _make_durable(folder: Path, mode: int = 0o700) -> None:

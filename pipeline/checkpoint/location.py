@@ -99,7 +99,7 @@ def require_shared(store: Store, dist: DistContext, identity: str) -> None:
         ) from error
     dist.barrier()
     seen = dist.gather(trial.get("seen") is not None)
-    trial.abandon()
+    store.abandon(trial)
     if not all(seen):
         raise CheckpointError(
             f"rank {seen.index(False)} does not see what rank 0 writes to {store.locate('')}",

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.file_layout import FileLayout, Layout, Span
+from pipeline.checkpoint.division import Run, Span
+from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.formats import StateSource
-from pipeline.checkpoint.manifest import Run
 from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
 from pipeline.checkpoint.writer_main import ManifestTemplate, copy_chunks, put_sums
 from pipeline.errors import CheckpointError, UsageError
@@ -53,9 +53,9 @@ def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: 
     transaction = store.attempt(name, uuid.uuid4().hex[:12])
     try:
         digest = put_sums(transaction, 0, list(_write(source, layout, transaction)))
-        transaction.commit(template.fill(facts, transaction.prefix, [digest]).dump())
+        store.commit(transaction, template.fill(facts, transaction.prefix, [digest]).dump())
     except BaseException:
-        transaction.abandon()
+        store.abandon(transaction)
         raise
 
 

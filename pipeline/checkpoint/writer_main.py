@@ -24,9 +24,10 @@ from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.manifest import DataFile, Manifest, Part, Run, TensorEntry, sums_name
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.manifest import DataFile, Manifest, Part, TensorEntry, sums_name
 from pipeline.checkpoint.retention import Retention, purge
-from pipeline.checkpoint.store import Sink, Transaction, open_store
+from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.process_tree import die_with
@@ -162,7 +163,7 @@ def carry_out(
     are all rounds', and yield when their bytes are in the buffer."""
     began = time.perf_counter()
     result = SaveResult(name=request.name)
-    transaction = None
+    store = transaction = None
     try:
         store = open_store(setup.store)
         transaction = store.attempt(request.name, request.identity)
@@ -172,11 +173,11 @@ def carry_out(
             return result
         digests = [digest, *_collect(transaction, setup.world_size)]
         manifest = setup.template.fill(request.facts, transaction.prefix, digests)
-        transaction.commit(manifest.dump())
+        store.commit(transaction, manifest.dump())
     except Exception as error:
         result.problem = _problem(setup, error)
-        if transaction is not None:
-            _give_up(setup, transaction, result.problem)
+        if store is not None and transaction is not None:
+            _give_up(setup, store, transaction, result.problem)
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -191,11 +192,11 @@ def _problem(setup: Setup, error: Exception) -> str:
     return in_words(error)
 
 
-def _give_up(setup: Setup, transaction: Transaction, problem: str) -> None:
+def _give_up(setup: Setup, store: Store, transaction: Transaction, problem: str) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
     another one."""
     if setup.rank == 0:
-        transaction.abandon()
+        store.abandon(transaction)
         return
     for file in setup.files:
         if not file.shared:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout, Span
+from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
 from pipeline.checkpoint.formats import StateSource, StateView
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
