@@ -79,13 +79,8 @@ class StateView(StateSource):
     ) -> None:
         self._source = source
         self._report = report
-        self.where = source.where
-        self.step = source.step
-        self.world_size = source.world_size
-        self.writer = source.writer
-        self.progress = source.progress
-        self.state = source.state
-        self.tensors = source.tensors
+        for name in StateSource.__annotations__:
+            setattr(self, name, getattr(source, name))
         if weights_only:
             self.tensors = {k: e for k, e in self.tensors.items() if k.startswith(f"{WEIGHT}/")}
             frozen = [*self.state.updates, *self.state.frozen]
@@ -121,7 +116,6 @@ class StateFormat(ABC):
     """One layout of files. Methods raise CheckpointError, naming the file at fault."""
 
     name: ClassVar[str]
-    writes: ClassVar[bool] = True
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
-from pipeline.checkpoint.store import Sink, Source, Store, Transaction, steps_in_order
+from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 from pipeline.utils.files import naming, read_at, sync, write_at
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
@@ -38,7 +38,9 @@ class LocalStore(Store):
 
     def attempt(self, name: str, identity: str) -> Transaction:
         transaction = Transaction(self, name, f"{name}.tmp-{identity}", "")
-        _make_durable(self._root)
+        if not self._root.is_dir():
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _sync(self._root.parent)
         (self._root / transaction.folder).mkdir(exist_ok=True, mode=0o700)
         return transaction
 
@@ -80,8 +82,9 @@ class LocalStore(Store):
     def remove(self, name: str, file: str) -> None:
         (self._root / name / file).unlink()
 
-    def open(self, name: str, file: str) -> Source:
-        return _LocalSource(self._root / name / file)
+    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
+        with (self._root / name / file).open("rb", buffering=0) as stream:
+            return read_at(stream.fileno(), offset, into)
 
     def quarantine(self, name: str) -> str:
         paths = (self._root / f"{name}.damaged-{count}" for count in itertools.count(1))
@@ -136,27 +139,6 @@ class _LocalSink(Sink):
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._file)
-
-
-class _LocalSource(Source):
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read(self, offset: int, into: memoryview) -> int:
-        return read_at(self._file, offset, into)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def _make_durable(folder: Path, mode: int = 0o700) -> None:
-    """Make a folder of its owner's, and its missing parents, so that they survive a power loss."""
-    if folder.is_dir():
-        return
-    if not folder.parent.is_dir():
-        _make_durable(folder.parent, mode=0o777)  # less what the user's umask says
-    folder.mkdir(exist_ok=True, mode=mode)
-    _sync(folder.parent)
 
 
 def _remove(folder: Path) -> None:

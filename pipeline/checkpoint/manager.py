@@ -91,7 +91,7 @@ class CheckpointManager(Checkpoints):
         """Disk for the expected number of checkpoints without the existing ones; at least one."""
         if "://" in self.address:
             return
-        number = expected_count(self.retention, self.every, length).number
+        number = expected_count(self.retention, self.every, length)
         missing = max(number - len(self.store.names()), 1)
         size = sum(file.size for file in self.plan.template.files)
         what = f"{missing} checkpoint{'s' * (missing > 1)}"
@@ -164,8 +164,7 @@ class CheckpointManager(Checkpoints):
         name = self.ctx.dist.broadcast_str(found)
         if not name:
             raise CheckpointError(f"no checkpoint in {self.address} has a held-out loss")
-        with contextlib.closing(CheckpointReader(self.store, name)) as reader:
-            progress = saved_progress(reader)
+        progress = saved_progress(CheckpointReader(self.store, name))
         return TrainedRun(checkpoint=self.store.locate(name), progress=progress)
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
-from pipeline.checkpoint.store import Sink, Source, Store, Transaction, steps_in_order
+from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
 
@@ -80,8 +80,11 @@ class ObjectStore(Store):
     def remove(self, name: str, file: str) -> None:
         self.requests.rm_file(self._path(name, file))
 
-    def open(self, name: str, file: str) -> Source:
-        return _ObjectSource(self.requests, self._path(name, file))
+    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
+        path = self._path(name, file)
+        data = self.requests.cat_file(path, start=offset, end=offset + len(into))
+        into[: len(data)] = data
+        return len(data)
 
     def quarantine(self, name: str) -> str:
         taken = self._entries(name)
@@ -154,20 +157,6 @@ class _ObjectSink(Sink):
         with contextlib.suppress(Exception):
             self._file.forced = True  # or fsspec uploads the rest when it closes the file
             self._file.close()
-
-
-class _ObjectSource(Source):
-    def __init__(self, requests: _Requests, path: str) -> None:
-        self._requests = requests
-        self._path = path
-
-    def read(self, offset: int, into: memoryview) -> int:
-        data = self._requests.cat_file(self._path, start=offset, end=offset + len(into))
-        into[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        pass
 
 
 class _Requests:

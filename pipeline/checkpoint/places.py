@@ -7,9 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from pipeline.checkpoint.manifest import LARGEST, Damaged, Manifest, Piece, TensorEntry
-from pipeline.checkpoint.safetensors_format import Placed, count, table
-from pipeline.contracts.engine import WEIGHT
+from pipeline.checkpoint.manifest import LARGEST, Damaged, Manifest, Piece
+from pipeline.checkpoint.safetensors_format import count
 
 
 class Place(NamedTuple):
@@ -60,16 +59,6 @@ class Places:
                 at = bisect_left(found.key, number * LARGEST + start)
                 file, offset, first_sum = found.file[at], found.offset[at], found.first_sum[at]
                 yield Place(start, stop, file, offset, part, first_sum)
-
-    def in_file(self, number: int) -> list[tuple[TensorEntry, Piece]]:
-        """Pieces that lie in a file."""
-        manifest = self._manifest
-        pieces = [piece for piece in self._whole.values() if piece.file == number]
-        if not pieces:
-            parts = range(len(manifest.parts)) if manifest.version == 1 else [number]
-            every = (piece for part in parts for piece in self._pieces(part))
-            pieces = [piece for piece in every if piece.file == number]
-        return [(manifest.tensors[piece.tensor], piece) for piece in pieces]
 
     def sums(self, part: int) -> int:
         """Number of checksums of a part."""
@@ -122,26 +111,3 @@ class Places:
                 end += (stop - start) * entry.itemsize
         if end:
             self._require_full(part, end)
-
-
-def header_mismatch(head: bytes, pieces: Iterable[tuple[TensorEntry, Piece]]) -> str:
-    """Disagreement between a file's header and its pieces in the manifest; empty if none.
-
-    `head` is all that precedes the file's data. Raises ValueError when it is no header.
-    """
-    entries = table(head)
-    named = set()
-    for tensor, piece in pieces:
-        begin = piece.offset - len(head)
-        length = piece.stop - piece.start
-        name = f"{tensor.key}@{piece.start}"
-        expected = Placed(tensor.dtype, (length,), begin, begin + length * tensor.itemsize)
-        if name not in entries:
-            begin -= piece.start * tensor.itemsize
-            name = tensor.key if tensor.key in entries else tensor.key.removeprefix(f"{WEIGHT}/")
-            expected = Placed(tensor.dtype, tensor.shape, begin, begin + tensor.nbytes)
-        if entries.get(name) != expected:
-            return f"{tensor.key} is not where the manifest says"
-        named.add(name)
-    unnamed = entries.keys() - named
-    return f"{min(unnamed)} is not in the manifest" if unnamed else ""

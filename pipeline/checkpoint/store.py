@@ -61,18 +61,6 @@ class Sink(ABC):
         """Release the file after a failure; raises nothing."""
 
 
-class Source(ABC):
-    """A file that is being read."""
-
-    @abstractmethod
-    def read(self, offset: int, into: memoryview) -> int:
-        """Fill `into` with the bytes from `offset` on; returns their number, less at the end."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the file."""
-
-
 class Transaction:
     """A checkpoint that is being written, by all processes that gave the same name and identity.
     Its files begin with `prefix` in the manifest, and lie in `folder` of the store until then."""
@@ -148,8 +136,8 @@ class Store(ABC):
         """Remove a transaction's files, as far as that is possible; raises nothing."""
 
     @abstractmethod
-    def open(self, name: str, file: str) -> Source:
-        """A file to read ranges of."""
+    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
+        """Fill `into` with a file's bytes from `offset` on; returns how many there were."""
 
     @abstractmethod
     def quarantine(self, name: str) -> str:

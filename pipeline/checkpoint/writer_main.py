@@ -108,18 +108,13 @@ class SaveRequest(BaseModel):
     """On rank 0: `step`, `progress` and `state` of the manifest."""
 
 
-class Report(BaseModel):
-    """Message of a rank's writer to that of rank 0, in the transaction."""
-
-    digest: int = 0
-    problem: str = ""
-
-
 class SaveResult(BaseModel):
-    """Answer of a writer to its rank."""
+    """Answer of a writer to its rank, and report to the writer of rank 0, in the transaction."""
 
     name: str
     problem: str = ""
+    digest: int = 0
+    """Digest of the rank's checksums."""
     place: str = ""
     size: int = 0
     """Bytes of the whole checkpoint's data, on rank 0."""
@@ -169,7 +164,8 @@ def carry_out(
         transaction = store.attempt(request.name, request.identity)
         digest = _write(setup, transaction, writes or itertools.chain(*setup.rounds), buffer)
         if setup.template is None:
-            _report(setup, transaction, Report(digest=digest))
+            result.digest = digest
+            _report(setup, transaction, result)
             return result
         digests = [digest, *_collect(transaction, setup.world_size)]
         manifest = setup.template.fill(request.facts, transaction.prefix, digests)
@@ -177,7 +173,7 @@ def carry_out(
     except Exception as error:
         result.problem = _problem(setup, error)
         if store is not None and transaction is not None:
-            _give_up(setup, store, transaction, result.problem)
+            _give_up(setup, store, transaction, result)
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -192,7 +188,7 @@ def _problem(setup: Setup, error: Exception) -> str:
     return in_words(error)
 
 
-def _give_up(setup: Setup, store: Store, transaction: Transaction, problem: str) -> None:
+def _give_up(setup: Setup, store: Store, transaction: Transaction, result: SaveResult) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
     another one."""
     if setup.rank == 0:
@@ -203,25 +199,16 @@ def _give_up(setup: Setup, store: Store, transaction: Transaction, problem: str)
             with contextlib.suppress(OSError):
                 transaction.discard(file.name)  # on a full disk, room for the report
     with contextlib.suppress(OSError):  # this rank also ends the run by itself
-        _report(setup, transaction, Report(problem=problem))
+        _report(setup, transaction, result)
 
 
 def _report_name(rank: int) -> str:
     return f"rank-{rank:05d}.report"
 
 
-def _report(setup: Setup, transaction: Transaction, report: Report) -> None:
+def _report(setup: Setup, transaction: Transaction, result: SaveResult) -> None:
     """Report to rank 0; the line break at the end marks a report that is all there."""
-    transaction.put(_report_name(setup.rank), report.model_dump_json().encode() + b"\n")
-
-
-def _reported(transaction: Transaction, rank: int) -> Report:
-    """Another rank's report, as soon as it is there."""
-    pause = 0.001
-    while not (data := transaction.get(_report_name(rank)) or b"").endswith(b"\n"):
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-    return Report.model_validate_json(data)
+    transaction.put(_report_name(setup.rank), result.model_dump_json().encode() + b"\n")
 
 
 def _collect(transaction: Transaction, world_size: int) -> list[int]:
@@ -229,10 +216,14 @@ def _collect(transaction: Transaction, world_size: int) -> list[int]:
     failed."""
     digests = []
     for rank in range(1, world_size):
-        report = _reported(transaction, rank)
-        if report.problem:
-            raise CheckpointError(f"rank {rank}: {report.problem}")
-        digests.append(report.digest)
+        pause = 0.001
+        while not (data := transaction.get(_report_name(rank)) or b"").endswith(b"\n"):
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        result = SaveResult.model_validate_json(data)
+        if result.problem:
+            raise CheckpointError(f"rank {rank}: {result.problem}")
+        digests.append(result.digest)
     for rank in range(1, world_size):
         transaction.discard(_report_name(rank))
     return digests

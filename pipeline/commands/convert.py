@@ -48,8 +48,6 @@ def convert(
             raise UsageError(f"{path}: only folders can be converted, no addresses")
     formats = Formats.installed()
     writing = formats.get(to)
-    if not writing.writes:
-        raise UsageError(f"{to} can be read, but not written")
     reading = formats.get(from_) if from_ else formats.detect(src)
     with system_errors_as(StageError):
         source = reading.open(src, Reading(samples=samples, weights_only=weights_only))
