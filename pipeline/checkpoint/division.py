@@ -124,19 +124,10 @@ def require_whole(runs: Iterable[Sequence[Run]], numels: Mapping[str, int], rank
                 raise CoverageError(f"{key}: divided among ranks that do not exist")
 
 
-class _Family(NamedTuple):
-    """Consecutive parts of a tensor, all of one length and held by the same number of ranks."""
-
-    key: str
-    start: int
-    stop: int
-    length: int
-    ranks: Sequence[Sequence[int]]
-    """Holders of each part."""
-
-
-_Parts = dict[tuple[int, int], list[int]]
+_Parts = Mapping[tuple[int, int], Sequence[int]]
 """Ranks that hold each part (start, stop) of a tensor."""
+_Ranks = Sequence[Sequence[int]]
+"""Holders of each of a tensor's consecutive parts, all of one length and of as many holders."""
 
 
 def share_writing(held: Sequence[Iterable[Span]], numels: Mapping[str, int]) -> list[list[Run]]:
@@ -145,42 +136,42 @@ def share_writing(held: Sequence[Iterable[Span]], numels: Mapping[str, int]) -> 
     A range that several ranks hold is cut evenly between them; a small one goes to the holder with
     the least to write. Raises CoverageError when the spans do not make up the tensors.
     """
-    holders: dict[str, _Parts] = {key: defaultdict(list) for key in numels}
+    holders: dict[str, dict[tuple[int, int], list[int]]]
+    holders = {key: defaultdict(list) for key in numels}
     for rank, spans in enumerate(held):
         for key, start, stop in spans:
             holders[key][start, stop].append(rank)
-    families = [family for key, parts in holders.items() for family in _families(key, parts)]
     load = [0] * len(held)
     runs: dict[str, list[Run]] = {key: [] for key in numels}
-    for family in sorted(families, key=lambda family: -family.length):
-        runs[family.key] += _share(family, load)
+    families = [(key, *family) for key, parts in holders.items() for family in _families(parts)]
+    for key, start, stop, length, ranks in sorted(families, key=lambda family: -family[3]):
+        runs[key] += _share(start, stop, length, ranks, load)
     for own in runs.values():
         own.sort()
     require_whole(runs.values(), numels, len(held))
     return list(runs.values())
 
 
-def _families(key: str, parts: _Parts) -> Iterator[_Family]:
-    """One family if the tensor's parts are as regular as strategies cut them, else one a part."""
+def _families(parts: _Parts) -> Iterator[tuple[int, int, int, _Ranks]]:
+    """Start, stop, length of a part, and ranks: of all parts together, if they are as regular as
+    strategies cut them, else of each part."""
     ordered = sorted(parts)
     if not ordered:
         return
     first, stop = ordered[0][0], ordered[-1][1]
     length = ordered[0][1] - first
-    regular = [
-        (begin, min(begin + length, stop)) for begin in range(first, stop, length)
-    ] == ordered
+    begins = range(first, stop, length)
+    regular = ordered == [(begin, min(begin + length, stop)) for begin in begins]
     ranks = [parts[part] for part in ordered]
     if regular and (len(ranks) == 1 or _steps(ranks)):
-        yield _Family(key, first, stop, length, ranks)
+        yield first, stop, length, ranks
         return
     for (start, end), own in zip(ordered, ranks, strict=True):
-        yield _Family(key, start, end, end - start, [own])
+        yield start, end, end - start, [own]
 
 
-def _share(family: _Family, load: list[int]) -> Iterator[Run]:
+def _share(start: int, stop: int, length: int, ranks: _Ranks, load: list[int]) -> Iterator[Run]:
     """Divide a family among its holders; adds to the ranks' `load`, in elements."""
-    _, start, stop, length, ranks = family
     if length < WORTH_A_CUT * len(ranks[0]):
         least = min(zip(*ranks, strict=True), key=lambda column: max(load[rank] for rank in column))
         ranks = [[rank] for rank in least]
@@ -195,7 +186,7 @@ def _share(family: _Family, load: list[int]) -> Iterator[Run]:
         yield Run(low, high, high - low, rank)
 
 
-def _steps(ranks: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
+def _steps(ranks: _Ranks) -> tuple[int, int, int] | None:
     """Step from part to part, number of holders, and step from holder to holder; None if one run
     cannot express the ranks."""
     parts, holders, first = len(ranks), len(ranks[0]), ranks[0][0]

@@ -16,7 +16,6 @@ from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError, UsageError
 from pipeline.plan.registry import Plugins
-from pipeline.utils.text import closest
 
 
 class StateSource(ABC):
@@ -163,9 +162,7 @@ class Formats(Plugins[type[StateFormat]]):
         """The format called `name`. Raises UsageError when there is none, PluginError when it
         cannot be loaded."""
         if name not in self:
-            similar = closest(name, self.names())
-            hint = f"did you mean `{similar}`?" if similar else f"there are {self._listed()}"
-            raise UsageError(f"there is no format `{name}`", hint=hint)
+            raise UsageError(f"there is no format `{name}`", hint=f"there are {self._listed()}")
         return self.load(name)()
 
     def detect(self, folder: Path) -> StateFormat:

@@ -200,7 +200,7 @@ class CheckpointManager(Checkpoints):
             while self._is_unfinished() and time.monotonic() < deadline:
                 time.sleep(0.02)
         self.writer.close()
-        self.snapshot.close()
+        self.snapshot.buffer.close()
 
     def _is_unfinished(self) -> bool:
         """Whether the last save is still being written, by this rank or by another."""

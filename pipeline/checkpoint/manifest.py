@@ -30,14 +30,10 @@ _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 
 class Damaged(CheckpointError):
-    """Bytes on disk differ from those that were written; another checkpoint may still be good.
+    """Bytes on disk differ from those that were written; another checkpoint may still be good."""
 
-    `key` is the tensor that could not be read, if it is known.
-    """
-
-    def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
-        self.key = key
-        super().__init__(message, hint=hint)
+    key = ""
+    """Tensor that could not be read, if it is known."""
 
 
 class Piece(NamedTuple):

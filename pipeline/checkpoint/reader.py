@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -17,16 +16,6 @@ from pipeline.checkpoint.safetensors_format import BLOCK, SUM_BYTES
 from pipeline.checkpoint.store import Store, step_number
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
-
-
-class _Chunk(NamedTuple):
-    """A run of whole blocks: `length` bytes from byte `start` of a piece on, of which those in
-    [first, last) are wanted."""
-
-    start: int
-    length: int
-    first: int
-    last: int
 
 
 class CheckpointReader(StateSource):
@@ -71,11 +60,11 @@ class CheckpointReader(StateSource):
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
         for piece in self._places.find(key, start, stop):
-            for chunk in _chunks(piece, max(start, piece.start), min(stop, piece.stop), size):
-                data = self._buffer[: chunk.length]
-                self._read_blocks(key, piece, chunk.start, data)
-                first = piece.start + (chunk.start + chunk.first) // size
-                yield first, data[chunk.first : chunk.last]
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            for begin, length, first, last in _chunks(piece, low, high, size):
+                data = self._buffer[:length]
+                self._read_blocks(key, piece, begin, data)
+                yield piece.start + (begin + first) // size, data[first:last]
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
@@ -165,9 +154,12 @@ class CheckpointReader(StateSource):
         return self._store.locate(self.name, file) + (f" ({key})" if key else "")
 
 
-def _chunks(piece: Place, low: int, high: int, itemsize: int) -> Iterator[_Chunk]:
-    """The blocks that hold the tensor's elements [low, high), all of which the piece has. A block
-    of which only a part is wanted is alone."""
+def _chunks(
+    piece: Place, low: int, high: int, itemsize: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of whole blocks that hold the tensor's elements [low, high), all of which the piece has:
+    first byte in the piece, length, and the wanted bytes [first, last) of them. A block of which
+    only a part is wanted is alone."""
     begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))
     whole = end if end == size else end - end % BLOCK
     start = begin - begin % BLOCK
@@ -175,7 +167,7 @@ def _chunks(piece: Place, low: int, high: int, itemsize: int) -> Iterator[_Chunk
         is_partial = start < begin or start >= whole
         length = BLOCK if is_partial else min(safetensors_format.CHUNK, whole - start)
         length = min(length, size - start)
-        yield _Chunk(start, length, max(begin - start, 0), min(end - start, length))
+        yield start, length, max(begin - start, 0), min(end - start, length)
         start += length
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +22,6 @@ from pipeline.errors import CheckpointError, ResumeRefused, system_errors_as
 
 LISTED = 5
 """Names that a message lists at most."""
-
-
-class _Problem(NamedTuple):
-    """Damage that a rank met: in words, and the tensor's key if it is known."""
-
-    rank: int
-    text: str
-    key: str
 
 
 class Restoration:
@@ -72,14 +63,13 @@ class Restoration:
             try:
                 progress = self._load(name, validate)
             except Damaged as error:
-                problem = _Problem(self._ctx.dist.rank, str(error), error.key)
-            problems = [_Problem(*found) for found in self._ctx.dist.gather(problem) if found]
-            if not problems:
+                problem = str(error), error.key
+            problems = self._ctx.dist.gather(problem)
+            if not any(problems):
                 self._engine.sync_compute_weights()
                 self._ctx.log.info("restored %s", self._store.locate(name))
                 return progress
-            damage = problems[0].text
-            self._require_confirmed(name, problems)
+            damage = self._require_confirmed(name, problems)
             if self._ctx.dist.is_main:
                 self._quarantine(name, damage)
         if damage:
@@ -89,18 +79,22 @@ class Restoration:
             )
         return None
 
-    def _require_confirmed(self, name: str, problems: Sequence[_Problem]) -> None:
-        """Raise CheckpointError on every rank unless rank 0 cannot read the tensors either: else
-        the fault is that rank's machine, not the file."""
+    def _require_confirmed(self, name: str, problems: Sequence[Sequence[str] | None]) -> str:
+        """The first of the ranks' problems (in words, and the tensor's key if it is known). Raises
+        CheckpointError on every rank unless rank 0 cannot read the tensors either: else the fault
+        is that rank's machine, not the file."""
+        rank, text = next((rank, found[0]) for rank, found in enumerate(problems) if found)
         confirmed = None
         if self._ctx.dist.is_main:
-            confirmed = json.dumps(self._is_damaged(name, {found.key for found in problems}))
+            keys = {found[1] for found in problems if found}
+            confirmed = json.dumps(self._is_damaged(name, keys))
         if not json.loads(self._ctx.dist.broadcast_str(confirmed)):
             raise CheckpointError(
-                f"rank {problems[0].rank} cannot read what rank 0 reads well: {problems[0].text}",
+                f"rank {rank} cannot read what rank 0 reads well: {text}",
                 hint="look at that rank's machine and its way to the disk; "
                 "the checkpoint was not changed",
             )
+        return text
 
     def _is_damaged(self, name: str, keys: Set[str]) -> bool:
         try:
@@ -210,9 +204,7 @@ def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
             yield f"{name} has shape {before}, here {now}"
     for name in common:
         if (name in saved.updates) != (name in live.updates):
-            was, here = "trained", "frozen"
-            if name in live.updates:
-                was, here = here, was
+            was, here = ("frozen", "trained")[:: 1 if name in live.updates else -1]
             yield f"{name} was {was}, here it is {here}"
     if set(saved.moments) != set(live.moments):
         yield f"the optimizer kept {_list(saved.moments)}, this one keeps {_list(live.moments)}"

@@ -68,19 +68,14 @@ class ManifestTemplate(BaseModel):
     def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
         """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
         files' names, and the digest of each writing rank's checksums."""
-        return Manifest(
-            **facts,
-            written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            world_size=self.world_size,
-            writer=self.writer,
-            tensors=self.tensors,
-            runs=self.runs,
-            files=[f.model_copy(update={"name": prefix + f.name}) for f in self.files],
-            parts=[
-                Part(sums=prefix + sums_name(rank), digest=digest)
-                for rank, digest in enumerate(digests)
-            ],
-        )
+        named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
+        parts = [
+            Part(sums=prefix + sums_name(rank), digest=digest)
+            for rank, digest in enumerate(digests)
+        ]
+        written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        same = dict(self) | {"files": named}
+        return Manifest(**facts, **same, written=written, parts=parts)
 
 
 class Setup(BaseModel):
@@ -171,7 +166,7 @@ def carry_out(
         manifest = setup.template.fill(request.facts, transaction.prefix, digests)
         store.commit(transaction, manifest.dump())
     except Exception as error:
-        result.problem = _problem(setup, error)
+        result.problem = in_words(error)
         if store is not None and transaction is not None:
             _give_up(setup, store, transaction, result)
         return result
@@ -180,12 +175,6 @@ def carry_out(
     result.seconds = time.perf_counter() - began
     result.warnings = purge(store, setup.retention)
     return result
-
-
-def _problem(setup: Setup, error: Exception) -> str:
-    if setup.rank and isinstance(error, FileNotFoundError):
-        return f"rank 0 gave up, or somebody removed the files: {error.filename} is gone"
-    return in_words(error)
 
 
 def _give_up(setup: Setup, store: Store, transaction: Transaction, result: SaveResult) -> None:

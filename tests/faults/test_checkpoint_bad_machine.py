@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import local_store
-from pipeline.checkpoint.restore import Restoration, _Problem
+from pipeline.checkpoint.restore import Restoration
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
 from tests.support.processes import run_ranks
@@ -62,7 +62,7 @@ def test_what_rank_0_cannot_read_now_is_not_confirmed(
 
     monkeypatch.setattr(local_store.LocalStore, "read", unreachable)
     with pytest.raises(CheckpointError, match="cannot be read: timed out"):
-        restoration._require_confirmed("step-00000001", [_Problem(1, "damaged", "weight/a")])
+        restoration._require_confirmed("step-00000001", [None, ("damaged", "weight/a")])
 
 
 def test_nothing_is_put_aside_for_what_rank_0_reads_well(tmp_path: Path) -> None:

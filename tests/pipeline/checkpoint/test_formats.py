@@ -42,7 +42,7 @@ def formats() -> Formats:
 def test_by_name(formats: Formats) -> None:
     assert formats.names() == ["both", "one"]
     assert formats.get("one").name == "one"
-    with pytest.raises(UsageError, match=r"no format `on` \(did you mean `one`\?\)"):
+    with pytest.raises(UsageError, match=r"no format `on` \(there are both, one\)"):
         formats.get("on")
 
 
